@@ -13,8 +13,8 @@ from phalanx._job.agent.elastic_actions import (
     ElasticAction,
     Evict,
     GiveUp,
+    Print,
     Retire,
-    Say,
     SendGeneration,
     SendToRank,
     plan_message,
@@ -58,7 +58,7 @@ def begun(actions: list[ElasticAction] | None) -> BeginGeneration:
 
 
 def words(actions: list[ElasticAction] | None) -> str:
-    return " ".join(action.text for action in actions or () if isinstance(action, Say))
+    return " ".join(action.text for action in actions or () if isinstance(action, Print))
 
 
 def recover(elastic: Elastic, slot: int, pid: int, step: int = -1) -> str:
@@ -142,7 +142,7 @@ def test_when_nobody_is_left_who_holds_the_state_the_job_fails_of_all_that_was_l
         "phalanx run: the job ends: no rank that is left holds the state of the training. "
         "Start again from a checkpoint."
     )
-    (given_up,) = [action for action in actions or () if not isinstance(action, Say)]
+    (given_up,) = [action for action in actions or () if not isinstance(action, Print)]
     assert isinstance(given_up, GiveUp)
     assert [exit.rank for exit in given_up.exits] == [0]
     assert lose(elastic, 1) is None
@@ -188,7 +188,7 @@ def test_what_a_replacement_raises_again_at_the_same_step_fails_the_job() -> Non
     say(elastic, 1, "failed", step=4)
     raise_in(elastic, 1)
     said, given_up = lose(elastic, 1, 1) or ()
-    assert isinstance(said, Say)
+    assert isinstance(said, Print)
     assert "has raised the same as before at the same step" in said.text
     assert isinstance(given_up, GiveUp)
 
@@ -208,7 +208,7 @@ def test_losses_in_a_row_without_a_step_in_between_end_the_job() -> None:
         begun(lose(elastic, 1))
         recover(elastic, 1, 201 + attempt)
     said, given_up = lose(elastic, 1) or ()
-    assert isinstance(said, Say)
+    assert isinstance(said, Print)
     assert "no step was completed in between" in said.text
     assert isinstance(given_up, GiveUp)
     elastic = job(2)

@@ -52,7 +52,7 @@ def test_a_host_without_any_process_has_no_part_and_its_agent_may_be_there() -> 
 def test_a_host_that_comes_back_has_its_slots_again_and_every_rank_is_what_it_was() -> None:
     slot_plan = slot(2, 2, 2).lose(1)
     assert plan_generation(1, slot_plan).slots == (0, 1, 4, 5)
-    back = slot_plan.lose(2).take_in(ArrivedHost(7, 2, "n2")).take_in(ArrivedHost(8, 2, "n1"))
+    back = slot_plan.lose(2).accept(ArrivedHost(7, 2, "n2")).accept(ArrivedHost(8, 2, "n1"))
     generation = plan_generation(2, back)
     assert generation.slots == (0, 1, 2, 3, 4, 5)
     assert [part.member for part in generation.parts] == [0, 8, 7]
@@ -61,8 +61,8 @@ def test_a_host_that_comes_back_has_its_slots_again_and_every_rank_is_what_it_wa
 
 def test_a_spare_takes_the_slots_of_the_lost_host_if_it_has_as_many_ranks() -> None:
     lost = slot(2, 2, 2).lose(1)
-    assert plan_generation(1, lost.take_in(ArrivedHost(3, 2, "spare"))).part_of(3).slots == (2, 3)  # type: ignore[union-attr]
-    bigger = plan_generation(1, lost.take_in(ArrivedHost(3, 3, "spare")))
+    assert plan_generation(1, lost.accept(ArrivedHost(3, 2, "spare"))).part_of(3).slots == (2, 3)  # type: ignore[union-attr]
+    bigger = plan_generation(1, lost.accept(ArrivedHost(3, 3, "spare")))
     assert bigger.slots == (0, 1, 4, 5, 6, 7, 8)
     assert bigger.survivors == (0, 1, 2, 3)
 
@@ -103,7 +103,7 @@ def test_any_story_of_losses_and_gains_keeps_order_and_numbers_everybody_once() 
             ]
             member += len(comers)
             for comer in choose_candidates(slot_plan, comers, limits):
-                slot_plan = slot_plan.take_in(comer)
+                slot_plan = slot_plan.accept(comer)
             generation = plan_generation(number, slot_plan)
 
             slots = generation.slots

@@ -44,7 +44,7 @@ class Decided(Attempt):
         self.on_started(rank, pid)
         self.links.admit(Channel(ours), rank, pid, {"kind": "welcome"})
         self.say(rank, "elastic")
-        self.hear_ranks()
+        self.receive_from_ranks()
 
     def say(self, rank: int, kind: str, **fields: Any) -> None:
         """The process of a rank does, and is not heard yet."""

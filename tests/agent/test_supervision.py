@@ -6,7 +6,7 @@ import pytest
 
 from phalanx._base.loss_detection import REPORT_GRACE_S, SAME_SIGNAL_S
 from phalanx._job.agent.failure import ExceptionReport, Exit
-from phalanx._job.agent.supervision import Kill, Signal, Supervision, Tell
+from phalanx._job.agent.supervision import Kill, ReportStragglers, Signal, Supervision
 
 
 def running(world_size: int = 3, shutdown_timeout_s: float = 10.0) -> Supervision:
@@ -128,7 +128,7 @@ def test_who_is_still_there_when_others_have_ended_is_told_ever_more_rarely() ->
     while len(told) < 7:
         now = state.next_due
         assert now is not None
-        assert state.on_time(now) == [Tell(now - 105.0)]
+        assert state.on_time(now) == [ReportStragglers(now - 105.0)]
         told.append(now - 105.0)
     assert told == [10.0, 60.0, 600.0, 3600.0, 7200.0, 10800.0, 14400.0]
     assert state.phase == "running"
@@ -143,7 +143,7 @@ def test_ranks_that_outlive_the_first_by_the_exit_timeout_are_stopped() -> None:
     state.on_exit(ended(0, at=100.0))
     state.on_exit(ended(1, at=125.0))
     assert state.next_due == 130.0
-    assert state.on_time(130.0) == [Tell(5.0), Signal(signal.SIGTERM, (2,), group=False)]
+    assert state.on_time(130.0) == [ReportStragglers(5.0), Signal(signal.SIGTERM, (2,), group=False)]
     assert state.overdue == (2,)
     assert state.next_due == 140.0
     assert state.on_time(140.0) == [Kill()]

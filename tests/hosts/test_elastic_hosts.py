@@ -13,7 +13,7 @@ from phalanx._job.agent.elastic_actions import (
     DropHost,
     ElasticAction,
     PrepareHost,
-    Say,
+    Print,
     SendToRank,
     refuse,
 )
@@ -115,7 +115,7 @@ class Job:
 
     @property
     def said(self) -> str:
-        return "\n".join(action.text for action in self.told if isinstance(action, Say))
+        return "\n".join(action.text for action in self.told if isinstance(action, Print))
 
     @property
     def has_begun(self) -> bool:

@@ -34,8 +34,8 @@ from phalanx._job.agent.elastic_actions import (
     Evict,
     GiveUp,
     PrepareHost,
+    Print,
     Retire,
-    Say,
     SendGeneration,
     SendToRank,
 )
@@ -49,7 +49,7 @@ from phalanx._job.agent.rank_numbers import RankNumbers
 from phalanx._job.agent.requests import Requests
 from phalanx._job.agent.silent_ranks import SilentRanks
 from phalanx._job.agent.stragglers import describe_stragglers
-from phalanx._job.agent.supervision import Action, Kill, Supervision, Tell, decide_delay_s
+from phalanx._job.agent.supervision import Action, Kill, ReportStragglers, Supervision, decide_delay_s
 from phalanx._job.agent.target import is_elastic
 
 _READ_S = 0.05  # while output floods in, signals and events are handled this often
@@ -110,7 +110,7 @@ class Attempt:
             self.numbers.close()
         self.link.end(self)
 
-    def take_lead(self, plan: JobPlan, link: HostLink, state: Supervision, elastic: Elastic) -> None:
+    def become_leader(self, plan: JobPlan, link: HostLink, state: Supervision, elastic: Elastic) -> None:
         """Continue as the attempt of the host that decides, because the host that did is lost."""
         self.plan, self.link, self.state, self.elastic = plan, link, state, elastic
         self.numbers.exchange_link(link)
@@ -169,7 +169,7 @@ class Attempt:
                     else:
                         self.on_rank_message(rank, pid, message)
 
-    def hear_ranks(self) -> None:
+    def receive_from_ranks(self) -> None:
         """Process all messages that elastic ranks of this host have sent until now."""
         self._receive_from_links(set(self.links.fds))
 
@@ -181,7 +181,7 @@ class Attempt:
         """Execute the due actions, and continue forking."""
         if self.host.display.reader_gone and self.state.interrupted is None:
             self.ranks.abandon_rest()
-            self.host.display.say(
+            self.host.display.print(
                 "phalanx run: nobody reads its output any more (stdout was closed): stopping "
                 f"{count_ranks(len(self.state.running))}"
             )
@@ -205,7 +205,7 @@ class Attempt:
         """Print the first failure at once, while the other ranks may still take their time to end."""
         failures, running = self.state.failures, len(self.state.running)
         if failures and running and self.state.interrupted is None and not self.state.overdue:
-            self.host.display.say(
+            self.host.display.print(
                 f"phalanx run: rank {failures[0].rank} has failed: {summarise(failures[0])}. More when all have ended: "
                 f"{count_ranks(running)} may still take up to {self.state.shutdown_timeout_s:g} s"
             )
@@ -252,7 +252,7 @@ class Attempt:
     def on_exit(self, exit: Exit) -> None:
         """Process the end of a rank's process on any host, after reading all that it sent."""
         # first these, or the last known holder of the state ends before others have reported that they hold it
-        self.hear_ranks()
+        self.receive_from_ranks()
         for pid in self.ranks.processes.pids.values():
             progress = self.pages.read(pid)
             if progress is not None and progress.state is not None:
@@ -296,7 +296,7 @@ class Attempt:
             return
         if number == signal.SIGTSTP:  # Ctrl-Z: the ranks stop and continue with us
             if self.place.num_nodes > 1:  # the other hosts would hear nothing of this one, and count it as lost
-                self.host.display.say(
+                self.host.display.print(
                     "phalanx run: SIGTSTP (Ctrl-Z): a job on several hosts cannot be suspended; it goes on"
                 )
                 return
@@ -304,7 +304,7 @@ class Attempt:
             os.kill(os.getpid(), signal.SIGSTOP)
             return
         if number in ENDING_SIGNALS:
-            if not where and self.link.take_signal(number):
+            if not where and self.link.intercept_signal(number):
                 return
             is_again, self._asked = where in self._asked, {*self._asked, where}
             if self.state.phase == "stopping" and number == signal.SIGTERM == self.state.interrupted and not is_again:
@@ -320,12 +320,12 @@ class Attempt:
         if self.state.interrupted == number and running and self.state.started:
             name = signal.Signals(number).name + where
             if self.state.phase == "stopping":
-                self.host.display.say(
+                self.host.display.print(
                     f"phalanx run: {name}: stopping {count_ranks(running)}, with "
                     f"{self.state.shutdown_timeout_s:g} s to end by themselves (again: kill at once)"
                 )
             elif any(isinstance(action, Kill) for action in actions):
-                self.host.display.say(f"phalanx run: {name} again: killing {count_ranks(running)}")
+                self.host.display.print(f"phalanx run: {name} again: killing {count_ranks(running)}")
         self.do(actions)
 
     def do(self, actions: list[Action]) -> None:
@@ -336,7 +336,7 @@ class Attempt:
                     self.link.sweep()
                 else:
                     self._sweep()
-            elif isinstance(action, Tell):
+            elif isinstance(action, ReportStragglers):
                 self._report_stragglers(action.waited_s)
             else:
                 if action.signum in ENDING_SIGNALS:
@@ -352,7 +352,7 @@ class Attempt:
                 self.state.is_saving = self.state.is_saving or action.message["kind"] == "end"
                 self.send_to_rank(action.slot, action.message)
             elif isinstance(action, SendGeneration):
-                self.tell_generation(action.slot)
+                self.send_generation(action.slot)
             elif isinstance(action, Evict):
                 self.send_signal(signal.SIGKILL, (action.slot,), group=True)
             elif isinstance(action, Continue):
@@ -363,8 +363,8 @@ class Attempt:
             elif isinstance(action, Retire):
                 for slot in action.slots:
                     self.state.on_retired(slot)
-            elif isinstance(action, Say):
-                self.host.display.say(action.text)
+            elif isinstance(action, Print):
+                self.host.display.print(action.text)
             elif isinstance(action, PrepareHost | DropHost):
                 self.link.do(action)
             elif isinstance(action, GiveUp):
@@ -393,11 +393,11 @@ class Attempt:
             self.host.zygote.continue_without(rank)
         for rank in part.slots:
             if rank not in part.forked:
-                self.tell_generation(rank)
+                self.send_generation(rank)
 
-    def tell_generation(self, rank: int) -> None:
+    def send_generation(self, rank: int) -> None:
         """Tell an elastic rank of any host which rank it is in the current generation."""
-        message = None if self.link.tell_generation(rank) else self.numbers.plan_message(rank)
+        message = None if self.link.send_generation(rank) else self.numbers.plan_message(rank)
         if message is not None:
             self.send_to_rank(rank, message)
 
@@ -425,7 +425,7 @@ class Attempt:
         )
         if not self.state.overdue:
             text += "\n`phalanx stacks` shows where they are; --exit-timeout SECONDS would stop them."
-        self.host.display.say(text)
+        self.host.display.print(text)
 
     def collect_logs(self) -> list[GroupLog]:
         """Return the records of the ranks of all hosts, as far as this host has them."""

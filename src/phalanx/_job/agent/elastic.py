@@ -34,8 +34,8 @@ from phalanx._job.agent.elastic_actions import (
     Evict,
     GiveUp,
     LostRank,
+    Print,
     Retire,
-    Say,
     SendGeneration,
     SendToRank,
     read_int,
@@ -241,7 +241,7 @@ class Elastic:
             return None
         self._refuses_forks = True
         self._forking.discard(slot)
-        return [Say(f"phalanx run: rank {self.rank_of(slot)} could not be replaced: {why}"), *self._decide(now)]
+        return [Print(f"phalanx run: rank {self.rank_of(slot)} could not be replaced: {why}"), *self._decide(now)]
 
     @property
     def awaited(self) -> tuple[int, ...]:
@@ -276,7 +276,7 @@ class Elastic:
         if member.holds_state and member.report is None and not others and not member.continued:
             member.continued = True
             said = "it alone holds the state of the training: it is sent SIGCONT, and not killed yet"
-            return [Say(f"phalanx run: rank {self.rank_of(slot)} (pid {member.pid}): {said}"), Continue(slot)]
+            return [Print(f"phalanx run: rank {self.rank_of(slot)} (pid {member.pid}): {said}"), Continue(slot)]
         if member.report is None:
             member.evicted = f"killed: {why}"
         if member.abandon_at is None:
@@ -318,7 +318,7 @@ class Elastic:
         if any(lost.slot == member.slot for lost in self._newest_losses):
             return [refuse(member.slot, _HAS_ENDED)]
         said = f"phalanx run: rank {self.rank_of(member.slot)} leaves: it came when the training had ended"
-        return [Say(said), SendToRank(member.slot, LEAVE)]
+        return [Print(said), SendToRank(member.slot, LEAVE)]
 
     def _on_joined(self, member: ElasticRank, message: Mapping[str, Any], generation: int) -> list[ElasticAction]:
         member.joined = self._has_joined = True
@@ -341,7 +341,7 @@ class Elastic:
         if self.phase is ElasticPhase.GIVEN_UP:
             return []
         lost = self._newest_losses
-        return [Say(describe_regrouped(lost, len(self.members), now))] if lost else []
+        return [Print(describe_regrouped(lost, len(self.members), now))] if lost else []
 
     @property
     def _newest_losses(self) -> tuple[LostRank, ...]:
@@ -409,10 +409,10 @@ class Elastic:
             return []
         if not any(member.holds_state for member in self.members.values()):
             why = "no rank that is left holds the state of the training"
-            said = Say(f"phalanx run: the job ends: {why}. Start again from a checkpoint.")
+            said = Print(f"phalanx run: the job ends: {why}. Start again from a checkpoint.")
             return [*([said] if self.losses else []), *self._fail(why)]  # without earlier losses, the ranks report why
         if why := self._repetition.find_hopeless(self._exits, self.rank_of):
-            return [Say(f"phalanx run: {why}"), *self._fail(why)]
+            return [Print(f"phalanx run: {why}"), *self._fail(why)]
         living = frozenset(self.members) | self._forking
         all_living = {host.member: living & frozenset(host.slots) for host in self.slot_plan.hosts}
         self.slot_plan = slot_plan = self.slot_plan.with_living(all_living, self.plan_refills(living))
@@ -437,7 +437,7 @@ class Elastic:
         holders = tuple(member.slot for member in self.members.values() if member.holds_state)
         self._forking |= forked
         return [
-            Say(self._describe_loss(lost, forked, without_loss)),
+            Print(self._describe_loss(lost, forked, without_loss)),
             *([Retire(retired)] if retired else []),
             BeginGeneration(generation, holders, tuple(lost)),
         ]
@@ -480,7 +480,7 @@ class Elastic:
         self._exits = []
         self._over = ElasticPhase.ENDING
         return [
-            Say(f"phalanx run: {why}: the ranks that are left save what they hold, and end"),
+            Print(f"phalanx run: {why}: the ranks that are left save what they hold, and end"),
             *([Retire(retired)] if retired else []),
             *(SendToRank(slot, message) for slot, member in self.members.items() if member.joined),
         ]

@@ -87,7 +87,7 @@ class Retire:
 
 
 @dataclass(frozen=True)
-class Say:
+class Print:
     """Print a line for the user."""
 
     text: str
@@ -119,7 +119,7 @@ ElasticAction = (
     | Abandon
     | GiveUp
     | Retire
-    | Say
+    | Print
     | PrepareHost
     | DropHost
 )

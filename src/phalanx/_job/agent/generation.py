@@ -141,7 +141,7 @@ class SlotPlan:
         )
         return SlotPlan(tuple(hosts), self.vacated)
 
-    def take_in(self, candidate: ArrivedHost) -> SlotPlan:
+    def accept(self, candidate: ArrivedHost) -> SlotPlan:
         """Return the plan with one more host: in its own slots if it comes back, in vacated ones, or in new ones."""
         fits = [left for left in self.vacated if left.num_slots == candidate.num_ranks]
         own = [left for left in fits if left.name == candidate.name and candidate.name]
@@ -154,7 +154,7 @@ class SlotPlan:
         return self.assign(host)
 
     def assign(self, host: HostSlots) -> SlotPlan:
-        """Return the plan with a host whose slots `take_in` has found before."""
+        """Return the plan with a host whose slots `accept` has found before."""
         hosts = sorted((*self.hosts, host), key=lambda each: each.first_slot)
         return SlotPlan(tuple(hosts), tuple(left for left in self.vacated if left.first_slot != host.first_slot))
 

@@ -92,7 +92,7 @@ class HostLink:
         """Send a message to an elastic rank if it is on another host; return whether it is."""
         return False
 
-    def tell_generation(self, rank: int) -> bool:
+    def send_generation(self, rank: int) -> bool:
         """Notify an elastic rank on another host of its rank; return whether it is on another host."""
         return False
 
@@ -108,7 +108,7 @@ class HostLink:
     def send_signal(self, signum: int, ranks: tuple[int, ...], *, group: bool, is_relayed: bool = False) -> None:
         """Send a signal to those of `ranks` that are on other hosts."""
 
-    def take_signal(self, signum: int) -> bool:
+    def intercept_signal(self, signum: int) -> bool:
         """Take a signal that has come at this host and would end the job; return whether nothing else is to be done."""
         return False
 
@@ -133,7 +133,7 @@ class HostLink:
         """Return whether no process of the job is left on any other host."""
         return True
 
-    def ask_for_stacks(self, request: ClientRequest) -> None:
+    def request_stacks(self, request: ClientRequest) -> None:
         """Answer a request for the stacks of ranks on other hosts; the link takes over the request."""
         answer_others(request.channel, [])
         request.close()

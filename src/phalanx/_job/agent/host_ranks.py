@@ -86,7 +86,7 @@ class HostRanks:
         self.is_swept = False
         self.has_started = False
         self.zygote_lost = False  # the zygote has ended
-        self.zygote_given_up = False  # it has ended because we killed it: it did not answer
+        self.zygote_killed = False  # it has ended because we killed it: it did not answer
 
     def exchange_deciders(self, state: Supervision, elastic: Elastic) -> None:
         """Take the decisions of others from now on: whom to fork, and whose loss the job survives."""
@@ -161,7 +161,7 @@ class HostRanks:
     def kill_zygote(self) -> None:
         """Kill the zygote, and with it the ranks; the agent kills the processes that they leave behind."""
         self._host.zygote.kill()
-        self.zygote_given_up = self.zygote_lost = True
+        self.zygote_killed = self.zygote_lost = True
 
     def sweep(self) -> bool:
         """Kill every process of the job on this host; return False if it was asked for before."""
@@ -287,11 +287,11 @@ class HostRanks:
             self._host.zygote = zygote.start_another(adopted.sessions)
             self._zygote_is_new = True
         except OSError as error:
-            self._host.display.say(f"{said}, but none of them can be replaced: {error.strerror or error}")
+            self._host.display.print(f"{said}, but none of them can be replaced: {error.strerror or error}")
             self._listener.do_elastic(self._elastic.on_no_forks(time.monotonic()))
         else:
             then = "its spare takes its place" if self._host.zygote.was_spare else "another one is started"
-            self._host.display.say(f"{said}; {then}")
+            self._host.display.print(f"{said}; {then}")
             for rank in self._elastic.awaited:  # ranks that the old zygote was asked to fork, and has not reported
                 self.fork(rank)
                 self._host.zygote.continue_without(rank)
@@ -303,7 +303,7 @@ class HostRanks:
         if self._host.adopted.used:
             self._reap_adopted()
         if self._host.zygote.was_stopped():
-            self._host.display.say(
+            self._host.display.print(
                 f"phalanx run: somebody has stopped the zygote (pid {self._host.zygote.pid}), from which the ranks "
                 "are forked. The ranks go on, but their ends are not seen until it does: "
                 f"kill -CONT {self._host.zygote.pid}"

@@ -107,7 +107,7 @@ def opened_host(
     try:
         zygote.assign(folder.path)
         if logs.streams:
-            display.say(f"phalanx run: --redirects and --tee write to {logs.attempts}")
+            display.print(f"phalanx run: --redirects and --tee write to {logs.attempts}")
         folder.remove_others()  # the zygote is busy meanwhile
         if plan.settings.metrics is not None:
             metrics += _begin_metrics(plan, display, *plan.settings.metrics)
@@ -145,7 +145,7 @@ def run_attempts(
         code = _run_attempts(plan, host, begin, reports, led)
     finally:
         for report in reports:
-            host.display.say(report.write(code))
+            host.display.print(report.write(code))
     return code
 
 
@@ -158,9 +158,9 @@ def _begin_metrics(plan: JobPlan, display: Display, host: str, port: int) -> lis
     except LaunchError as error:
         if plan.settings.needs_metrics:
             raise
-        display.say(f"{str(error).removesuffix('.')}. This host serves no metrics.")
+        display.print(f"{str(error).removesuffix('.')}. This host serves no metrics.")
         return []
-    display.say(f"phalanx run: metrics at {metrics.address}")
+    display.print(f"phalanx run: metrics at {metrics.address}")
     return [metrics]
 
 
@@ -169,7 +169,7 @@ def begin_report(plan: JobPlan, host: HostResources, folder: str) -> JobReport |
     try:
         return _make_report(plan, folder, is_new=False)
     except LaunchError as error:
-        host.display.say(str(error).replace("--report", "report"))
+        host.display.print(str(error).replace("--report", "report"))
     return None
 
 
@@ -205,7 +205,7 @@ def _run_attempts(
         if left is not None:
             attempt.elastic.max_replacements = left
         if times:  # their number is known now: fewer hosts may have returned
-            host.display.say(f"phalanx run: starting all {attempt.place.world_size} ranks again ({times})")
+            host.display.print(f"phalanx run: starting all {attempt.place.world_size} ranks again ({times})")
         try:
             if not has_run:
                 attempt.run()
@@ -233,7 +233,7 @@ def _run_attempts(
             and attempt.elastic.phase is not ElasticPhase.ENDING
         )
         _keep_flight(plan, host, flight, restart_count if again else None)
-        if attempt.ranks.zygote_lost and not attempt.ranks.zygote_given_up and state.interrupted is None:
+        if attempt.ranks.zygote_lost and not attempt.ranks.zygote_killed and state.interrupted is None:
             return _report_zygote_lost(host, state)
         if not again:
             break
@@ -247,7 +247,7 @@ def _run_attempts(
             report.add_restart(times)
         _report_failures(host, attempt, flight)
     if losses:
-        host.display.say(describe_losses(losses))
+        host.display.print(describe_losses(losses))
     return _conclude(plan, host, attempt, flight)
 
 
@@ -260,14 +260,14 @@ def _conclude(plan: JobPlan, host: HostResources, attempt: Attempt, flight: Flig
             return 128 + signal.SIGPIPE
         text = describe_flight(flight.groups, flight.ended_ns, waited_s=_HANG_S)
         if text:
-            host.display.say(text)
-        host.display.say(describe_signal_end(state, traceback=plan.settings.traceback))
+            host.display.print(text)
+        host.display.print(describe_signal_end(state, traceback=plan.settings.traceback))
         # ranks that took the signal as a request, saved their work and returned 0 have succeeded
         ended_well = state.finished and all(end.is_orderly for end in state.exits.values())
         return _find_orderly_code(state) if ended_well else 128 + state.interrupted
     ends = state.exits.values()
     if state.overdue:
-        host.display.say(describe_overdue(state))
+        host.display.print(describe_overdue(state))
         return _OVERDUE_EXIT_CODE if state.failures or not state.finished else 0
     if attempt.elastic.phase is ElasticPhase.ENDING and all(end.status in (0, BELOW_MINIMUM_EXIT_CODE) for end in ends):
         return BELOW_MINIMUM_EXIT_CODE  # the reason was printed
@@ -276,7 +276,7 @@ def _conclude(plan: JobPlan, host: HostResources, attempt: Attempt, flight: Flig
             JobResult(attempt.place.world_size).write(plan.result_path)
         if code := _find_orderly_code(state):
             ranks = name_ranks([rank for rank, end in sorted(state.exits.items()) if end.status])
-            host.display.say(
+            host.display.print(
                 f"phalanx run: {ranks} ended with exit code {code} (EX_TEMPFAIL): start the job again later"
             )
         return code
@@ -303,7 +303,7 @@ def _copy_error_file(plan: JobPlan, first: RankFailure) -> None:
 
 
 def _report_failures(host: HostResources, attempt: Attempt, flight: Flight) -> None:
-    host.display.say("\n" + _describe_failures(attempt, flight))
+    host.display.print("\n" + _describe_failures(attempt, flight))
     host.display.forget()
 
 
@@ -323,7 +323,7 @@ def _keep_flight(plan: JobPlan, host: HostResources, flight: Flight, attempt: in
     try:
         write_flight(folder, flight.groups, flight.ended_ns, attempt=attempt)
     except OSError as error:
-        host.display.say(
+        host.display.print(
             f"phalanx run: the flight recorder could not be written to {folder}: {error.strerror or error}"
         )
 
@@ -332,7 +332,7 @@ def _report_zygote_lost(host: HostResources, state: Supervision) -> int:
     host.display.release()
     pid, status = host.zygote.pid, host.zygote.wait_exit()
     how = name_signal(-status) if status < 0 else f"exit code {status}"
-    host.display.say(
+    host.display.print(
         f"phalanx run: the zygote (pid {pid}), from which the ranks are forked, ended: {how}. "
         f"All {len(state.exits) + len(state.running)} ranks were killed. "
         "If nobody killed it, memory is the first suspect; if it ended while importing torch, try --no-preload."

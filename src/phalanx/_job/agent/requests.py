@@ -42,7 +42,7 @@ class Requests:
             if request is not None:
                 self._answer(request)
             for notice in self._socket.take_notices():
-                self._attempt.host.display.say(f"phalanx run: {notice}")
+                self._attempt.host.display.print(f"phalanx run: {notice}")
 
     def _answer(self, request: ClientRequest) -> None:
         attempt = self._attempt
@@ -61,7 +61,7 @@ class Requests:
         elif kind == "elastic":
             self._admit(request)
         elif kind == "stacks of other hosts":
-            attempt.link.ask_for_stacks(request)
+            attempt.link.request_stacks(request)
         else:
             if kind == "store" and attempt.numbers.store is not None:
                 with contextlib.suppress(OSError):  # no descriptor is free

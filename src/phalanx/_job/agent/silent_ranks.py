@@ -41,7 +41,7 @@ class SilentRanks:
             slow = watch.find_slow(now)
             rank = next((rank for rank, pid in pids.items() if slow is not None and pid == slow.pid), None)
             if slow is not None and rank is not None:
-                attempt.host.display.say(describe_slow(slow, rank))
+                attempt.host.display.print(describe_slow(slow, rank))
         for accused in watch.judge(pids, groups, steps_ns, now):
             if known.get(accused.rank) == accused.pid:
                 self._sentence(accused, groups)
@@ -60,7 +60,7 @@ class SilentRanks:
         stack = read_stack(attempt.ranks.processes.stacks[accused.rank], accused.offset)
         told = f"phalanx run: {text}" + (f"\n{textwrap.indent(stack.rstrip(), '  ')}" if stack else "")
         if not accused.evict:
-            attempt.host.display.say(f"{told}\n--evict-after SECONDS would kill it.")
+            attempt.host.display.print(f"{told}\n--evict-after SECONDS would kill it.")
             return
         why = f"the others waited for it for {accused.silent.silent_s:.1f} s"
         if not accused.silent.waiting:
@@ -68,7 +68,7 @@ class SilentRanks:
         why += f" (--evict-after {evict_after_s:g})"
         if attempt.elastic.claims(accused.rank, accused.pid):
             if not attempt.elastic.is_evicted(accused.pid):  # else the zygote, or the kernel, takes its time to end it
-                attempt.host.display.say(told)
+                attempt.host.display.print(told)
             attempt.do_elastic(attempt.elastic.evict(accused.rank, why, time.monotonic()))
         else:
             self.evicted[accused.pid] = f"It was killed: {text} (--evict-after).\n\n{stack}".rstrip()

@@ -43,13 +43,13 @@ class Kill:
 
 
 @dataclass(frozen=True)
-class Tell:
+class ReportStragglers:
     """Print which ranks are still there, `waited_s` after the end of another."""
 
     waited_s: float
 
 
-Action = Signal | Kill | Tell
+Action = Signal | Kill | ReportStragglers
 
 
 def decide_delay_s(signum: int, *, came_here: bool) -> float:
@@ -142,7 +142,7 @@ class Supervision:
         """Decide how to react to the end of a rank's process."""
         self.exits[exit.rank] = exit
         if not exit.is_orderly or (exit.status and exit.rank in self.reports):
-            return self._settle(exit.at)
+            return self._await_reports(exit.at)
         if self._first_end is None:
             self._first_end = exit.at
         self._last_end, self._told = exit.at, 0
@@ -153,12 +153,12 @@ class Supervision:
     def on_report(self, report: ExceptionReport, now: float) -> list[Action]:
         """Decide how to react to a rank's report of an exception; its process may take its time to end."""
         self.reports.setdefault(report.rank, report)
-        return self._settle(now)
+        return self._await_reports(now)
 
     def on_host_lost(self, ranks: Iterable[int], loss: HostLoss, now: float) -> list[Action]:
         """Decide how to react to the loss of these ranks' host."""
         self.lost.update({rank: loss for rank in ranks if rank not in self.exits and rank not in self.abandoned})
-        return self._settle(now, HOST_LOSS_GRACE_S) if self.lost else []
+        return self._await_reports(now, HOST_LOSS_GRACE_S) if self.lost else []
 
     def on_signal(self, signum: int, now: float) -> list[Action]:
         """Decide how to react to a signal to the agent: one that ends the job, or one to pass on."""
@@ -205,12 +205,12 @@ class Supervision:
         assert self._first_end is not None
         if self.exit_timeout_s is not None and now >= self._first_end + self.exit_timeout_s:
             self.overdue = self.running
-            return [Tell(now - self._last_end), *self._stop(signal.SIGTERM, now)]
+            return [ReportStragglers(now - self._last_end), *self._stop(signal.SIGTERM, now)]
         self._told += 1
         self._wait_for_rest()
-        return [Tell(now - self._last_end)]
+        return [ReportStragglers(now - self._last_end)]
 
-    def _settle(self, now: float, span_s: float = 0.0) -> list[Action]:
+    def _await_reports(self, now: float, span_s: float = 0.0) -> list[Action]:
         if self.phase == "running" and not self.is_saving:
             self.phase, self.next_due = "settling", now + max(span_s, self.report_grace_s)
         return []

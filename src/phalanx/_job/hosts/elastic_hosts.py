@@ -24,7 +24,7 @@ from phalanx._job.agent.elastic_actions import (
     ElasticAction,
     LostRank,
     PrepareHost,
-    Say,
+    Print,
     SendToRank,
 )
 from phalanx._job.agent.elastic_rank import ElasticRank
@@ -180,7 +180,7 @@ class ElasticHosts(Elastic):
         how = f"{name}, with {name_ranks(list(host.slots))}, leaves after this step (SIGTERM)"
         actions = self._decide(now, how)
         is_reported = any(isinstance(action, BeginGeneration) for action in actions)
-        return actions if is_reported else [Say(f"phalanx run: {how}"), *actions]
+        return actions if is_reported else [Print(f"phalanx run: {how}"), *actions]
 
     def _find_host(self, member: int) -> HostSlots | None:
         return next((host for host in self.slot_plan.hosts if host.member == member), None)
@@ -249,7 +249,7 @@ class ElasticHosts(Elastic):
         return slot_plan
 
     def _find_slots(self, candidate: ArrivedHost) -> HostSlots:
-        hosts = self._with_arrivals().take_in(candidate).hosts
+        hosts = self._with_arrivals().accept(candidate).hosts
         return next(host for host in hosts if host.member == candidate.member)
 
     def _start_spares(self, now: float) -> list[ElasticAction]:
@@ -324,7 +324,7 @@ class ElasticHosts(Elastic):
         self._waits_since, self._waits_for = now, missing
         self._plan_due()
         return [
-            Say(
+            Print(
                 f"phalanx run: {missing} left: the ranks keep their state, and wait up to {self.wait_s:g} s for "
                 "more (`phalanx join` on another host)"
             )

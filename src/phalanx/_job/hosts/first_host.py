@@ -190,7 +190,7 @@ def run_interruptibly(
 
     def show(ready: set[int]) -> None:
         for text in lines.receive_all() if lines.fileno() in ready else ():
-            host.display.say(text)
+            host.display.print(text)
 
     def on_signal(number: int) -> None:
         if number in ENDING_SIGNALS:

@@ -144,7 +144,7 @@ class FollowerSupervision(Supervision):
         self.abandoned_by = why
         if self.phase == "stopping":
             return self._stop(signal.SIGTERM, now)
-        return self._settle(now, HOST_LOSS_GRACE_S)
+        return self._await_reports(now, HOST_LOSS_GRACE_S)
 
 
 def is_leader_loss(change: Change, first: int) -> bool:
@@ -156,7 +156,7 @@ def show_host_lost(message: ControlMessage, display: Display) -> None:
     """Show the leader's message that another host is lost."""
     ranks = message.body["ranks"]
     host, why = printable(str(message.body["host"])), printable(str(message.body["why"]))
-    display.say(f"phalanx run: {host}, with {name_ranks(ranks)}, is lost: {why}")
+    display.print(f"phalanx run: {host}, with {name_ranks(ranks)}, is lost: {why}")
 
 
 class ObservedElastic(Elastic):
@@ -273,7 +273,7 @@ class FollowerLink(HostLink):
     def end(self, attempt: Attempt) -> None:
         """Report to the leader that no process is left here, after all other reports."""
         self._forward.flush()
-        if attempt.ranks.zygote_lost and not attempt.ranks.zygote_given_up:
+        if attempt.ranks.zygote_lost and not attempt.ranks.zygote_killed:
             return
         ended_ns = {str(pid): at for pid, at in attempt.ended_ns.items()}
         if attempt.report_folder:
@@ -338,7 +338,7 @@ class FollowerLink(HostLink):
                 text = (
                     "SIGTERM: the ranks of this host finish their step and end; the others continue (again: stop them)"
                 )
-                self._host.display.say(f"phalanx run: {text}")
+                self._host.display.print(f"phalanx run: {text}")
             elif message.kind == "signal":
                 signum = int(message.body["signum"])
                 if signum in ENDING_SIGNALS:
@@ -348,7 +348,7 @@ class FollowerLink(HostLink):
             elif message.kind == "generation":
                 self._attempt.begin_generation(generation_from_json(message.body["begun"]))
             elif message.kind == "tell generation":
-                self._attempt.tell_generation(int(message.body["rank"]))
+                self._attempt.send_generation(int(message.body["rank"]))
             elif message.kind == "to rank":
                 self._attempt.send_to_rank(int(message.body["rank"]), message.body["message"])
             elif message.kind == "stacks":
@@ -373,7 +373,7 @@ class FollowerLink(HostLink):
     def _abandon_ranks(self, why: str) -> None:
         """Stop the ranks of this host: no host leads the job any more."""
         running = len(self._attempt.state.running)
-        self._host.display.say(
+        self._host.display.print(
             f"phalanx run: the first host is lost: {why}. Stopping the {running} rank{'s' * (running != 1)} of this "
             "host"
         )

@@ -60,9 +60,9 @@ class Forward:
             self._shown[rank, stream] = status
             self._items.append([rank, stream, encode_lines(lines), encode_lines([status])[0], False])
 
-    def say_once(self, what: str, text: str) -> None:
+    def print_once(self, what: str, text: str) -> None:
         if self._display is not None:
-            self._display.say_once(what, text)
+            self._display.print_once(what, text)
         elif self._channel is not None:
             self._channel.put(self._channel.first, "say", attempt=self.attempt, text=text)
 

@@ -126,7 +126,7 @@ class Gathering:
             master_port=find_free_port(),
             launcher_variables={**self._plan.launcher_variables, **known},
         )
-        self._host.display.say(
+        self._host.display.print(
             f"phalanx run: {len(nodes)} hosts: "
             + "; ".join(f"{node.where} {describe_ranks(node.place)}" for node in nodes)
         )
@@ -196,7 +196,7 @@ class Gathering:
                 raise LaunchError(self._explain_missing(count))
             if invite_at <= now:
                 invite_at = float("inf")
-                self._host.display.say(self._invite(count))
+                self._host.display.print(self._invite(count))
             self._loop.turn(min(at for at in (end, invite_at, last_call) if at is not None) - now)
         joined_hosts = list(self._joined_hosts.values())[: rendezvous.max_nodes - 1]
         for late in list(self._joined_hosts)[rendezvous.max_nodes - 1 :]:
@@ -259,7 +259,7 @@ class Gathering:
 
     def _receive_notices(self, ready: set[int]) -> None:
         for line in self._channel.notices.receive_all() if self._channel.notices.fileno() in ready else ():
-            self._host.display.say(f"phalanx run: {line}")
+            self._host.display.print(f"phalanx run: {line}")
 
     def _receive_messages(self, ready: set[int]) -> None:
         for message in self._channel.receive() if self._channel.fileno() in ready else ():
@@ -275,7 +275,7 @@ class Gathering:
     def _process_change(self, change: Change) -> None:
         if change.kind == "joined":
             if unfit := describe_unfit(change.facts):
-                self._host.display.say(f"phalanx run: {unfit}")
+                self._host.display.print(f"phalanx run: {unfit}")
             has_begun = self._peers is not None
             follow_notice(change.facts, self._plan.settings, self._host, self._channel, self._key, has_begun=has_begun)
             facts = HostFacts.from_json(change.member, change.facts)
@@ -286,7 +286,7 @@ class Gathering:
                 elif conflict := find_conflict([self._own, facts], self._rendezvous.max_nodes):
                     del self._joined_hosts[change.member]  # a late host does not end a job that has begun
                     self._peers.reject(change.member, conflict)
-                    self._host.display.say(f"phalanx run: {conflict}. The job continues without that host")
+                    self._host.display.print(f"phalanx run: {conflict}. The job continues without that host")
         elif change.kind in ("left", "lost"):
             gone = self._joined_hosts.pop(change.member, None)
             self._gone.add(change.member)
@@ -294,7 +294,7 @@ class Gathering:
                 self._channel.expel(change.member)  # no vote is needed: the member learns that it is lost
             if gone is not None and change.kind == "lost":
                 who = f"{gone.facts.name} ({gone.facts.address})"
-                self._host.display.say(f"phalanx run: {who} is lost before the job began: {change.why}")
+                self._host.display.print(f"phalanx run: {who} is lost before the job began: {change.why}")
         elif change.kind in ("unreachable", "expelled"):
             raise LaunchError(f"phalanx run: the coordinator on this host has failed: {change.why}")
 

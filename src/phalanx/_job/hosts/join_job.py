@@ -139,7 +139,7 @@ class FollowedJob:
                 attempt.run()
                 if attempt.link is not link:  # this host has come to lead the job
                     return self._succession.lead(attempt)
-            if attempt.ranks.zygote_lost and not attempt.ranks.zygote_given_up:
+            if attempt.ranks.zygote_lost and not attempt.ranks.zygote_killed:
                 why = "the process from which its ranks are forked (the zygote) has ended"
                 self._channel.put(self._channel.first, "failed", attempt=int(message.body["attempt"]), why=why)
             if link.ended is not None:
@@ -159,7 +159,7 @@ class FollowedJob:
             return True
         if not link.supervision.is_elastic or link.wait_s <= 0 or self._channel.is_over:
             return False
-        self._host.display.say(f"phalanx run: waiting up to {link.wait_s:g} s for the first host, to rejoin the job")
+        self._host.display.print(f"phalanx run: waiting up to {link.wait_s:g} s for the first host, to rejoin the job")
         over = threading.Event()
         deadline = Deadline.after(link.wait_s)
 
@@ -180,7 +180,7 @@ class FollowedJob:
         if not run_interruptibly(self._host, over, join, "while the first host was awaited"):
             return False
         self._succession.renew()
-        self._host.display.say("phalanx run: the first host answers again")
+        self._host.display.print("phalanx run: the first host answers again")
         return True
 
     def close(self) -> None:
@@ -240,7 +240,7 @@ class FollowedJob:
             self._raise_lost("it has left (SIGTERM)")
         self._succession.process(message)
         if message.kind == "late":
-            self._host.display.say(_AS_A_SPARE if message.body.get("spare") else _TOO_LATE)
+            self._host.display.print(_AS_A_SPARE if message.body.get("spare") else _TOO_LATE)
         if message.kind == "host lost":
             show_host_lost(message, self._host.display)
         self._reach_answers.process(message)
@@ -260,7 +260,7 @@ class FollowedJob:
             master_port=int(port),
             launcher_variables={**self._plan.launcher_variables, **known},
         )
-        self._host.display.say(
+        self._host.display.print(
             f"phalanx run: host {place.node + 1} of {place.num_nodes} of the job at "
             f"{printable(str(body['first_host']))}: "
             f"{describe_ranks(place)} of {place.world_size}. What they print is shown there."

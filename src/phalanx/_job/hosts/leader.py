@@ -97,7 +97,7 @@ class LeaderLink(HostLink):
     def send_to_rank(self, rank: int, message: dict[str, Any]) -> bool:
         return self._put_to_host_of(rank, "to rank", message=message)
 
-    def tell_generation(self, rank: int) -> bool:
+    def send_generation(self, rank: int) -> bool:
         return self._put_to_host_of(rank, "tell generation")
 
     def _put_to_host_of(self, rank: int, kind: str, **body: Any) -> bool:
@@ -170,7 +170,7 @@ class LeaderLink(HostLink):
         if node is not None:
             for rank in node.place.ranks:
                 self._host.display.end(rank)
-            self._host.display.say(f"phalanx run: {node.where} is not accepted: {dropped.why}")
+            self._host.display.print(f"phalanx run: {node.where} is not accepted: {dropped.why}")
             why = f"phalanx run: this host is not accepted: {dropped.why}"
             self._peers.channel.put(dropped.member, "end", code=1, why=why)
 
@@ -197,7 +197,7 @@ class LeaderLink(HostLink):
             for message in self._peers.channel.receive():
                 self._read(message)
         for line in lines:
-            self._host.display.say(f"phalanx run: {line}")
+            self._host.display.print(f"phalanx run: {line}")
         self._succession.receive()
         self._stacks_requests.answer()
         if self._sweep_limit is not None and time.monotonic() >= self._sweep_limit:
@@ -218,7 +218,7 @@ class LeaderLink(HostLink):
             if theirs:
                 self._put(node, "signal", signum=signum, ranks=theirs, group=group, is_relayed=is_relayed)
 
-    def take_signal(self, signum: int) -> bool:
+    def intercept_signal(self, signum: int) -> bool:
         """Process a signal at this host if it only ends this host's part; return False if it ends the job."""
         return self._succession.leave(signum)
 
@@ -249,7 +249,7 @@ class LeaderLink(HostLink):
         """Return whether no process of the job is left on any other host that is still there."""
         return self.has_left or all(node.facts.member in self._swept_hosts for node in self._peers.present)
 
-    def ask_for_stacks(self, request: ClientRequest) -> None:
+    def request_stacks(self, request: ClientRequest) -> None:
         """Request the stacks of the other hosts, and answer when these have arrived."""
         self._stacks_requests.send(request)
 
@@ -329,7 +329,7 @@ class LeaderLink(HostLink):
             if signum != signal.SIGTERM or not (self._succession.defer_leave(node) or self._release(node)):
                 self._attempt.on_signal(signum, f" on {node.label}")
         elif message.kind == "say":
-            self._host.display.say(f"{printable_lines(str(body['text']))}   (on {node.label})")
+            self._host.display.print(f"{printable_lines(str(body['text']))}   (on {node.label})")
         elif message.kind in _RECORD_KINDS:
             self._records.add(message, self._peers.channel.to_own_clock(message.member, 0.0), self._attempt)
         elif message.kind == "swept":
@@ -343,7 +343,7 @@ class LeaderLink(HostLink):
         """Release a host if the others continue without it; return whether they do. Its ranks finish their step."""
         if self._attempt.state.phase != "running":
             return False
-        self._attempt.hear_ranks()
+        self._attempt.receive_from_ranks()
         actions = self._elastic.on_host_leaves(node.facts.member, node.where, time.monotonic())
         if actions is None:
             return False
@@ -357,7 +357,7 @@ class LeaderLink(HostLink):
         self._succession.remove(member, why)
 
     def _remove(self, member: int, why: str) -> None:
-        self._attempt.hear_ranks()  # first, as in on_exit
+        self._attempt.receive_from_ranks()  # first, as in on_exit
         node = self._peers.lose(member, why)
         now = time.monotonic()
         if node is None:
@@ -367,7 +367,7 @@ class LeaderLink(HostLink):
         for slot in slots:
             self._host.display.end(slot)
         if self._elastic.is_arriving(slots[0]):
-            self._host.display.say(f"phalanx run: {node.where}, which was about to join, is lost: {why}")
+            self._host.display.print(f"phalanx run: {node.where}, which was about to join, is lost: {why}")
             self._attempt.do_elastic(self._elastic.on_host_lost(member, node.where, why, now) or [])
             return
         occupied = frozenset(self._elastic.generation.slots)
@@ -383,7 +383,7 @@ class LeaderLink(HostLink):
             for slot in slots:
                 self._attempt.state.on_retired(slot)
         if self._attempt.state.interrupted is None or self._attempt.state.phase == "running":
-            self._host.display.say(f"phalanx run: {node.where}, with {name_ranks(slots)}, is lost: {why}")
+            self._host.display.print(f"phalanx run: {node.where}, with {name_ranks(slots)}, is lost: {why}")
         if self._attempt.numbers.store is not None:
             report_lost(self._attempt.numbers.store, LostHost(tuple(gone), describe_loss(node.where, why)))
         self._put_all("host lost", host=node.where, ranks=slots, gone=gone, why=why)
@@ -443,11 +443,11 @@ class LateHosts:
         facts = None if problem else HostFacts.from_json(change.member, change.facts)
         if facts is None:
             if problem:
-                self._display.say(f"phalanx run: {problem}")
+                self._display.print(f"phalanx run: {problem}")
             return None
         if conflict := find_conflict([self._peers.own.facts, facts], self._peers.limits.max_hosts):
             self._peers.reject(change.member, conflict)
-            self._display.say(f"phalanx run: {conflict}. The job continues without that host")
+            self._display.print(f"phalanx run: {conflict}. The job continues without that host")
             return None
         self._peers.late[change.member] = change
         return ArrivedHost(change.member, facts.num_ranks, facts.known_as, facts.role)
@@ -458,7 +458,7 @@ class LateHosts:
         if waited is not None and change.kind == "lost":
             facts = HostFacts.from_json(change.member, waited.facts)
             where = "a host" if facts is None else f"{facts.name} ({facts.address})"
-            self._display.say(f"phalanx run: {where}, which waited to join, is lost: {change.why}")
+            self._display.print(f"phalanx run: {where}, which waited to join, is lost: {change.why}")
 
     def notify(self, member: int, *, is_spare: bool) -> None:
         """Notify a waiting host what it waits for: the place of a lost host, or the next start."""

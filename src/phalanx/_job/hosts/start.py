@@ -81,7 +81,7 @@ def _lead(
                 return lead(plan, host, gathering, service.local)
             except JobMovedError as moved:
                 leader = moved.address
-        host.display.say(
+        host.display.print(
             f"phalanx run: this job already runs, and the host at {leader} leads it: this host joins it there"
         )
         host.pump.viewer = Forward()
@@ -105,7 +105,7 @@ def _follow(
         try:
             return follow(plan, rendezvous, host, joined, on_moved)
         except JobMovedError as moved:
-            host.display.say(f"phalanx run: the host at {moved.address} leads this job: this host joins it there")
+            host.display.print(f"phalanx run: the host at {moved.address} leads this job: this host joins it there")
             endpoints = (moved.address, *joined.job_spec.endpoints)
             joined = join_leader(host, endpoints, joined.key, rendezvous.join_timeout_s)
 

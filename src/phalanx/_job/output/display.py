@@ -106,7 +106,7 @@ class Display:
         for writer in self.writers:
             writer.write_some()
         if self._out.problem is not None:
-            self.say_once(
+            self.print_once(
                 "stdout",
                 f"phalanx run: stdout cannot be written: {self._out.problem.strerror}. The job goes on; lines are lost "
                 "until there is room again, and the exit code will not be 0.",
@@ -115,16 +115,16 @@ class Display:
     def flush(self) -> None:
         self._show_lines(float("inf"))
 
-    def say(self, text: str) -> None:
-        """Show the agent's own words, on stderr, behind all lines so far."""
+    def print(self, text: str) -> None:
+        """Print a text of the agent's own to stderr, after all lines of ranks so far."""
         self._show_lines(float("inf"))
         self._clear_status()
         self._err.put(encode(text) + b"\n")
 
-    def say_once(self, what: str, text: str) -> None:
+    def print_once(self, what: str, text: str) -> None:
         if what not in self._told:
             self._told.add(what)
-            self.say(text)
+            self.print(text)
 
     def expect(self, rank: int, traceback: str, *, quiet: bool = False) -> None:
         """Keep back `traceback`, which `rank` is about to print, for good if `quiet`. The log files get it."""

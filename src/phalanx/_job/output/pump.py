@@ -28,7 +28,7 @@ class Viewer(Protocol):
     def show(self, rank: int, stream: int, lines: Sequence[bytes], status: bytes) -> None:
         """Show a rank's output, and the status after it."""
 
-    def say_once(self, what: str, text: str) -> None:
+    def print_once(self, what: str, text: str) -> None:
         """Say `text`, once for each `what`."""
 
     def flush(self) -> None:
@@ -94,7 +94,7 @@ class Pump:
         if lines:
             problem = self._logs.put(rank, stream, lines)
             if problem:
-                self.viewer.say_once("logs", problem)
+                self.viewer.print_once("logs", problem)
         if not self._logs.shows(rank, stream):
             lines, status = [], b""
         self.viewer.show(rank, stream, lines, status)

@@ -66,7 +66,7 @@ class Departure:
         if self._stage != "stays" or not is_possible:
             return False
         self._stage, self.due = "asked", time.monotonic() + _SIGNALS_S
-        self._display.say(
+        self._display.print(
             f"phalanx run: SIGTERM: this host leaves, unless all others receive SIGTERM within {_SIGNALS_S:g} s, too "
             "(again: stop the job)"
         )
@@ -96,7 +96,7 @@ class Departure:
             and self._guard.can_continue_with(len(self._peers.present) - len(signalled))
             and all(map(self._release_host, signalled))
         ):
-            attempt.hear_ranks()
+            attempt.receive_from_ranks()
             own = self._peers.own
             actions = self._elastic.on_host_leaves(own.facts.member, own.where, time.monotonic())
             if actions is not None:
@@ -104,7 +104,7 @@ class Departure:
                 attempt.do_elastic(actions)
                 for rank in attempt.place.ranks:
                     attempt.links.send(rank, LEAVE)
-                self._display.say(
+                self._display.print(
                     "phalanx run: the ranks of this host finish their step and end; the others continue, and one of "
                     "their hosts leads the job (SIGTERM again: stop the job)"
                 )
@@ -124,4 +124,4 @@ class Departure:
         self._guard.hand_over()
         self._peers.channel.put(-1, "hands over")
         self._peers.channel.flush(_SEND_S)
-        self._display.say("phalanx run: this host has left the job, which continues on the others")
+        self._display.print("phalanx run: this host has left the job, which continues on the others")

@@ -102,7 +102,7 @@ class FollowerSuccession:
         self.leadership = Leadership.ELECTING
         self._lost, self._why = self._channel.first, why
         what = "leaves (SIGTERM)" if has_left else f"is lost: {why}"
-        self._host.display.say(
+        self._host.display.print(
             f"phalanx run: the host that leads the job {what}. The others choose another one; the ranks wait"
         )
         return True
@@ -116,7 +116,7 @@ class FollowerSuccession:
             if isinstance(message, Change) and message.kind == "reachable" and self._successor.cancel_election():
                 self.leadership = Leadership.RESUMED
                 self._early = without_own_changes(self._early)
-                self._host.display.say("phalanx run: the host that leads the job answers again: the ranks continue")
+                self._host.display.print("phalanx run: the host that leads the job answers again: the ranks continue")
         elif isinstance(message, Change) or message.member != self._channel.first:
             return False
         elif message.kind == "datagram":
@@ -139,7 +139,7 @@ class FollowerSuccession:
             self._channel.put_back(self._early)
             self._early = []
         for line in () if self._successor.witness_check is None else self._successor.witness_check.receive():
-            self._host.display.say(f"phalanx run: {line}")
+            self._host.display.print(f"phalanx run: {line}")
         for elected in self._successor.receive_result() if self._successor.fileno() in ready else ():
             self._early += self._channel.receive()
             early = without_own_changes(self._early)
@@ -161,12 +161,14 @@ class FollowerSuccession:
         handover = self._successor.handover
         if elected.member != self._channel.member or handover is None:
             self.leadership = Leadership.KNOWN
-            self._host.display.say(f"phalanx run: the host at {host} leads the job now, and shows what the ranks print")
+            self._host.display.print(
+                f"phalanx run: the host at {host} leads the job now, and shows what the ranks print"
+            )
             self._channel.put(elected.member, "here", state=HostState.of(self._attempt).to_json())
             self._channel.put_back(early)
             return
         self.leadership = Leadership.TAKING_OVER
-        self._host.display.say(
+        self._host.display.print(
             f"phalanx run: this host leads the job now: what the ranks print is shown here. Hosts that come join it by "
             f"phalanx join {elected.address}"
         )

@@ -104,7 +104,7 @@ class HostSuccession:
         votes = finished is not None and successor.begin_election(is_candidate=False)
         if not (votes or successor.observe_election()):
             return False
-        say = self._host.display.say
+        say = self._host.display.print
         say(f"phalanx run: this host waits while the others choose another one that leads the job: {why}")
         over, when = threading.Event(), "while another host was chosen that leads the job"
         elected = run_interruptibly(self._host, over, lambda say: successor.await_result(over), when)

@@ -122,7 +122,7 @@ def follow_notice(
     if not address:
         return
     if has_begun:
-        host.display.say(f"phalanx run: {describe_second_job(facts)}")
+        host.display.print(f"phalanx run: {describe_second_job(facts)}")
         return
     try:
         joined = join_leader(host, [address], key, _FIND_S)
@@ -136,7 +136,7 @@ def follow_notice(
     joined.client.close()
     if not joined.job_spec.is_requested_by(settings):
         name = joined.job_spec.settings.target.name
-        host.display.say(
+        host.display.print(
             f"phalanx run: another job that began at this address, {printable(name)}, goes on, and the host at "
             f"{address} leads it. This command begins a job of its own"
         )

@@ -94,7 +94,7 @@ class LeaderSuccession:
             LaunchError: a majority has not agreed in time, or has agreed on another leader.
         """
         for line in self.guard.receive():
-            self._display.say(f"phalanx run: {line}")
+            self._display.print(f"phalanx run: {line}")
         self._announce_standbys()
         for member, why in self.guard.pop_agreed():
             self._remove_host(member, why)
@@ -166,7 +166,7 @@ class LeaderSuccession:
         standbys = self.guard.pop_standbys()
         if standbys:
             names = " or ".join(self._peers.others[member].where for member in standbys)
-            self._display.say(f"phalanx run: without this host, {names} would lead the job")
+            self._display.print(f"phalanx run: without this host, {names} would lead the job")
             for member in {*self._peers.late, *self._elastic.arrivals}:
                 self.on_host_joined(member)
 

@@ -102,7 +102,7 @@ class TakeOver:
         proposer = Proposer(channel, followers, calls, handover.primary, handover.voter)
         guard = LeadGuard(channel, followers, host_timeout_s, witness, proposer)
         link = LeaderLink(plan, host, state.attempt, peers, store, guard, elastic, state.begun)
-        attempt.take_lead(plan, link, self._restore_supervision(plan, elastic), elastic)
+        attempt.become_leader(plan, link, self._restore_supervision(plan, elastic), elastic)
         assert isinstance(host.pump.viewer, Forward)
         host.pump.viewer.lead(host.display)
         link.begin()
