@@ -76,7 +76,7 @@ def test_what_the_first_host_calls_another_forges_no_line_here() -> None:
     said: list[str] = []
 
     class Screen:
-        say = staticmethod(said.append)
+        print = staticmethod(said.append)
 
     body = {"host": "n1\x1b[2J\nphalanx run: done", "ranks": [1], "why": "gone\n\x07"}
     show_host_lost(ControlMessage("host lost", 0, body), cast("Display", Screen()))

@@ -134,7 +134,7 @@ def test_what_makes_no_sense_is_refused_before_anything_is_started():
         phalanx.launch("train.py")
     with pytest.raises(ValueError, match=r"phalanx.launch: nproc_per_node=: must be at least 1, got 0"):
         phalanx.launch(print, nproc_per_node=0)
-    with pytest.raises(ValueError, match=r"phalanx.launch: help=: this is for a script"):
+    with pytest.raises(ValueError, match=r"phalanx.launch: help=: it is for a script"):
         phalanx.launch(print, help=True)
     with pytest.raises(ValueError, match=r"phalanx.launch: nnodes=: ranks are started on this host only.*--nnodes"):
         phalanx.launch(print, nnodes=2)

@@ -132,7 +132,7 @@ def test_torchruns_flags_that_are_missing_say_what_to_do_instead(flag: str) -> N
         ("--rdzv-conf timeout a.py", "--rdzv-conf: must be KEY=VALUE,KEY=VALUE, got 'timeout'"),
         ("--nnodes 2 --rdzv-conf timeout=x a.py", "--rdzv-conf timeout: must be a number, zero or more, got 'x'"),
         ("--host-timeout 0.1 a.py", "--host-timeout: must be at least 1 second, got '0.1'"),
-        ("--witness h:1 a.py", "--witness: no other host could go on where there is one host"),
+        ("--witness h:1 a.py", "--witness: a job of one host cannot survive the loss of its host"),
         ("--nnodes 2 --witness h a.py", "--witness: must be HOST:PORT or etcd://HOST:PORT, with a port, got 'h'"),
         ("--nnodes 2 --witness etcd://h a.py", "or etcd://HOST:PORT, with a port, got 'etcd://h'"),
         ("--nnodes 2 --witness consul://h:1 a.py", "or etcd://HOST:PORT, got 'consul://h:1'"),
@@ -146,8 +146,8 @@ def test_torchruns_flags_that_are_missing_say_what_to_do_instead(flag: str) -> N
         ("--no-python=yes a.py", "--no-python: takes no value, got 'yes'"),
         ("--log-dir", "--log-dir: needs a value: --log-dir DIR"),
         ("-m --no-python a", "-m and --no-python: a job is a module or a program, not both"),
-        ("", "no script: say what to run"),
-        ("--nproc-per-node 2", "no script: say what to run"),
+        ("", "no script. Name one: phalanx run train.py"),
+        ("--nproc-per-node 2", "no script. Name one: phalanx run train.py"),
     ],
 )
 def test_a_wrong_command_line_says_what_is_wrong(words: str, message: str) -> None:
@@ -402,7 +402,7 @@ def test_the_old_launcher_starts_one_rank_and_tells_it_its_local_rank() -> None:
     assert (settings.nproc_per_node, settings.local_rank_argument) == ("4", True)
     assert parse(["a.py"], old_launcher=True).nproc_per_node == "1"
     assert not parse(["--use_env", "a.py"], old_launcher=True).local_rank_argument
-    with pytest.raises(LaunchError, match=r"a program gets no --local-rank\. Give --use-env"):
+    with pytest.raises(LaunchError, match=r"a program gets no --local-rank\. Add --use-env"):
         parse(["--no-python", "ls"], old_launcher=True)
     assert parse(["--no-python", "--use-env", "ls"], old_launcher=True).target.kind == "program"
 

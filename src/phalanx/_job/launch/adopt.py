@@ -13,7 +13,7 @@ from phalanx._job.launch.plan_job import plan_job
 from phalanx._job.output.text import show
 from phalanx._job.schedulers.allocation import Allocation
 from phalanx._job.schedulers.find import find_allocation
-from phalanx._job.schedulers.meet import meet
+from phalanx._job.schedulers.rendezvous import find_rendezvous
 from phalanx._job.schedulers.slurm import find_unused_hosts
 
 # These identify a process, not a job: they are meant for this command, and wrong in a rank.
@@ -26,18 +26,18 @@ def plan_node(settings: Settings, environ: Mapping[str, str], problems: list[str
     The node waits for the others once it knows that it can run its part. `problems` are those of the command line.
 
     Raises:
-        LaunchError: with all the problems that were found; or the nodes cannot meet.
+        LaunchError: with all the problems that were found; or the first node cannot be found.
     """
     found = find_node(settings, environ)
     if found is None:
         return plan_job(settings, environ, problems=problems)
     own, remaining = adopt(settings, environ, found, problems)
     plan = plan_job(own, remaining, problems=problems)
-    return plan if has_own_endpoint(settings) else meet_nodes(plan, environ, found)
+    return plan if has_own_endpoint(settings) else complete_rendezvous(plan, environ, found)
 
 
 def find_node(settings: Settings, environ: Mapping[str, str]) -> Allocation | None:
-    """Return the place that a scheduler gave this command among several nodes; None if there is one node.
+    """Return the scheduler's allocation, which makes this command one of several nodes; None if there is one node.
 
     --standalone overrides the scheduler. If Slurm gave the job more hosts than this command uses, print a line.
 
@@ -58,7 +58,7 @@ def find_node(settings: Settings, environ: Mapping[str, str]) -> Allocation | No
 
 
 def has_own_endpoint(settings: Settings) -> bool:
-    """Return whether the user's options say where the hosts meet: they override the scheduler."""
+    """Return whether the user's options name the rendezvous endpoint: options override the scheduler."""
     rendezvous = settings.rendezvous
     return rendezvous is not None and bool(rendezvous.endpoint) and not rendezvous.endpoint.startswith(":")
 
@@ -66,7 +66,7 @@ def has_own_endpoint(settings: Settings) -> bool:
 def adopt(
     settings: Settings, environ: Mapping[str, str], found: Allocation, problems: list[str]
 ) -> tuple[Settings, dict[str, str]]:
-    """Return the settings and the environment of node `found`; append what contradicts the options to `problems`."""
+    """Return the settings and the environment of node `found`; append contradictions to `problems`."""
     remaining = _without_process(environ, found)
     if has_own_endpoint(settings):
         return settings, remaining
@@ -76,7 +76,7 @@ def adopt(
             f"--nnodes {rendezvous.max_nodes}, and {found.describe()} has {found.num_nodes}. "
             "Leave --nnodes out, or start as many."
         )
-    remaining.pop("PHALANX_KEY", None)  # `meet_nodes` reads it; the ranks' children need not inherit it
+    remaining.pop("PHALANX_KEY", None)  # `complete_rendezvous` reads it; the ranks' children need not inherit it
     own = replace(
         settings,
         nproc_per_node=(settings.nproc_per_node == "auto" and found.nproc_per_node) or settings.nproc_per_node,
@@ -98,16 +98,16 @@ def place_node(rendezvous: Rendezvous, found: Allocation) -> Rendezvous:
     )
 
 
-def meet_nodes(plan: JobPlan, environ: Mapping[str, str], found: Allocation) -> JobPlan:
-    """Return the plan with the place where the nodes meet, once it is known; node 0 prints it.
+def complete_rendezvous(plan: JobPlan, environ: Mapping[str, str], found: Allocation) -> JobPlan:
+    """Return the plan with the endpoint of the rendezvous, once it is known; node 0 prints the endpoint.
 
     Raises:
-        LaunchError: the nodes cannot meet.
+        LaunchError: there is no key, or the first node cannot be found.
     """
     rendezvous = plan.settings.rendezvous
     assert rendezvous is not None
     found = replace(found, job=plan.run_id)
-    rendezvous, job = meet(found, plan.settings.key_file, environ, rendezvous)
+    rendezvous, job = find_rendezvous(found, plan.settings.key_file, environ, rendezvous)
     if found.node == 0:
         hint = f". It is to be started on every host: {found.hint}" if found.hint else ""
         show(2, f"phalanx run: {replace(found, job=job).describe()}; they meet {_describe_place(rendezvous)}{hint}")

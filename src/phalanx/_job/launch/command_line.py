@@ -13,7 +13,7 @@ from phalanx._job.agent.target import JobTarget, Kind
 from phalanx._job.launch.options import OPTIONS, REFUSED, Option, explain_unknown, find_names
 
 SSH_OPTIONS = ("hosts", "hostfile", "ssh", "remote-dir", "remote-python", "detach")  # `phalanx._job.ssh` reads them
-_SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # torchrun reads it where --shutdown-timeout is not given
+_SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # torchrun reads it without --shutdown-timeout
 
 
 def parse(
@@ -57,7 +57,7 @@ def read_settings(
     if len(kinds) > 1:
         problems.append("-m and --no-python: a job is a module or a program, not both")
     if not (rest or problems or "print-completion" in given):
-        problems.append("no script: say what to run, for example: phalanx run train.py")
+        problems.append("no script. Name one: phalanx run train.py")
     fields: dict[str, Any] = {
         option.field.removeprefix("not:"): not option.field.startswith("not:")
         if not option.value
@@ -68,7 +68,7 @@ def read_settings(
     if old_launcher:
         fields = {"nproc_per_node": "1", "local_rank_argument": True, **fields}
         if kinds == ["program"] and fields["local_rank_argument"]:
-            problems.append("--no-python: a program gets no --local-rank. Give --use-env as well; or use `phalanx run`")
+            problems.append("--no-python: a program gets no --local-rank. Add --use-env, or use `phalanx run`")
     rendezvous = None
     if given.keys() & {"nnodes", "rdzv-backend", "node-rank", "witness"}:
         from phalanx._job.launch.rendezvous_options import (

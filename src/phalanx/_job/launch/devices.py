@@ -40,7 +40,7 @@ def count_gpus(environ: Mapping[str, str]) -> int:
 def count_visible(installed: int, visible: str | None) -> int:
     """Return how many of `installed` devices CUDA_VISIBLE_DEVICES leaves.
 
-    CUDA reads the list up to the first entry that isn't a device, or -1. Names (GPU-…, MIG-…) are taken to exist.
+    CUDA reads the list up to the first entry that isn't a device, or -1. Names (GPU-…, MIG-…) are assumed to exist.
     """
     if visible is None:
         return installed

@@ -1,4 +1,4 @@
-"""Run `phalanx join HOST:PORT`, from its words to its exit code; the first host gives command, arguments and folder."""
+"""Run `phalanx join HOST:PORT`, from its words to its exit code; the first host sends command, arguments and folder."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OWN_OPTIONS = (
     "no-affinity", "env",
 )  # fmt: skip
 _JOIN_TIMEOUT_S = 600.0
-_TELL_S = 5.0
+_NOTIFY_TIMEOUT_S = 5.0
 
 
 def main(words: Sequence[str]) -> int:
@@ -53,7 +53,7 @@ def read_words(words: Sequence[str]) -> tuple[str, Settings]:
         if not word.startswith("-"):
             if endpoint:
                 raise LaunchError(
-                    f"phalanx join: what is {word!r}? The command and its arguments come from the first host: "
+                    f"phalanx join: {word!r} is not an option. The command and its arguments come from the first host: "
                     f"phalanx join {endpoint}",
                     exit_code=USAGE_EXIT_CODE,
                 )
@@ -62,7 +62,7 @@ def read_words(words: Sequence[str]) -> tuple[str, Settings]:
         if name.removeprefix("--") not in OWN_OPTIONS:
             known = ", ".join(f"--{option}" for option in OWN_OPTIONS)
             raise LaunchError(
-                f"phalanx join: {word}: the first host decides, for all. This host may say: {known}",
+                f"phalanx join: {word}: the first host decides this for all hosts. Options of this host: {known}",
                 exit_code=USAGE_EXIT_CODE,
             )
         options.append(word)
@@ -107,7 +107,7 @@ def _join(endpoint: str, settings: Settings) -> int:
             "first host is to be on this one, too (mode 600); or name another: --key-file, PHALANX_KEY_FILE.",
             exit_code=USAGE_EXIT_CODE,
         )
-    joined = connect([endpoint], key, _JOIN_TIMEOUT_S, is_over=threading.Event().is_set, say=_say)
+    joined = connect([endpoint], key, _JOIN_TIMEOUT_S, is_over=threading.Event().is_set, say=_print)
     job_spec = joined.job_spec
     try:
         if os.path.isdir(job_spec.folder):
@@ -115,7 +115,7 @@ def _join(endpoint: str, settings: Settings) -> int:
         environment = job_spec.plan_environment(os.environ, settings.env)
         plan = plan_job(job_spec.to_settings(settings), os.environ, environment)
     except (LaunchError, OSError) as error:
-        _tell_first_host(joined, str(error))
+        _notify_first_host(joined, str(error))
         where = (
             ""
             if os.path.isdir(job_spec.folder)
@@ -131,10 +131,10 @@ def _join(endpoint: str, settings: Settings) -> int:
     return run_job(plan, joined)
 
 
-def _tell_first_host(joined: JoinedJob, why: str) -> None:
-    """Notify the waiting first host that this host was here, and why it cannot take part; that host keeps waiting."""
+def _notify_first_host(joined: JoinedJob, why: str) -> None:
+    """Notify the first host that this host cannot run the job, and why; the first host keeps waiting for another."""
     with joined.client as client, contextlib.suppress(PhalanxError):
-        client.timeout = _TELL_S
+        client.timeout = _NOTIFY_TIMEOUT_S
         client.join(
             {"kind": UNFIT, "host": socket.gethostname(), "why": why.splitlines()[0].removeprefix("phalanx run: ")},
             watch=(),
@@ -142,7 +142,7 @@ def _tell_first_host(joined: JoinedJob, why: str) -> None:
         client.leave("it cannot run the job")
 
 
-def _say(line: str) -> None:
+def _print(line: str) -> None:
     show(2, line)
 
 

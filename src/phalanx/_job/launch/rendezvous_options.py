@@ -1,4 +1,4 @@
-"""Read the options of `phalanx run` for the meeting point of a job's hosts, with torchrun's meanings.
+"""Read the rendezvous options of `phalanx run`, with torchrun's meanings.
 
     --nnodes 2                                               here; `phalanx join …` is printed for the others
     --nnodes 2 --node-rank R --master-addr H --master-port P at H:P, where node 0 leads          (backend static)
@@ -20,9 +20,9 @@ _ETCD = ("etcd", "etcd-v2")
 
 
 def decide_rendezvous(fields: Mapping[str, Any], problems: list[str]) -> Rendezvous | None:
-    """Return where the hosts meet for which these options were given (by name); None for a job of one host.
+    """Return the rendezvous that the options `fields`, by name, describe; None for a job of one host.
 
-    What contradicts itself, or isn't possible, is added to `problems`.
+    Contradictions and impossible values are appended to `problems`.
     """
     low, high = fields.get("nnodes", (1, 1))
     backend = fields.get("rdzv-backend", "static")
@@ -39,7 +39,7 @@ def decide_rendezvous(fields: Mapping[str, Any], problems: list[str]) -> Rendezv
     if high == 1:
         if "witness" in fields:
             problems.append(
-                "--witness: no other host could go on where there is one host. Give --nnodes, or leave it out"
+                "--witness: a job of one host cannot survive the loss of its host. Add --nnodes, or leave --witness out"
             )
         return None
     if fields.get("standalone"):

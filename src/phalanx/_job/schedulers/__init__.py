@@ -1,18 +1,18 @@
-"""Find the scheduler that started this command, and this host's place, from variables and without an option.
+"""Find the scheduler that started this command, and this host's number among its nodes, from variables alone.
 
     allocation            the result, and the line that reports it
-    slurm, kubernetes,    one file each: its variables, and how it starts this command on every host
-    lsf, pbs, mpi
-    find                  which of them it is; variables that contradict each other are refused by name
-    meet                  where the agents of a job meet, if the scheduler does not say it
+    slurm, kubernetes,    the variables of a scheduler, and how it starts this command on every host
+    hosts (LSF, PBS), mpi
+    find                  which of them it is; contradictory variables are refused by name
+    rendezvous            the rendezvous of the job's agents, where the scheduler does not name it
 
 `phalanx._job.launch.adopt` puts the result into the settings of `phalanx run`.
 
-One start of `phalanx run` is a node of the job, whatever the scheduler calls it (task, pod, MPI process): also where it
-starts several on one host.
+Each start of `phalanx run` is a node of the job, whatever the scheduler calls it (task, pod, MPI process). One host
+may have several nodes.
 """
 
-# Without any of these nothing needs to be loaded to find that there is no scheduler.
+# Without any of these variables there is no scheduler, and no module need be loaded to find that out.
 SIGNS = (
     "PMI_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_JOB_ID", "KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX", "LSB_JOBID",
     "PBS_JOBID",

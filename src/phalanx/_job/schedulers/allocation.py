@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from phalanx.errors import LaunchError
 
-_PORTS = range(20000, 30000)  # they are below those that systems give to outgoing connections
+_PORTS = range(20000, 30000)  # below the ports that systems use for outgoing connections
 _NUM_CANDIDATES = 8
 _STEP = 1009  # prime: the candidates of two jobs that begin alike go on differently only by chance, so jump far
 
@@ -31,9 +31,15 @@ def read_port(environ: Mapping[str, str], name: str, default: int = 0) -> int:
 class Allocation:
     """An `Allocation` says that this command is node `node` of `num_nodes` of a job.
 
-    `job` identifies the job among a user's jobs on these hosts. `first_host` is the host of node 0, empty if unknown;
-    `port` is 0 if none was chosen. `local_node` of `num_local_nodes` is its place on this host. `nproc_per_node` is
-    empty unless the scheduler decides that number. `variables` are the source of all this.
+    Arguments:
+        job: identifies the job among a user's jobs on these hosts.
+        variables: the names of the variables that say all this.
+        first_host: the host of node 0; empty if unknown.
+        port: the port of the rendezvous; 0 if none was chosen.
+        local_node, num_local_nodes: the node's number on this host, and the number of nodes here.
+        nproc_per_node: --nproc-per-node; empty unless the scheduler decides it.
+        asks_mpi: only MPI knows the first host, or which job this is: the variables do not say it.
+        hint: how to start the command on every host, if it was started on one.
     """
 
     scheduler: str
@@ -46,18 +52,17 @@ class Allocation:
     local_node: int = 0
     num_local_nodes: int = 1
     nproc_per_node: str = ""
-    # set if the variables leave open where node 0 is, or which job this is; MPI itself knows
     asks_mpi: bool = False
-    hint: str = ""  # how to start the command on every host, if it was started on one
+    hint: str = ""
 
     @property
     def is_on_one_host(self) -> bool:
-        """Return whether all nodes are on this host, as far as is known."""
+        """Return whether all nodes are on this host, according to the scheduler."""
         return self.num_local_nodes == self.num_nodes
 
     @property
     def ports(self) -> tuple[int, ...]:
-        """Return where node 0 may listen, in this order: the port that was chosen, or some from the job's name."""
+        """Return the ports at which node 0 tries to listen, in order: the chosen one, or a few from the job's name."""
         if self.port:
             return (self.port,)
         first = zlib.crc32(self.job.encode())

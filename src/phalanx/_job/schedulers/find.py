@@ -1,4 +1,4 @@
-"""Find which scheduler it is; the innermost goes first, because its variables are about this very process."""
+"""Find the scheduler that started this command. The innermost one has priority: its variables describe this process."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from phalanx.errors import LaunchError
 def find_allocation(environ: Mapping[str, str], *, nnodes: int = 0) -> Allocation | None:
     """Return the allocation of this command as one of several nodes; None if there is none.
 
-    An `mpiexec` has priority (under Slurm, LSF and PBS it starts its processes in their jobs), then a step of Slurm,
-    the pods of Kubernetes, and last the schedulers that only give a list of hosts. `nnodes` is the user's number of
-    nodes, 0 if not given.
+    Schedulers in order of priority: `mpiexec` (which may run inside a job of Slurm, LSF or PBS), a step of Slurm, the
+    pods of Kubernetes, and last LSF and PBS, which only list hosts. `nnodes` is --nnodes, or 0 without that option.
 
     Raises:
         LaunchError: the variables contradict each other, or are incomplete; the message names them.
@@ -30,9 +29,9 @@ def find_allocation(environ: Mapping[str, str], *, nnodes: int = 0) -> Allocatio
     if found is None:
         return None
     if found.node >= found.num_nodes:
-        said = ", ".join(f"{name}={environ[name]}" for name in found.variables if name in environ)
+        values = ", ".join(f"{name}={environ[name]}" for name in found.variables if name in environ)
         raise LaunchError(
-            f"phalanx run: {said} in the environment: {found.scheduler} says that this is number {found.node} of "
+            f"phalanx run: {values} in the environment: {found.scheduler} says that this is number {found.node} of "
             f"{found.num_nodes}, and numbers are 0 to {found.num_nodes - 1}. Unset what an outer job has left.",
             exit_code=2,
         )

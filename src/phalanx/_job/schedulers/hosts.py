@@ -1,4 +1,4 @@
-"""LSF and PBS are schedulers that give a list of hosts, and leave it to the user to start something on each."""
+"""Read the variables of LSF and PBS. They list the hosts, and the user starts the command on each of them."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def _compute_hosts(hosts: list[str]) -> list[str]:
 
 
 def _is_same(host: str, hostname: str) -> bool:
-    """Return whether two names can be one host's: one of them may be without its domain."""
+    """Return whether two names can be those of one host: one of them may lack its domain."""
     if "." in host and "." in hostname:
         return host == hostname
     return host.partition(".")[0] == hostname.partition(".")[0]

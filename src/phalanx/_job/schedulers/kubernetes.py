@@ -112,7 +112,7 @@ def _compare(environ: Mapping[str, str]) -> None:
 
 
 def _count(environ: Mapping[str, str], name: str) -> int:
-    """Return a number of nodes; for MIN:MAX it is the smaller one, with which the job may begin."""
+    """Return a number of nodes; of MIN:MAX the smaller one, with which the job may begin."""
     text = environ[name].partition(":")[0]
     if not text.isdecimal() or int(text) < 1:
         raise LaunchError(

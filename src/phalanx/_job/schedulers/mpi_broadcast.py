@@ -1,7 +1,7 @@
 """Print process 0's input in all processes of an `mpiexec`: `python -m …schedulers.mpi_broadcast SECONDS`.
 
-The module runs as a child of each agent whose `mpiexec` spans hosts, which only MPI connects before the agents have
-met: the agent itself does not load MPI, and its ranks are not MPI processes.
+Each agent of an `mpiexec` that spans hosts runs this module in a child process: before their rendezvous, only MPI
+connects the agents. The agent itself does not load MPI, and its ranks are not MPI processes.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ def broadcast(words: bytes, environ: Mapping[str, str], deadline: Deadline) -> b
     Raises:
         PhalanxError: MPI could not be started, or process 0 was late; the message has the child's output.
     """
-    # The MPI of `mpiexec` is spoken to through a descriptor that this process has inherited.
-    told = environ.get("PMI_FD", "")
+    # The child connects to `mpiexec` by a descriptor that this process has inherited.
+    inherited = environ.get("PMI_FD", "")
     command = [sys.executable, "-m", __name__, str(deadline.left_s)]
     ended = subprocess.run(
         command,
         input=words,
         env=dict(environ),
         capture_output=True,
-        pass_fds=[int(told)] if told.isdecimal() else [],
+        pass_fds=[int(inherited)] if inherited.isdecimal() else [],
         check=False,
     )
     if ended.returncode or not ended.stdout:
-        said = ended.stderr.decode(errors="replace").strip()
-        raise PhalanxError(said.rpartition("\n")[2] or f"exit code {ended.returncode}")
+        output = ended.stderr.decode(errors="replace").strip()
+        raise PhalanxError(output.rpartition("\n")[2] or f"exit code {ended.returncode}")
     return ended.stdout
 
 

@@ -29,10 +29,10 @@ def find(environ: Mapping[str, str]) -> Allocation | None:
 
 
 def find_unused_hosts(environ: Mapping[str, str]) -> int:
-    """Return how many hosts Slurm gave this job, of which this command uses one; 0 if there is no other."""
+    """Return how many hosts Slurm gave this job if this command uses only one of them; 0 if the job has one host."""
     if slurm_launch(environ) is not None or "SLURM_JOB_ID" not in environ:
         return 0
-    # In a step of one task the job may be larger on purpose: other steps use the rest.
+    # A step of one task may be in a larger job on purpose: other steps use the other hosts.
     is_body = environ.get("SLURM_STEP_ID", "") in ("", "batch", "4294967291", "4294967290", "interactive")
     hosts = environ.get("SLURM_JOB_NUM_NODES") or environ.get("SLURM_NNODES") or "1"
     return int(hosts) if is_body and hosts.isdecimal() and int(hosts) > 1 else 0

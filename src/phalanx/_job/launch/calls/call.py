@@ -25,7 +25,7 @@ from phalanx._job.launch.command_line import read_settings
 from phalanx.errors import LaunchError
 
 _READ_BYTES = 1 << 16
-_GLANCE_S = 0.5
+_POLL_S = 0.5
 _TERM_S = 0.5
 _MAX_TERMS = 40  # longer than the agent's own time limit for processes stuck in the kernel
 
@@ -45,7 +45,7 @@ def launch(
     nproc_per_node: int | str = "auto",
     **options: object,
 ) -> list[Any]:
-    """Call `fn(*args, **kwargs)` in every rank of a job of its own, and return what each returned, by rank.
+    """Call `fn(*args, **kwargs)` in every rank of a new job, and return the results by rank.
 
     For notebooks, scripts and tests. Ranks run as under `phalanx run`: `phalanx.init()`, or
     `init_process_group("phalanx")`, finds the others. Functions, closures and classes of `__main__` and of a notebook
@@ -169,12 +169,12 @@ def _run_agent(folder: str) -> int:
         agent = subprocess.Popen(
             [sys.executable, *flags, "-c", _BOOT, str(os.getpid()), folder],
             stdin=subprocess.DEVNULL,
-            stdout=out.theirs,
-            stderr=err.theirs,
-            start_new_session=True,  # a terminal's Ctrl-C comes to us, and we pass it on
+            stdout=out.agent_end,
+            stderr=err.agent_end,
+            start_new_session=True,  # a terminal's Ctrl-C reaches this process, which sends it on
         )
         try:
-            return _wait(agent, [pipe for pipe in (out, err) if pipe.ours is not None])
+            return _wait(agent, [pipe for pipe in (out, err) if pipe.own_end is not None])
         finally:
             _end(agent)
 
@@ -182,7 +182,7 @@ def _run_agent(folder: str) -> int:
 def _wait(agent: subprocess.Popen[bytes], pipes: Sequence[_Pipe]) -> int:
     interrupted = False
     for pipe in pipes:
-        pipe.close_theirs()
+        pipe.close_agent_end()
     while True:
         try:
             _show(agent, pipes)
@@ -190,14 +190,14 @@ def _wait(agent: subprocess.Popen[bytes], pipes: Sequence[_Pipe]) -> int:
             break
         except KeyboardInterrupt:
             interrupted = True
-            agent.send_signal(signal.SIGINT)  # the second time it kills
+            agent.send_signal(signal.SIGINT)  # at the second one the agent kills the ranks
     if interrupted:
         raise KeyboardInterrupt
     return code
 
 
 def _end(agent: subprocess.Popen[bytes]) -> None:
-    """See to it that the agent has ended, and with it all of the job: the second SIGTERM makes it kill."""
+    """End the agent, and with it the whole job: at the second SIGTERM the agent kills the ranks."""
     for _ in range(_MAX_TERMS):
         if agent.poll() is not None:
             return
@@ -210,24 +210,24 @@ def _end(agent: subprocess.Popen[bytes]) -> None:
 
 @dataclass
 class _Pipe:
-    """The agent writes to it, and it is shown; without `ours` it writes to the same place as this process."""
+    """A `_Pipe` carries the agent's output to `stream`. Without `own_end` the agent writes to the stream itself."""
 
     stream: TextIO | None
-    theirs: int
-    ours: int | None = None
+    agent_end: int
+    own_end: int | None = None
 
-    def close_theirs(self) -> None:
+    def close_agent_end(self) -> None:
         """Close the agent's end here, once the agent has its own."""
-        if self.ours is not None and self.theirs != -1:
-            os.close(self.theirs)
-            self.theirs = -1
+        if self.own_end is not None and self.agent_end != -1:
+            os.close(self.agent_end)
+            self.agent_end = -1
 
     def close(self) -> None:
-        """Let go of both ends."""
-        self.close_theirs()
-        if self.ours is not None:
-            os.close(self.ours)
-            self.ours = None
+        """Close both ends."""
+        self.close_agent_end()
+        if self.own_end is not None:
+            os.close(self.own_end)
+            self.own_end = None
 
 
 @contextlib.contextmanager
@@ -240,8 +240,8 @@ def _shown_on(stream: TextIO | None, original: TextIO | None, fd: int) -> Iterat
         stream.flush()  # our own earlier output comes first
         yield _Pipe(stream, fd)
         return
-    ours, theirs = os.pipe()
-    pipe = _Pipe(stream, theirs, ours)
+    own_end, agent_end = os.pipe()
+    pipe = _Pipe(stream, agent_end, own_end)
     try:
         yield pipe
     finally:
@@ -259,11 +259,11 @@ def _show(agent: subprocess.Popen[bytes], pipes: Sequence[_Pipe]) -> None:
     """Copy output until the pipes end."""
     with selectors.DefaultSelector() as selector:
         for pipe in pipes:
-            if pipe.ours is not None:
+            if pipe.own_end is not None:
                 decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-                selector.register(pipe.ours, selectors.EVENT_READ, (pipe, decoder))
+                selector.register(pipe.own_end, selectors.EVENT_READ, (pipe, decoder))
         while selector.get_map():
-            ready = selector.select(_GLANCE_S)
+            ready = selector.select(_POLL_S)
             for key, _ in ready:
                 pipe, decoder = key.data
                 data = os.read(key.fd, _READ_BYTES)
@@ -272,7 +272,7 @@ def _show(agent: subprocess.Popen[bytes], pipes: Sequence[_Pipe]) -> None:
                 if text := decoder.decode(data, final=not data):
                     pipe.stream.write(text)
                     pipe.stream.flush()
-            if not ready and agent.poll() is not None:  # another process holds an end of the pipe
+            if not ready and agent.poll() is not None:  # another process has an end of the pipe open
                 return
 
 

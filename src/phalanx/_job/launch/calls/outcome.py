@@ -41,14 +41,14 @@ def describe_error(error: BaseException) -> str:
 
 
 def write(path: Path, outcome: RankOutcome, dumps: Callable[[Any], bytes] = pickle.dumps) -> None:
-    """Write `outcome` to `path` atomically; report what `dumps` cannot pickle instead of it."""
+    """Write `outcome` to `path` atomically. If `dumps` cannot pickle it, write why."""
     draft = path.with_suffix(".draft")
     draft.write_bytes(_pickled(outcome, dumps))
     draft.rename(path)
 
 
 def read(path: Path) -> RankOutcome | None:
-    """Return what `write` has written there; None if it has not."""
+    """Return the outcome in `path`; None if the rank has written none."""
     if not path.exists():
         return None
     outcome: RankOutcome = pickle.loads(path.read_bytes())
@@ -60,7 +60,7 @@ def _pickled(outcome: RankOutcome, dumps: Callable[[Any], bytes]) -> bytes:
     try:
         data = dumps(outcome)
         if outcome.error is not None:
-            pickle.loads(data)  # an exception with its own constructor often pickles and then does not come back
+            pickle.loads(data)  # an exception with its own constructor can often be pickled, but not unpickled
         return data
     except Exception as problem:
         if outcome.error is not None:

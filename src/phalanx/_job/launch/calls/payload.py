@@ -1,8 +1,8 @@
 """Encode a function and its arguments as bytes: by value (cloudpickle) where the ranks could not import them.
 
-Functions, closures, lambdas and classes of `__main__` and of a notebook go by value; those of modules by name, and the
-ranks look for modules where the caller does. The source of a notebook's cells is sent along, so that tracebacks show
-it.
+Functions, closures, lambdas and classes of `__main__` and of a notebook are sent by value. Those of modules are sent by
+name, and the ranks search for modules where the caller does. The source of a notebook's cells is sent, too, so that
+tracebacks show it.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def encode(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any
 
 
 def decode(data: bytes) -> Call:
-    """Return the call that `encode` was given.
+    """Return the call that `encode` has encoded.
 
     Raises:
-        Exception: whatever an import that the call needs raises here.
+        Exception: an import that the call needs failed with this exception.
     """
     call: Call = pickle.loads(data)
     return call
@@ -50,7 +50,7 @@ def encode_value(value: object) -> bytes:
 
 
 def encode_surroundings() -> bytes:
-    """Encode this process's module search path and other surroundings that a call may need, for `take_over`."""
+    """Encode this process's module search path and what else a call may need, for `restore_surroundings`."""
     main = sys.modules.get("__main__")
     spec = getattr(main, "__spec__", None)
     surroundings = {
@@ -67,7 +67,7 @@ def encode_surroundings() -> bytes:
     return pickle.dumps(surroundings)
 
 
-def take_over(data: bytes) -> None:
+def restore_surroundings(data: bytes) -> None:
     """Make this process, a rank whose `__main__` is ours, resemble the caller as far as the data allow."""
     surroundings = pickle.loads(data)
     sys.path[:] = surroundings["path"]
@@ -85,7 +85,7 @@ def take_over(data: bytes) -> None:
 
 def show_in_main(fn: Callable[..., Any]) -> None:
     """Put the names that `fn` brought into `__main__`, so that plain pickle finds its classes (`all_gather_object`)."""
-    fn = getattr(fn, "__func__", getattr(fn, "func", fn))  # it looks inside a bound method, and a partial
+    fn = getattr(fn, "__func__", getattr(fn, "func", fn))  # the function of a bound method, or of a partial
     if getattr(fn, "__module__", None) == "__main__":
         main = vars(sys.modules["__main__"])
         main.update({k: v for k, v in getattr(fn, "__globals__", {}).items() if not k.startswith("__")})

@@ -13,9 +13,9 @@ def run(folder: str) -> None:
     """Make the call in `folder`; raises its exception, for the agent to receive."""
     rank = int(os.environ["RANK"])
     path = outcome_path(folder, rank)
-    path.unlink(missing_ok=True)  # it may be left of an attempt before this one
+    path.unlink(missing_ok=True)  # an earlier attempt may have left it
     try:
-        payload.take_over(surroundings_path(folder).read_bytes())
+        payload.restore_surroundings(surroundings_path(folder).read_bytes())
         fn, args, kwargs = payload.decode(payload_path(folder).read_bytes())
         payload.show_in_main(fn)
         result = fn(*args, **kwargs)

@@ -11,11 +11,11 @@ from phalanx._comm.control.key_file import default_path, make_key
 from phalanx._job.agent.plan import JobPlan, Pinning
 from phalanx._job.agent.settings import refuse
 from phalanx._job.coordinator.rendezvous import Rendezvous
-from phalanx._job.launch.adopt import adopt, find_node, has_own_endpoint, meet_nodes, place_node
+from phalanx._job.launch.adopt import adopt, complete_rendezvous, find_node, has_own_endpoint, place_node
 from phalanx._job.launch.command_line import parse
-from phalanx._job.schedulers import meet as place
+from phalanx._job.schedulers import rendezvous as module
 from phalanx._job.schedulers.allocation import Allocation
-from phalanx._job.schedulers.meet import meet
+from phalanx._job.schedulers.rendezvous import find_rendezvous
 from phalanx.errors import LaunchError
 from phalanx.testing import run_ranks
 
@@ -33,7 +33,7 @@ def home(tmp_path):
 def test_node_0_hands_its_path_to_the_others_on_its_host():
     def node(rank, world_size):
         found = Allocation("MPICH", rank, 3, f"job-{os.getppid()}", (), local_node=rank, num_local_nodes=3)
-        rendezvous, _ = meet(found, None, {}, place_node(ASKED, found))
+        rendezvous, _ = find_rendezvous(found, None, {}, place_node(ASKED, found))
         assert (rendezvous.is_local, rendezvous.leads, rendezvous.key) == (True, rank == 0, None)
         if rendezvous.announce is not None:
             rendezvous.announce("/a/path")
@@ -46,11 +46,11 @@ def test_node_0_hands_its_path_to_the_others_on_its_host():
 
 
 def test_the_first_node_makes_the_key_and_the_others_find_it(home):
-    first, job = meet(TWO_HOSTS, None, home, place_node(ASKED, TWO_HOSTS))
+    first, job = find_rendezvous(TWO_HOSTS, None, home, place_node(ASKED, TWO_HOSTS))
     key, is_new = make_key(default_path(home))
     assert (first.key, is_new, job) == (str(key), False, "slurm-1.0")
     second = replace(TWO_HOSTS, node=1)
-    other, _ = meet(second, None, home, place_node(ASKED, second))
+    other, _ = find_rendezvous(second, None, home, place_node(ASKED, second))
     places = tuple(f"127.0.0.1:{port}" for port in TWO_HOSTS.ports)
     for node, rendezvous in enumerate((first, other)):
         assert (rendezvous.endpoint, *rendezvous.more_endpoints) == places
@@ -61,15 +61,17 @@ def test_the_first_node_makes_the_key_and_the_others_find_it(home):
 @pytest.mark.slow
 def test_what_keeps_nodes_apart_is_told(home, monkeypatch):
     other = replace(TWO_HOSTS, node=1)
-    monkeypatch.setattr(place, "_KEY_PATIENCE_S", 0.2)
+    monkeypatch.setattr(module, "_KEY_TIMEOUT_S", 0.2)
     with pytest.raises(LaunchError, match=r"the hosts do not share that folder. Copy the file to every host"):
-        meet(other, None, home, ASKED)
+        find_rendezvous(other, None, home, ASKED)
     with pytest.raises(LaunchError, match=r"(?s)MPI could not be asked: .*set MASTER_ADDR for all to an address"):
-        meet(replace(TWO_HOSTS, scheduler="MPICH", first_host="", asks_mpi=True), None, {**home, **NO_MPI}, ASKED)
+        find_rendezvous(
+            replace(TWO_HOSTS, scheduler="MPICH", first_host="", asks_mpi=True), None, {**home, **NO_MPI}, ASKED
+        )
     with pytest.raises(LaunchError, match="pods share no folder, and there is no key in PHALANX_KEY"):
-        meet(replace(TWO_HOSTS, scheduler="Kubernetes"), None, {"HOME": "/nowhere"}, ASKED)
+        find_rendezvous(replace(TWO_HOSTS, scheduler="Kubernetes"), None, {"HOME": "/nowhere"}, ASKED)
     with pytest.raises(LaunchError, match="the key in PHALANX_KEY: "):
-        meet(TWO_HOSTS, None, {**home, "PHALANX_KEY": "short"}, ASKED)
+        find_rendezvous(TWO_HOSTS, None, {**home, "PHALANX_KEY": "short"}, ASKED)
 
 
 MPI = {"PMI_RANK": "1", "PMI_SIZE": "2", "MASTER_ADDR": "10.0.0.9", "MASTER_PORT": "4711", "MPI_LOCALNRANKS": "1"}
@@ -87,7 +89,7 @@ def adopted(words, environ):
     refuse(problems)
     if not has_own_endpoint(settings):
         plan = JobPlan(own, 1, Pinning(1, ((),)), 0, remaining, remaining, own.run_id)
-        own = meet_nodes(plan, environ, found).settings
+        own = complete_rendezvous(plan, environ, found).settings
     return own, remaining
 
 

@@ -1,10 +1,10 @@
-"""Decide where the nodes of a job meet, and with which key, without options from the user.
+"""Find the rendezvous of a job's nodes, and the job's key, without options from the user.
 
-all on one host      no port and no key: node 0 hands its coordinator's path to the others, in a folder that only
+all on one host      no port and no key: node 0 sends the path of its coordinator to the others, in a folder that only
                      this user may enter
-on several           the first host, at the first free of some ports that follow from the job's name; a node that finds
-                     another job there tries the next. The key is the user's; node 0 makes it if there is none
-… under mpiexec      which does not say where the first host is: MPI hands over its addresses, and a key
+on several hosts     a port of the first host: the first free one of a few ports derived from the job's name. A node
+                     that finds another job there tries the next port. The key is the user's; node 0 makes a missing key
+… under mpiexec      mpiexec does not name the first host, so MPI broadcasts that host's addresses, and a key
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from phalanx.errors import AuthenticationError, DeadlineError, LaunchError, Phal
 
 _MAX_PATH_BYTES = 4096
 _PAUSE_S = 0.1
-_KEY_PATIENCE_S = 60.0  # how long a shared folder may take to show a file that another host has made
+_KEY_TIMEOUT_S = 60.0  # how long a shared folder may take to show a file that another host has made
 
 
-def meet(
+def find_rendezvous(
     found: Allocation, key_file: str | None, environ: Mapping[str, str], own: Rendezvous
 ) -> tuple[Rendezvous, str]:
-    """Return the meeting point of node `found`, with its options in `own`; and the job's name.
+    """Return the rendezvous of node `found`, which completes `own`, and the job's name.
 
-    Other nodes than the first may wait for the first, `own.join_timeout_s` at most.
+    Every node but the first may wait for the first, for at most `own.join_timeout_s`.
 
     Raises:
         LaunchError: there is no key, or the first host cannot be found; the message says what to do.
@@ -51,9 +51,9 @@ def meet(
     deadline = Deadline.after(own.join_timeout_s)
     try:
         if found.is_on_one_host and not found.port:
-            return _meet_on_one_host(found, own, deadline), found.job
+            return _share_local_path(found, own, deadline), found.job
         if found.asks_mpi:
-            return _meet_through_mpi(found, own, environ, deadline)
+            return _broadcast_endpoints(found, own, environ, deadline)
         own = replace(own, key=_find_key(found, key_file, environ))
         host = find_address(found.first_host) if found.scheduler == "Slurm" else found.first_host
         return _at(own, [join_endpoint(host, port) for port in found.ports]), found.job
@@ -65,7 +65,7 @@ def _at(own: Rendezvous, endpoints: Sequence[str]) -> Rendezvous:
     return replace(own, endpoint=endpoints[0], more_endpoints=tuple(endpoints[1:]))
 
 
-def _meet_on_one_host(found: Allocation, own: Rendezvous, deadline: Deadline) -> Rendezvous:
+def _share_local_path(found: Allocation, own: Rendezvous, deadline: Deadline) -> Rendezvous:
     if sys.platform != "linux":
         raise LaunchError(
             f"phalanx run: {found.describe()}: several nodes on one host find each other on Linux only. Start it once, "
@@ -75,7 +75,7 @@ def _meet_on_one_host(found: Allocation, own: Rendezvous, deadline: Deadline) ->
     digest = hashlib.sha256(f"{found.scheduler}/{found.job}".encode()).hexdigest()
     address = LocalAddress(digest[:32], str(private.folder() / f"agents-{digest[:32]}"))
     if found.node == 0:
-        return replace(own, endpoint="", is_local=True, announce=_hand_out(address, found.num_nodes, deadline))
+        return replace(own, endpoint="", is_local=True, announce=_serve_path(address, found.num_nodes, deadline))
     (fd,) = receive_fds(address, found.node, 1, deadline, wait_for_leader=True)
     try:
         return replace(own, endpoint=os.pread(fd, _MAX_PATH_BYTES, 0).decode(), is_local=True)
@@ -83,7 +83,7 @@ def _meet_on_one_host(found: Allocation, own: Rendezvous, deadline: Deadline) ->
         os.close(fd)
 
 
-def _hand_out(address: LocalAddress, num_nodes: int, deadline: Deadline) -> Callable[[str], None]:
+def _serve_path(address: LocalAddress, num_nodes: int, deadline: Deadline) -> Callable[[str], None]:
     """Return a function that sends the other nodes a path, in a thread, so that the agent can handle Ctrl-C."""
 
     def serve(path: bytes) -> None:
@@ -98,21 +98,21 @@ def _hand_out(address: LocalAddress, num_nodes: int, deadline: Deadline) -> Call
     return announce
 
 
-def _meet_through_mpi(
+def _broadcast_endpoints(
     found: Allocation, own: Rendezvous, environ: Mapping[str, str], deadline: Deadline
 ) -> tuple[Rendezvous, str]:
     from phalanx._comm.control.key import Key
 
     words = b""
-    with contextlib.ExitStack() as held:  # MPI opens sockets of its own meanwhile
+    with contextlib.ExitStack() as reserved:  # MPI opens sockets of its own meanwhile
         if found.node == 0:
             hosts = [address.address for address in own_addresses() if not address.is_loopback]
-            port = found.port or held.enter_context(_free_port())
+            port = found.port or reserved.enter_context(_free_port())
             job = f"mpiexec-{socket.gethostname()}-{os.getpid()}-{read_start_ticks(os.getpid())}"
             endpoints = [join_endpoint(host, port) for host in ([found.first_host] if found.first_host else hosts)]
             words = json.dumps({"endpoints": endpoints, "port": port, "key": str(Key.generate()), "job": job}).encode()
         try:
-            said = json.loads(broadcast(words, environ, deadline))
+            received = json.loads(broadcast(words, environ, deadline))
         except PhalanxError as error:
             raise LaunchError(
                 f"phalanx run: {found.describe()}: the processes are on several hosts, it does not say where the "
@@ -120,14 +120,14 @@ def _meet_through_mpi(
                 "address of that host, and MASTER_PORT to a free port there (mpiexec -x or -genv).",
                 exit_code=2,
             ) from None
-    own = replace(own, key=said["key"])
+    own = replace(own, key=received["key"])
     # The first host listens at all its addresses: it cannot know which one another host can reach.
-    return _at(own, [f":{said['port']}"] if found.node == 0 else said["endpoints"]), said["job"]
+    return _at(own, [f":{received['port']}"] if found.node == 0 else received["endpoints"]), received["job"]
 
 
 @contextlib.contextmanager
 def _free_port() -> Iterator[int]:
-    """Yield a port that is free, and that no other process takes while this lasts."""
+    """Yield a free port, which no other process can bind inside the context."""
     with socket.socket() as sock:
         sock.bind(("", 0))
         yield sock.getsockname()[1]
@@ -154,16 +154,16 @@ def _find_key(found: Allocation, key_file: str | None, environ: Mapping[str, str
 def _await_key(found: Allocation, path: Path) -> str:
     from phalanx._comm.control.key_file import read_key
 
-    def has_come() -> bool:
+    def exists() -> bool:
         with contextlib.suppress(OSError):
-            os.listdir(path.parent)  # a network file system looks anew
+            os.listdir(path.parent)  # makes a network file system read the folder again
         return path.exists()
 
-    if Deadline.after(_KEY_PATIENCE_S).wait_until(has_come, _PAUSE_S):
+    if Deadline.after(_KEY_TIMEOUT_S).wait_until(exists, _PAUSE_S):
         return str(read_key(path))
     raise LaunchError(
         f"phalanx run: {found.describe()}: node 0 has the job's key in {path} of its host, and here there is none "
-        f"after {_KEY_PATIENCE_S:.0f} s: the hosts do not share that folder. Copy the file to every host (`phalanx "
+        f"after {_KEY_TIMEOUT_S:.0f} s: the hosts do not share that folder. Copy the file to every host (`phalanx "
         "key` makes it, once), or name one that all see: PHALANX_KEY_FILE=…",
         exit_code=2,
     )
