@@ -63,7 +63,7 @@ def test_constants_that_forward_makes_do_not_depend_on_training():
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        (MakesNoise, "another one each time"),
+        (MakesNoise, "whose values differ between calls"),
         (FreezesOne, "switches gradients or autocast"),
         (SwitchesAutocast, "switches gradients or autocast"),
         (Counts, "Counts cannot be cut: its forward sets self.seen"),

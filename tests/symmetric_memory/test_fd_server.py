@@ -227,7 +227,7 @@ def test_a_folder_that_is_not_ours_alone_is_not_used(tmp_path, monkeypatch):
     monkeypatch.setattr(private, "_PLACES", (str(taken), str(loose), str(free)))
     assert private.folder() == private.folder() == free / f"phalanx-{os.getuid()}"
     monkeypatch.setattr(private, "_PLACES", (str(taken), str(loose), str(tmp_path / "nowhere")))
-    with pytest.raises(PhalanxError, match=r"it is not a folder of ours alone; .*No such file(.|\n)*MASTER_ADDR"):
+    with pytest.raises(PhalanxError, match=r"other users can enter it; .*No such file(.|\n)*MASTER_ADDR"):
         private.folder()
 
 

@@ -1,4 +1,4 @@
-"""Query processes, and set their fate: descendants, orphans, and death with the parent."""
+"""Query, signal and kill processes: descendants, orphans, sessions, and death with the parent."""
 
 from __future__ import annotations
 
@@ -217,7 +217,7 @@ def kill_descendants(groups: Iterable[int] = (), limit_s: float = 5.0, *, spared
     while True:
         doomed, kill = groups, os.killpg
         if SUPPORTED:
-            with contextlib.suppress(OSError):  # strangers may use every descriptor; the next scan may find one free
+            with contextlib.suppress(OSError):  # all descriptors may be in use; the next scan may find a free one
                 doomed, kill = find_descendants(os.getpid(), spared), os.kill
         for pid in doomed:
             try:

@@ -66,13 +66,13 @@ class Channel:
         self._received = bytearray()
         self._received_fds: list[int] = []
         self._expected = _LENGTH.size
-        self.broken = False  # the other end no longer receives; earlier messages of its can still be read
-        self.gone = False  # nothing more will come
+        self.broken = False  # the other end no longer receives; its earlier messages can still be read
+        self.gone = False  # no more messages will arrive
         self.is_garbled = False  # something arrived that is not a message
         self.has_lost_fds = False  # the kernel dropped descriptors: this process is at its limit
 
     def fileno(self) -> int:
-        """Return the events to poll for: reading, and while `waiting` also writing."""
+        """Return the descriptor to poll: for reading, and while `waiting` also for writing."""
         return self._sock.fileno()
 
     @property
@@ -131,8 +131,9 @@ class Channel:
                 self._queue.popleft()
 
     def _send_part(self, data: bytearray, fds: Sequence[int]) -> bool:
-        """Send as much of `data` as possible, and remove it from `data`; return whether anything was sent: `fds` go
-        with the first byte. Data to an end that has gone count as sent.
+        """Send as much of `data` as possible, and remove that part; return whether anything was sent.
+
+        `fds` are sent with the first byte. Data for an end that is gone count as sent.
         """
         passed = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
         try:
@@ -158,7 +159,7 @@ class Channel:
     # -- receiving -----------------------------------------------------------------------------------------------
 
     def receive_available(self, limit: int = _AT_ONCE) -> list[ChannelMessage]:
-        """Return the received messages, at most `limit`; set `gone` if there will be no more."""
+        """Return the messages that have arrived, at most `limit`; set `gone` if there will be no more."""
         messages: list[ChannelMessage] = []
         while len(messages) < limit and (message := self._receive_one()) is not None:
             messages.append(message)

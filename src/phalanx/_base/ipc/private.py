@@ -114,11 +114,11 @@ def folder() -> Path:
             problems.append(f"{path}: {error.strerror}")
             continue
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
-            problems.append(f"{path}: it is not a folder of ours alone")
+            problems.append(f"{path}: other users can enter it")
             continue
         return path
     raise PhalanxError(
-        f"no folder in which only this user's processes meet ({'; '.join(problems)}).\n"
+        f"no folder that only this user can enter ({'; '.join(problems)}).\n"
         "Have them removed, or set MASTER_ADDR and MASTER_PORT."
     )
 

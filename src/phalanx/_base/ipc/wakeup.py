@@ -1,4 +1,4 @@
-"""Wake a thread that sleeps in poll() from another thread, and pass it messages."""
+"""Wake a thread that sleeps in poll() from another thread, and send it messages."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ class TracedConstants:
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        """Record what is read from a module during the block, by a method of nn.Module, as torch.fx records calls."""
+        """Record the attributes that are read from modules in the block; this replaces a method of nn.Module."""
         read = self._read
         before = vars(nn.Module).get("__getattribute__")
 
@@ -52,8 +52,8 @@ class TracedConstants:
             where = next((prefix for prefix, inner in root.named_modules() if inner is module), "")
             name = f"{where}.{name}" if where else name
             warnings.warn(
-                f"Pipeline: self.{name} has changed since the model was cut, and the change has no effect: its forward "
-                f"was followed then, with {was!r:.80}. Make it a buffer (register_buffer), let a child module read it, "
+                f"Pipeline: self.{name} has changed since the model was cut, and the change has no effect: forward "
+                f"was traced with {was!r:.80}. Make it a buffer (register_buffer), let a child module read it, "
                 "or cut the model again.",
                 stacklevel=4,
             )

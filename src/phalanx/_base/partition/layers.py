@@ -150,7 +150,7 @@ class _Tracer(fx.Tracer):
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         """Create a node as torch.fx does, and record the current switches, which a graph does not have."""
         if _switches() != self._switches:
-            raise RuntimeError("it switches gradients or autocast, which is not seen in its values")
+            raise RuntimeError("it switches gradients or autocast, which a graph cannot record")
         return super().create_node(*args, **kwargs)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
@@ -183,8 +183,8 @@ def _trace(module: nn.Module, split_points: Sequence[str], defaults: dict[str, A
     train = graphs[0]
     if any(not _same(one, other) for one, other in zip(*constants, strict=False)):
         raise ValueError(
-            f"{type(module).__name__} cannot be cut: its forward makes a tensor that is another one each time (random "
-            "numbers?) and would be made once only; let a child module make it."
+            f"{type(module).__name__} cannot be cut: its forward creates a tensor whose values differ between calls "
+            "(random numbers?), and a graph would create it only once; let a child module create it."
         )
     if texts[0] != texts[1]:
         raise ValueError(

@@ -61,11 +61,11 @@ class RemoteFolder:
     def exists(self, name: str) -> bool:
         """Return whether there is such an object."""
 
-        def ask() -> bool:
+        def exists() -> bool:
             self._files.invalidate_cache()
             return bool(self._files.exists(self._path(name)))
 
-        return self._retry(ask, f"looking for {self.shown(name)}")
+        return self._retry(exists, f"looking for {self.shown(name)}")
 
     def put(self, source: Path, name: str) -> None:
         """Put a file as an object, atomically."""

@@ -23,7 +23,7 @@ _ENV = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 def init_process_group(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     """Call torch's `original` for a call that names no backend; under `phalanx run`, pass this backend."""
     call = inspect.signature(original).bind(*args, **kwargs)
-    if is_default(os.environ, call.arguments.get("device_id"), _accelerator(), _carried()):
+    if is_default(os.environ, call.arguments.get("device_id"), _accelerator(), _supported_devices()):
         call.arguments["backend"] = NAME
     original(*call.args, **call.kwargs)
 
@@ -101,5 +101,5 @@ def _accelerator() -> str:
     return "cpu" if accelerator is None else accelerator.type
 
 
-def _carried() -> list[str]:
+def _supported_devices() -> list[str]:
     return dist.Backend.backend_capability[NAME]

@@ -15,7 +15,7 @@ ORDER = "by rank, from 0 to the last, the same for each chunk"
 
 
 def _exchange_all(name: str, size: int, kind: Kind) -> SchedulePhase:
-    """Return one step in which each rank reads one chunk of every other: its own to reduce, the other's to copy."""
+    """Return a step in which each rank reads a chunk from every other rank: its own (reduce) or the other's (copy)."""
 
     def sends(step: int, rank: int) -> list[Transfer]:
         transfers = []
@@ -36,7 +36,7 @@ def _exchange_all(name: str, size: int, kind: Kind) -> SchedulePhase:
 
 
 def all_reduce(world_size: int) -> Schedule:
-    """Return a schedule that reduces the own chunk and copies the others': 2 steps, 2S(P-1)/P bytes read per rank."""
+    """Return a schedule that reduces own chunks and copies the others: 2 steps, 2S(P-1)/P bytes read per rank."""
     require_world_size(world_size)
     phases = (
         _exchange_all("reduce own chunk", world_size, "reduce"),
@@ -46,7 +46,7 @@ def all_reduce(world_size: int) -> Schedule:
 
 
 def reduce_scatter(world_size: int) -> Schedule:
-    """Return a schedule that reduces the own chunk: 1 step, S(P-1)/P bytes read per rank."""
+    """Return a schedule in which each rank reduces its chunk: 1 step, S(P-1)/P bytes read per rank."""
     require_world_size(world_size)
     phases = (_exchange_all("reduce own chunk", world_size, "reduce"),)
     return Schedule("direct", "reduce_scatter", world_size, world_size, phases, ORDER)

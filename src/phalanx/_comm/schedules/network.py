@@ -11,7 +11,7 @@ from functools import cached_property
 
 @dataclass(frozen=True)
 class Topology:
-    """A `Topology` assigns each rank of 0..P-1 to exactly one host; hosts differ in size."""
+    """A `Topology` assigns each rank of 0..P-1 to exactly one host; hosts may differ in size."""
 
     hosts: tuple[tuple[int, ...], ...]
 
@@ -30,7 +30,7 @@ class Topology:
 
     @classmethod
     def of_sizes(cls, sizes: Iterable[int]) -> Topology:
-        """Return hosts of the given numbers of ranks, numbered host after host as launchers do."""
+        """Return a topology with these numbers of ranks per host, numbered host after host as launchers do."""
         hosts, first = [], 0
         for size in sizes:
             hosts.append(tuple(range(first, first + size)))

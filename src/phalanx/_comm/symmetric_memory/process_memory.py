@@ -34,7 +34,7 @@ class Copy:
 
 @contextlib.contextmanager
 def readable() -> Iterator[None]:
-    """Allow processes of the same user to read this one's memory inside. Without Yama they always may."""
+    """Allow processes of the same user to read this process's memory in the block. Without Yama they always can."""
     libc = ctypes.CDLL(None)
     libc.prctl(_PR_SET_PTRACER, _ANYBODY, 0, 0, 0)
     try:
@@ -44,7 +44,7 @@ def readable() -> Iterator[None]:
 
 
 def read_process(pid: int, copies: Sequence[Copy]) -> None:
-    """Run the copies. Both processes must not change the memory meanwhile.
+    """Run the copies. Neither process may change the memory meanwhile.
 
     Cost: one copy, by up to four threads.
 

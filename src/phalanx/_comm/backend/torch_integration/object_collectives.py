@@ -30,7 +30,7 @@ _COLLECTIVES = {
     "recv_object_list": "object_list, src, group, group_src",
 }
 _C10D = "torch.distributed.distributed_c10d"
-_REPLAYED = "objects that collectives send between hosts may be played back, as other objects of such collectives"
+_REPLAYED = "objects that collectives send between hosts may be replayed as other objects of such collectives"
 _UNKNOWN_CALL = PickleStream("object of an unknown call", 0)
 
 
@@ -90,10 +90,10 @@ def number_object_collectives() -> None:
         if not cells:
             report_loss(f"has no wrapper around {_C10D}.{name}", _REPLAYED)
             return
-        cells[0].cell_contents = _noting(outer.__wrapped__, name)
+        cells[0].cell_contents = _recording(outer.__wrapped__, name)
 
 
-def _noting(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+def _recording(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     signature = inspect.signature(function)
 
     @functools.wraps(function)

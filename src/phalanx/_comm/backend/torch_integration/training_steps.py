@@ -46,7 +46,7 @@ def _hook_optimizers() -> None:
 
 @patch(
     "torch.utils.data.dataloader._BaseDataLoaderIter.__next__(self)",
-    loses="a run report does not hear of a DataLoader's batches",
+    loses="a run report lacks the DataLoader's batches",
 )
 def _observe_batches() -> None:
     """Notify the recorder of batches, in few lines: each line runs with cold caches, next to a step that fills them."""
@@ -80,7 +80,7 @@ def _observe_batches() -> None:
     iterators.__next__ = __next__
 
 
-@patch("torch.autograd.backward(tensors)", loses="a run report does not hear of backwards and losses")
+@patch("torch.autograd.backward(tensors)", loses="a run report lacks backwards and losses")
 def _observe_backward() -> None:
     """Notify the recorder of backwards and losses, in few lines: they run with cold caches, next to each step."""
     import torch
