@@ -30,9 +30,7 @@ def sharing_group(group: dist.ProcessGroup) -> PhalanxProcessGroup | None:
 
 
 def ranks_by_host(group: dist.ProcessGroup) -> tuple[tuple[int, ...], ...]:
-    """Return the ranks of `group` on each of several hosts, as it numbers them; nothing where the group is not ours, or
-    its ranks are on one host.
-    """
+    """Return the group ranks of `group` by host; () if they are on one host, or the group is not ours."""
     ours = phalanx_group(group)
     return () if ours is None else ours.transport.hosts
 

@@ -1,9 +1,9 @@
 """A process group for tensors of all devices: each call goes to the engine of its tensor's device.
 
     all_reduce(cpu tensor)   ──▶  shared memory, and the engine between hosts
-    all_reduce(cuda tensor)  ──▶  a group inside, of the same ranks, over NCCL; or, where ranks share a GPU, which NCCL
-                                  refuses, through memory of the host: `process_group/staged`
-    barrier, objects         ──▶  the CPU's way, unless a device is asked for
+    all_reduce(cuda tensor)  ──▶  an inner group of the same ranks, over NCCL; or, if ranks share a GPU, which NCCL
+                                  refuses, through host memory: `process_group/staged`
+    barrier, objects         ──▶  as CPU tensors, unless a device is given
 
 The first tensor of a device creates the inner group. In the first collective on the device the ranks exchange their
 devices over the CPU's transport: so a missing rank is named at once, and all ranks choose the same engine for that

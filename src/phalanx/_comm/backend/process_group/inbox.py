@@ -23,7 +23,7 @@ class ReceiveWork(PhalanxWork):
     def __init__(self, inbox: Inbox, receive: PostedReceive, tensor: Tensor) -> None:
         super().__init__([tensor])
         self._inbox = inbox
-        self.receive: PostedReceive | None = receive  # until it is over
+        self.receive: PostedReceive | None = receive  # None once it has completed
 
     @property
     def is_pending(self) -> bool:
