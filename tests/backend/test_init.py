@@ -55,7 +55,8 @@ def test_hosts_of_slurm_that_have_no_address_are_told_to_set_one() -> None:
         run_ranks(_on_hosts_without_names, 1, init=False)
     message = str(caught.value.errors[0])
     assert (
-        "on rank 1 of 2: the ranks are on several hosts, and the name of the first, 'no-such-host1', leads" in message
+        "on rank 1 of 2: the ranks are on several hosts, and the name of the first, 'no-such-host1', does not"
+        in message
     )
     assert "Set MASTER_ADDR" in message
 
