@@ -46,4 +46,4 @@ def test_the_first_host_hears_of_one_that_joins_as_soon_as_it_may(monkeypatch: p
         with other:
             assert channel.member == FIRST
             assert select.select([channel], [], [], 30.0)[0], "the first host was not told"
-            assert channel.take() == [Change("joined", other.member, {"kind": "agent", "host": "b"}, "")]
+            assert channel.receive() == [Change("joined", other.member, {"kind": "agent", "host": "b"}, "")]

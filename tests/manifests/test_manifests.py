@@ -150,7 +150,7 @@ def test_the_manifest_is_valid_by_the_schema_of_kubernetes(tmp_path, words):
         (("kubernetes", "--nodes=2", *IMAGE, "--name=My_Job", "train.py"), "--name 'My_Job': a name of Kubernetes has"),
         (("kubernetes", "--nodes=2", *IMAGE, "--memory=lots", "train.py"), "--memory 'lots': an amount of Kubernetes"),
         (("kubernetes", "--nodes=2", "--image", " ", "train.py"), "--image ' ': name the image"),
-        (("kubernetes", "--nodes=1", *IMAGE, "--", "--witness", "h:1", "a.py"), "--witness: no other host could"),
+        (("kubernetes", "--nodes=1", *IMAGE, "--", "--witness", "h:1", "a.py"), "--witness: a job of one host cannot"),
     ],
 )
 def test_what_no_scheduler_would_take_is_refused(words, said):

@@ -1,4 +1,4 @@
-from phalanx._job.output.held_tracebacks import Echo
+from phalanx._job.output.traceback_buffer import Echo
 
 TEXT = b"Traceback:\n  here\n\nValueError: x\n"
 

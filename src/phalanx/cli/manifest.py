@@ -17,7 +17,7 @@ _WORDS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 def command() -> None:
     """Write the file to submit, complete, for a command of `phalanx run`.
 
-    Behind the options stands what stands behind `phalanx run`; with options of its own, behind `--`:
+    After the options write what follows `phalanx run`; if that begins with options, write `--` before them:
 
     \b
       phalanx manifest slurm --nodes 2 train.py --lr 0.1 > job.sh
@@ -82,19 +82,16 @@ def kubernetes(
 def _write(
     ctx: click.Context, write: Callable[[Any], str], variables: Mapping[str, str], output: str | None, **asked: Any
 ) -> None:
-    from phalanx._job.launch.command_line import parse
-    from phalanx._job.manifests.request import JobRequest, check
+    from phalanx._job.manifests.request import JobRequest, read_words
     from phalanx.errors import LaunchError
 
     words = tuple(asked["words"])
     try:
-        check(words, variables)
-        settings = parse(words, variables)
-        assert settings is not None
+        settings = read_words(words, variables)
         target = settings.target.name.rpartition("/")[2].removesuffix(".py")
         name = asked["name"] or re.sub(r"[^a-z0-9]+", "-", target.lower()).strip("-") or "phalanx"
         each = asked["cpus"] or 0, asked["gpus"] or 0, asked["memory"]
-        text = write(JobRequest(words, asked["nodes"], name, *each, variables))
+        text = write(JobRequest(words, settings, asked["nodes"], name, *each, variables))
     except LaunchError as error:
         click.echo(error, err=True)
         ctx.exit(error.exit_code)

@@ -13,7 +13,7 @@ from phalanx._base.loss_detection import SILENT_DEATH_LAG_S
 from phalanx._base.processes import describe_address_space, name_signal
 from phalanx._comm.diagnostics.rank_list import name_ranks
 from phalanx._job.inspect.stacks.dump import without_launcher
-from phalanx._job.output.held_tracebacks import without_numbers
+from phalanx._job.output.traceback_buffer import without_numbers
 
 # How much later than its cause a silent death (a signal, os._exit) may be detected: the kernel closes the dying rank's
 # sockets first, so peers can raise because of it before its parent is notified.

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from phalanx._job.agent.settings import USAGE_EXIT_CODE
+from phalanx._job.agent.settings import USAGE_EXIT_CODE, Settings
 from phalanx._job.launch.command_line import parse
 from phalanx.errors import LaunchError
 
@@ -15,10 +15,11 @@ from phalanx.errors import LaunchError
 class JobRequest:
     """A `JobRequest` is a job of `nodes` nodes with resources for each; 0 and "" leave them to the scheduler.
 
-    `words` follow `phalanx run`. `variables` are the file's variables with the number of nodes.
+    `settings` are what `phalanx run` reads from `words`. `variables` are the file's variables with the number of nodes.
     """
 
     words: tuple[str, ...]
+    settings: Settings
     nodes: int
     name: str
     cpus: int = 0
@@ -29,25 +30,22 @@ class JobRequest:
     @property
     def run_words(self) -> tuple[str, ...]:
         """Return the words that follow `phalanx run` in the file."""
-        settings = parse(self.words, self.variables)
-        assert settings is not None
-        if self.gpus or not self.cpus or settings.nproc_per_node != "auto":
+        if self.gpus or not self.cpus or self.settings.nproc_per_node != "auto":
             return self.words
         # A limit on processor time hides no core: counted in the job, they would be all of the machine's.
         return (f"--nproc-per-node={self.cpus}", *self.words)
 
     @property
     def witness(self) -> str:
-        """Return what --witness names; "" without it."""
-        settings = parse(self.words, self.variables)
-        return "" if settings is None or settings.rendezvous is None else settings.rendezvous.witness
+        """Return the value of --witness; "" without that option."""
+        return "" if self.settings.rendezvous is None else self.settings.rendezvous.witness
 
 
-def check(words: Sequence[str], variables: Mapping[str, str]) -> None:
-    """Check that `phalanx run` would accept the words, with these variables in the environment.
+def read_words(words: Sequence[str], variables: Mapping[str, str]) -> Settings:
+    """Return the settings that `phalanx run` reads from the words, with these variables in the environment.
 
     Raises:
-        LaunchError: it would not; or the words set a value that the scheduler decides.
+        LaunchError: `phalanx run` would refuse the words, or they set a value that the scheduler decides.
     """
     # The file sets these options; a second value would contradict it.
     decided = ("nnodes", "node-rank", "rdzv-endpoint", "master-addr", "master-port", "standalone")
@@ -61,8 +59,10 @@ def check(words: Sequence[str], variables: Mapping[str, str]) -> None:
                 "the command; which is which, and where they meet, they find out.",
                 exit_code=USAGE_EXIT_CODE,
             )
-    if parse(words, variables) is None:
+    settings = parse(words, variables)
+    if settings is None:
         raise LaunchError("phalanx manifest: nothing to run, only --help", exit_code=USAGE_EXIT_CODE)
+    return settings
 
 
 def quote(words: Sequence[str]) -> str:

@@ -12,10 +12,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from phalanx._job.output.held_tracebacks import HeldTracebacks
 from phalanx._job.output.logs import explain_gap
 from phalanx._job.output.screen import CLEAR_BELOW, format_prefix, plan_status
 from phalanx._job.output.text import encode
+from phalanx._job.output.traceback_buffer import TracebackBuffer
 
 _REDRAW_S = 0.05  # a status line is redrawn at most this often
 
@@ -42,7 +42,7 @@ class Display:
         self._redraw_at: float | None = None
         self._redrawn_at = 0.0
         self._prefixes: dict[frozenset[int], bytes] = {}
-        self._held = HeldTracebacks()
+        self._tracebacks = TracebackBuffer()
         self._told: set[str] = set()  # problems of writing that were reported already
 
     def begin(self, ranks: Iterable[int]) -> None:
@@ -84,7 +84,7 @@ class Display:
     def show(self, rank: int, stream: int, lines: Sequence[bytes], status: bytes) -> None:
         """Show that `rank` has printed `lines` to its stdout (1) or stderr (2), followed by `status`."""
         if stream == 2:
-            lines = self._held.feed(rank, lines)
+            lines = self._tracebacks.feed(rank, lines)
         now = time.monotonic()
         for line in lines:
             self._folder.add(rank, stream, line, now)
@@ -127,18 +127,18 @@ class Display:
             self.print(text)
 
     def expect(self, rank: int, traceback: str, *, quiet: bool = False) -> None:
-        """Keep back `traceback`, which `rank` is about to print, for good if `quiet`. The log files get it."""
-        self._held.expect(rank, traceback, quiet=quiet)
+        """Keep `traceback`, which `rank` is about to print, off the screen; forever if `quiet`. The logs get it."""
+        self._tracebacks.expect(rank, traceback, quiet=quiet)
 
     def release(self) -> None:
-        """Show the tracebacks that were kept back."""
+        """Show the tracebacks that were kept."""
         now = time.monotonic()
-        for rank, line in self._held.release():
+        for rank, line in self._tracebacks.release():
             self._folder.add(rank, 2, line, now)
 
     def forget(self) -> None:
-        """Drop the lines that are still held back, since they were reported."""
-        self._held.forget()
+        """Drop the tracebacks that are still kept, since they were reported."""
+        self._tracebacks.forget()
 
     def _show_lines(self, now: float) -> None:
         lines = self._folder.release(now)

@@ -29,10 +29,10 @@ class Viewer(Protocol):
         """Show a rank's output, and the status after it."""
 
     def print_once(self, what: str, text: str) -> None:
-        """Say `text`, once for each `what`."""
+        """Print `text`, once for each `what`."""
 
     def flush(self) -> None:
-        """Let no line wait any longer for its twins."""
+        """Show all pending lines now."""
 
 
 class Pump:
@@ -44,7 +44,7 @@ class Pump:
         self._pipes: dict[int, tuple[int, int, LineSplitter]] = {}  # descriptor -> rank, stream, splitter
 
     def add(self, rank: int, stream: int, fd: int) -> None:
-        """Take over the reading end `fd` of a rank's stdout (1) or stderr (2)."""
+        """Read and own the reading end `fd` of a rank's stdout (1) or stderr (2)."""
         os.set_blocking(fd, False)
         self._pipes[fd] = (rank, stream, LineSplitter())
         self.viewer.begin([rank])
@@ -68,7 +68,7 @@ class Pump:
             return False
         before_it()
         lines = splitter.feed(data) if data else splitter.finish()
-        self._take(rank, stream, lines, splitter.status)
+        self._put(rank, stream, lines, splitter.status)
         if not data:
             self._close(fd)
         return bool(data)
@@ -78,9 +78,9 @@ class Pump:
         for fd in tuple(self._pipes):
             while self.read(fd):
                 pass
-            if fd in self._pipes:  # held open by a foreign process: its output so far is shown
+            if fd in self._pipes:  # a foreign process has it open: show its output so far
                 rank, stream, splitter = self._pipes[fd]
-                self._take(rank, stream, splitter.finish(), b"")
+                self._put(rank, stream, splitter.finish(), b"")
                 self._close(fd)
         self.viewer.flush()
 
@@ -90,7 +90,7 @@ class Pump:
             self._close(fd)
         self._logs.close()
 
-    def _take(self, rank: int, stream: int, lines: list[bytes], status: bytes) -> None:
+    def _put(self, rank: int, stream: int, lines: list[bytes], status: bytes) -> None:
         if lines:
             problem = self._logs.put(rank, stream, lines)
             if problem:

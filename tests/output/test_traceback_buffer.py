@@ -2,14 +2,14 @@
 
 import pytest
 
-from phalanx._job.output.held_tracebacks import HeldTracebacks, without_numbers
+from phalanx._job.output.traceback_buffer import TracebackBuffer, without_numbers
 
 TRACEBACK = 'Traceback (most recent call last):\n  File "train.py", line {line}, in <module>\n    load()\n{error}\n'
 
 
-def hold(**errors: str) -> HeldTracebacks:
+def hold(**errors: str) -> TracebackBuffer:
     """Return what holds the traceback of each rank (r0, r1, ...), which has printed it."""
-    held = HeldTracebacks()
+    held = TracebackBuffer()
     for name, error in errors.items():
         rank, text = int(name[1:]), TRACEBACK.format(line=9, error=error)
         held.expect(rank, text)
@@ -44,7 +44,7 @@ def test_of_several_that_are_alike_one_is_shown_and_a_line_for_each_of_the_other
 
 
 def test_a_quiet_one_is_never_shown() -> None:
-    held, text = HeldTracebacks(), TRACEBACK.format(line=9, error="KeyboardInterrupt")
+    held, text = TracebackBuffer(), TRACEBACK.format(line=9, error="KeyboardInterrupt")
     held.expect(0, text, quiet=True)
     assert held.feed(0, [*text.encode().splitlines(), b"saved"]) == [b"saved"]
     assert held.release() == []

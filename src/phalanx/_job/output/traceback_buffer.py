@@ -1,4 +1,4 @@
-"""Hold the tracebacks that ranks have reported until it is known whether the command prints the failure itself.
+"""Buffer the tracebacks that ranks have reported until it is clear whether the command prints the failure itself.
 
 If it does, it prints the first failure, and one line for each other rank. Otherwise (Ctrl-C, a lost zygote) the
 tracebacks are shown as they were printed, and only one of those that differ in numbers only.
@@ -21,8 +21,8 @@ def without_numbers(text: bytes) -> bytes:
     return b"\n".join(line if _PLACE.match(line) else _NUMBER.sub(b"0", line) for line in text.split(b"\n"))
 
 
-class HeldTracebacks:
-    """`HeldTracebacks` receives the ranks' stderr, and holds back the tracebacks that they have reported."""
+class TracebackBuffer:
+    """A `TracebackBuffer` receives the ranks' stderr, and keeps the tracebacks that they have reported."""
 
     def __init__(self) -> None:
         self._echoes: dict[int, Echo] = {}
@@ -32,7 +32,7 @@ class HeldTracebacks:
         self._named: set[int] = set()  # ranks reported in a line as similar to another's
 
     def expect(self, rank: int, traceback: str, *, quiet: bool = False) -> None:
-        """Keep back `traceback`, which `rank` is about to print, for good if `quiet`."""
+        """Keep `traceback`, which `rank` is about to print; forever if `quiet`."""
         if rank not in self._echoes:
             text = encode(traceback)
             self._echoes[rank], self._forms[rank] = Echo(text), without_numbers(text)
@@ -40,7 +40,7 @@ class HeldTracebacks:
                 self._quiet.add(rank)
 
     def feed(self, rank: int, lines: Sequence[bytes]) -> Sequence[bytes]:
-        """Return the lines that are to be shown now."""
+        """Return the lines to show now."""
         echo = self._echoes.get(rank)
         return lines if echo is None else [shown for line in lines for shown in echo.feed(line)]
 
@@ -60,7 +60,7 @@ class HeldTracebacks:
         return released
 
     def forget(self) -> None:
-        """Drop the lines that are still held back, since they were reported."""
+        """Drop the lines that are still kept, since they were reported."""
         self._echoes.clear()
         self._forms.clear()
         self._quiet.clear()
@@ -72,7 +72,7 @@ _TAG = re.compile(rb"\[rank\d+\]: $")
 
 
 class Echo:
-    """An echo takes the lines of a rank's stderr, and keeps those equal to `text`, while no other comes between."""
+    """An `Echo` receives the lines of a rank's stderr, and keeps those of `text` until a different line arrives."""
 
     def __init__(self, text: bytes) -> None:
         self.text = text
@@ -83,11 +83,11 @@ class Echo:
 
     @property
     def over(self) -> bool:
-        """Return whether nothing is held back any more: it was released, or differed from the report."""
+        """Return whether nothing is kept any more: the lines were released, or differed from the report."""
         return self._over
 
     def feed(self, line: bytes) -> list[bytes]:
-        """Return the lines to show now that `line` has come."""
+        """Return the lines to show now that `line` has arrived."""
         if self._over or self._at == len(self._lines):
             return [line]
         expected = self._lines[self._at]
