@@ -204,7 +204,7 @@ def test_a_step_that_wants_a_batch_idx_and_a_metric_that_fails_are_named():
 
 def test_who_watches_a_validation_needs_one():
     """ReduceLROnPlateau said it behind the first epoch, EarlyStopping never."""
-    with pytest.raises(ValueError, match="ReduceLROnPlateau steps by the validation's loss: give a val_loader"):
+    with pytest.raises(ValueError, match="ReduceLROnPlateau steps by the validation's loss: pass a val_loader"):
         make(scheduler=lr_scheduler.ReduceLROnPlateau).fit(load())
     with pytest.raises(ValueError, match="EarlyStopping watches 'loss' of the validation: give fit a val_loader"):
         make(callbacks=EarlyStopping()).fit(load())

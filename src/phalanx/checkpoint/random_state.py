@@ -18,7 +18,7 @@ from phalanx.errors import CheckpointError
 class RandomState:
     """Save and load each rank's states of the generators of Python, NumPy (if imported) and PyTorch.
 
-    manager.save(step, {"model": model, "random": RandomState()})
+        manager.save(step, {"model": model, "random": RandomState()})
 
     With the number of ranks that saved it, every rank continues with its own state. With another number, ranks with a
     saved state continue with it; each new rank gets seeds derived from the saved state, which differ from those of all
@@ -38,7 +38,7 @@ class RandomState:
         """Load this rank's state.
 
         Raises:
-            CheckpointError: `state` is not a state of `RandomState`.
+            CheckpointError: `state_dict` is not a state of `RandomState`.
         """
         ranks = state_dict.get("ranks") if isinstance(state_dict, Mapping) else None
         if not isinstance(ranks, list) or not ranks:

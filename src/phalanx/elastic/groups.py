@@ -16,7 +16,6 @@ from phalanx._comm.backend import rendezvous
 from phalanx._comm.backend.torch_integration.groups import list_groups, phalanx_group, reset_group_count
 from phalanx._comm.rendezvous.bootstrap import checked_while_forming
 
-_PAUSE_S = 0.005
 _last_rendezvous = -1, 0  # the generation, and how many of its rendezvous came before
 
 

@@ -1,4 +1,4 @@
-"""TransferPlan tensors from one rank to those that lack them: through memory on a host, in messages between hosts.
+"""Move tensors from one rank to those that lack them: through memory on a host, in messages between hosts.
 
     round 1    source ──read by──▶ receivers of its host        source ──messages──▶ first receiver of another host
     round 2                                                     that one ──read by──▶ the other receivers of its host

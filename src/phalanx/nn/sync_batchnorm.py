@@ -147,7 +147,7 @@ class SyncBatchNorm(_BatchNorm):
             if not _is_plain(layer):
                 _logger.warning(
                     "convert_sync_batchnorm leaves layer %r: its class %s has a forward of its own, which would be "
-                    "lost. It goes on normalizing each rank's batch by itself.",
+                    "lost. It continues to normalize each rank's batch by itself.",
                     name,
                     type(layer).__qualname__,
                 )
