@@ -134,7 +134,7 @@ def test_a_member_that_hosts_vote_on_is_lost_to_its_watchers_only_until_they_hav
     with Client(str(service.address), KEY) as silent, Client(service.local) as first:
         leader, lost = first.join({"host": "first"}), silent.join({"host": "silent"}, watch=())
         assert [event.kind for event in first.wait_event(60.0)] == ["joined"]
-        coordinator.followers.voters = frozenset([leader, lost])
+        coordinator.followers.confirmed_members = frozenset([leader, lost])
         standby = follow(service)
         silent._stop.set()  # its heart
         member = coordinator.members.get(lost)
@@ -148,7 +148,7 @@ def test_a_member_that_hosts_vote_on_is_lost_to_its_watchers_only_until_they_hav
         coordinator.followers.required = frozenset()
         assert copy is not None
         assert {member.id for member in copy.members} == {leader, lost}
-        coordinator.followers.voters = frozenset([leader])
+        coordinator.followers.confirmed_members = frozenset([leader])
         while set(first.members()) != {leader}:
             pass
         assert first.receive_events() == []  # it has heard that once

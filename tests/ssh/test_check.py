@@ -57,14 +57,14 @@ def test_a_missing_folder_comes_with_the_line_that_copies_it() -> None:
 @pytest.mark.parametrize(
     ("words", "what", "advice"),
     [
-        ("@ REMOTE HOST IDENTIFICATION HAS CHANGED! @\nHost key verification failed.", "not the one", "ssh-keygen -R"),
+        ("@ REMOTE HOST IDENTIFICATION HAS CHANGED! @\nHost key verification failed.", "has changed", "ssh-keygen -R"),
         ("Host key verification failed.", "ssh does not know its host key", "Type ssh a once"),
-        ("you@a: Permission denied (publickey,password).", "without a password", "ssh-copy-id a"),
-        ("ssh: Could not resolve hostname a: Name or service not known", "its name leads nowhere", "Correct"),
+        ("you@a: Permission denied (publickey,password).", "needs a password", "ssh-copy-id a"),
+        ("ssh: Could not resolve hostname a: Name or service not known", "its name does not resolve", "Correct"),
         ("ssh: connect to host a port 22: Connection refused", "no sshd answers there", "Start sshd"),
         ("ssh: connect to host a port 22: Connection timed out", "it does not answer", "Does ssh a work?"),
         ("/usr/bin/python3: No module named phalanx", "Phalanx is not installed for /py there", "--remote-python"),
-        ("phalanx: /py: not found on this host. Name the Python", "/py is not there", "--remote-python"),
+        ("phalanx: /py: not found on this host. Name the Python", "/py is missing there", "--remote-python"),
         ("kex_exchange_identification: something new", "kex_exchange_identification: something new", "ssh a true"),
     ],
 )  # fmt: skip

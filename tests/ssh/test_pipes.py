@@ -21,7 +21,7 @@ def pipes() -> tuple[int, int, int, int]:
 def receive(channel: PipeChannel, count: int) -> list[object]:
     found: list[object] = []
     loop = EventLoop(channel.make_source(found.append, lambda: True))
-    while len(found) < count and not channel.is_gone:
+    while len(found) < count and not channel.is_at_end:
         loop.turn()
     return found
 
@@ -51,7 +51,7 @@ def test_an_end_that_was_closed_before_the_first_word_is_gone_and_no_error(pipes
     channel = PipeChannel(here, to_there, marks=False)
     channel.put("check")
     assert receive(channel, 1) == []
-    assert channel.is_gone
+    assert channel.is_at_end
     channel.close()
 
 
@@ -60,7 +60,7 @@ def test_a_login_shell_that_prints_for_ever_ends_the_channel(pipes: tuple[int, i
     channel = PipeChannel(here, to_there, marks=False)
     written = 0
     loop = EventLoop(channel.make_source(lambda message: None, lambda: True))
-    while not channel.is_gone:
+    while not channel.is_at_end:
         written += os.write(to_here, b"noise" * 1000)
         loop.turn()
     assert written < 1 << 21

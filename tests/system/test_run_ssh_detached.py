@@ -124,7 +124,7 @@ def test_the_lines_that_it_prints_show_the_job_and_end_it_on_all_hosts(two: SshH
     script = write_script(folder, _WAITS)
     finished = detach(two, *_RANKS, *_DETACH, script)
     command = [*two.terminal.command, sys.executable, "-m", "phalanx.cli"]
-    _, *words = find_line(finished, "look at it ")
+    _, *words = find_line(finished, "inspect it ")
     top = subprocess.run([*command, *words, "--json"], capture_output=True, text=True, check=True)
     assert [rank["rank"] for rank in json.loads(top.stdout)["ranks"]] == [0, 1, 2, 3]
     end = find_line(finished, "end it ")
@@ -154,7 +154,7 @@ def test_the_first_host_of_a_detached_job_may_be_the_one_where_the_command_is_ty
     script = write_script(folder, _WAITS)
     here = two.hosts[0].machine.command
     finished = detach(two, *_RANKS, *_DETACH, script, hosts=f"localhost,{two.hosts[1].address}", before=here)
-    assert find_line(finished, "look at it ") == ["phalanx", "top"]
+    assert find_line(finished, "inspect it ") == ["phalanx", "top"]
     end = find_line(finished, "end it ")
     assert end[:2] == ["kill", "-INT"]
     subprocess.run([*here, *end], check=True)

@@ -92,7 +92,7 @@ def test_a_key_that_only_the_agent_has_opens_the_hosts(folder: Path, tmp_path: P
             agent.terminate()
     assert_both_ran(finished)
     assert locked_out.code == 2
-    assert locked_out.err.count("ssh is not let in without a password") == 2
+    assert locked_out.err.count("ssh needs a password") == 2
 
 
 def test_options_in_the_ssh_command_count_before_those_of_ours_and_of_the_file(two: SshHosts, folder: Path) -> None:

@@ -182,7 +182,11 @@ class Coordinator(StoreRequests):
             if member.num_bytes > MAX_WAITING_BYTES and not member.suspicion:
                 why = f"{member.num_bytes >> 20} MiB of events wait, and it does not read them"
                 lines += self._find_lost(member, why)
-        lines += [self.lose(member, member.suspicion) for member in self.members.suspects if not self._is_voter(member)]
+        lines += [
+            self.lose(member, member.suspicion)
+            for member in self.members.suspects
+            if not self._must_be_confirmed(member)
+        ]
         if self.journal.is_kept and (taken := self.members.pop_progress()):
             self.journal.add(EntryKind.ACKNOWLEDGED, None, 0, *map(pack_number, taken))
         if now - self._swept_at < SWEEP_EVERY_S:
@@ -227,16 +231,16 @@ class Coordinator(StoreRequests):
         return [] if session.member.suspicion else self._find_lost(session.member, why)
 
     def _find_lost(self, member: Member, why: str) -> list[str]:
-        """Declare a member lost, or only suspect it if its removal needs a vote. Return lines for the log."""
-        if not self._is_voter(member):
+        """Declare a member lost, or suspect it until another member confirms the loss. Return lines for the log."""
+        if not self._must_be_confirmed(member):
             return [self.lose(member, why)]
         self.journal.add(EntryKind.SUSPECT, None, member.id, why.encode())
         self.members.suspect(member, why)
         self._send_changes()
         return []
 
-    def _is_voter(self, member: Member) -> bool:
-        """Return whether hosts vote on continuing without this member."""
+    def _must_be_confirmed(self, member: Member) -> bool:
+        """Return whether another member must confirm the loss of this one."""
         return False
 
     def lose(self, member: Member, why: str) -> str:

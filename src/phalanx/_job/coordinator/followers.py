@@ -36,18 +36,18 @@ class _Stream:
 class Followers:
     """`Followers` tracks the standbys, the batches that each of them has, and the answers that wait for them.
 
-    Another thread may set `required`, `leader` and `voters`.
+    Another thread may set `required`, `leader` and `confirmed_members`.
 
     required: tickets of the standbys that must acknowledge before an answer is sent.
     leader: the member whose answers never wait.
-    voters: the members that count as lost only after a majority of them has agreed to remove them.
+    confirmed_members: the members that are only suspected to be lost until another member has confirmed it.
     on_stalled: called with the ticket of a required standby that delays answers.
     """
 
     def __init__(self) -> None:
         self.required: frozenset[bytes] = frozenset()
         self.leader = -1
-        self.voters: frozenset[int] = frozenset()
+        self.confirmed_members: frozenset[int] = frozenset()
         self.on_stalled: Callable[[bytes], object] = lambda ticket: None
         self._streams: dict[bytes, _Stream] = {}
         self._batch = 0

@@ -37,7 +37,7 @@ class Member:
     _sent: int = 0
     _acknowledged: int = 0
     _copied: int = 0  # the number of the last event that copies know to be acknowledged
-    suspicion: str = ""  # why the member is suspected to be lost; its removal needs a vote
+    suspicion: str = ""  # why the member is suspected to be lost, until that is confirmed
     num_bytes: int = 0
 
     def has_room(self, size: int) -> bool:
@@ -151,7 +151,7 @@ class Membership:
             self._by_silence.move_to_end(member.id)
 
     def suspect(self, member: Member, why: str) -> None:
-        """Notify the watchers of a member that it is lost, and keep the member: its removal needs a vote."""
+        """Notify the watchers of a member that it is lost, and keep the member until that is confirmed."""
         member.suspicion = why
         self._suspects.add(member.id)
         self._notify_watchers(b"lost", member.id, why.encode())

@@ -65,12 +65,12 @@ class ReplicatedCoordinator(Coordinator):
         self.followers.check(now)
         return super().tick(now)
 
-    def _is_voter(self, member: Member) -> bool:
-        """Return whether hosts vote on continuing without this member.
+    def _must_be_confirmed(self, member: Member) -> bool:
+        """Return whether another member must confirm the loss of this one.
 
-        Otherwise an isolated leader would make its standbys lose all members, including themselves.
+        Otherwise the standbys of an isolated coordinator would lose all members, including themselves.
         """
-        return member.id in self.followers.voters and member.id != self.followers.leader
+        return member.id in self.followers.confirmed_members and member.id != self.followers.leader
 
     def _follow(self, session: ClientSession, message: WireMessage) -> None:
         (ticket,) = message.fields

@@ -4,14 +4,14 @@
       SshJob ── Connection ── ssh a ═══════════ sshd ── Session ── the agent, as `phalanx run` there
              ── Connection ── ssh b ═══════════ sshd ── Session ── the agent
 
-    host_list    the words of --hosts and the lines of --hostfile
+    host_list    the hosts of --hosts and of --hostfile
     request      the message to every host: command line, folder, variables
     pipes        messages over ssh's stdin and stdout, after the output of a login shell
     facts        what a host reports about itself before anything starts
-    check        the problems of all hosts in one table, and the address at which they meet
+    check        the problems of all hosts in one table, and the address that all hosts can reach
     connection   one ssh process and its host
     job          from the first ssh process to the job's exit code
-    session      the end of a connection on a host (`python -m phalanx._job.ssh`), which --detach lets outlive it
+    session      the host's end of a connection (`python -m phalanx._job.ssh`); with --detach it outlives the connection
     remote_command   Python on a host, and any other command there: `phalanx top --host a`
 
 `SshJob` is a starter, like a scheduler: the agents are unaware of ssh. Nothing here imports torch.

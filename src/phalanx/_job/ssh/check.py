@@ -1,4 +1,4 @@
-"""Judge the hosts' reports before anything starts: all problems of all hosts, and where they meet; pure functions."""
+"""Check the hosts' facts before anything starts: all problems of all hosts, and the address to use; pure functions."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from phalanx._comm.control.address import Address
 from phalanx._job.ssh.facts import Facts
 
 # ssh's messages, their meaning, and advice. HOST stands for the host.
-_SSH_WORDS = (
-    ("IDENTIFICATION HAS CHANGED", "its host key is not the one that ssh knows",
-     "If the machine was set up anew: ssh-keygen -R HOST, then ssh HOST once. If not, somebody is in between."),
+_SSH_MESSAGES = (
+    ("IDENTIFICATION HAS CHANGED", "its host key has changed",
+     "If the machine was reinstalled: ssh-keygen -R HOST, then ssh HOST once. If not, another machine answers."),
     ("Host key verification failed", "ssh does not know its host key",
      "Type ssh HOST once, compare the fingerprint, and answer yes."),
-    ("Permission denied (", "ssh is not let in without a password",
+    ("Permission denied (", "ssh needs a password",
      "A job cannot type one. Install your key there: ssh-copy-id HOST (ssh-keygen makes a key); or start ssh-agent."),
-    ("Could not resolve", "its name leads nowhere", "Correct the name, or give it an address in ~/.ssh/config."),
+    ("Could not resolve", "its name does not resolve", "Correct the name, or give it an address in ~/.ssh/config."),
     ("Connection refused", "no sshd answers there", "Start sshd there, or give its port: --ssh 'ssh -p 2222'."),
     ("timed out", "it does not answer", "Is it switched on? Does ssh HOST work?"),
-    ("No route to host", "no network leads there", "Is it switched on? Does ssh HOST work?"),
-    ("Network is unreachable", "no network leads there", "Is it switched on? Does ssh HOST work?"),
+    ("No route to host", "no route to it", "Is it switched on? Does ssh HOST work?"),
+    ("Network is unreachable", "no route to it", "Is it switched on? Does ssh HOST work?"),
     ("No module named", "Phalanx is not installed for PYTHON there",
-     "Install it there, or name another Python: --remote-python."),
-    ("Permission denied", "PYTHON cannot be executed there", "Name a Python that you may use: --remote-python."),
-    ("not found", "PYTHON is not there", "Name the Python that has Phalanx there: --remote-python."),
-    ("No such file", "PYTHON is not there", "Name the Python that has Phalanx there: --remote-python."),
+     "Install it there, or use another Python: --remote-python."),
+    ("Permission denied", "PYTHON cannot be executed there", "Choose a Python that you may execute: --remote-python."),
+    ("not found", "PYTHON is missing there", "Give the Python that has Phalanx there: --remote-python."),
+    ("No such file", "PYTHON is missing there", "Give the Python that has Phalanx there: --remote-python."),
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A `Problem` describes a problem of a host, and what to do."""
+    """A `Problem` is a problem of a host, with advice."""
 
     host: str
     what: str
@@ -42,8 +42,8 @@ class Problem:
 
 
 def explain_ssh(host: str, words: str, exit_code: int | None, python: str) -> Problem:
-    """Return why a connection failed whose ssh printed `words` and ended with `exit_code`; None: it did not end."""
-    for sign, what, advice in _SSH_WORDS:
+    """Return why a connection failed, by what ssh printed and its exit code (None: it still runs)."""
+    for sign, what, advice in _SSH_MESSAGES:
         if sign in words:
             return Problem(host, what.replace("PYTHON", python), advice.replace("HOST", host))
     last = words.splitlines()[-1].strip() if words else ""
@@ -99,7 +99,7 @@ def _minor(version: str) -> str:
 def choose_address(
     candidates: Sequence[tuple[str, str, int]], reached: Mapping[str, Mapping[int, str]], first: str, port: int
 ) -> tuple[int, list[Problem]]:
-    """Return which of the first host's addresses the hosts use: the fastest that all others have reached.
+    """Choose the first host's address for the job: the fastest one that all others have reached.
 
     `reached` has by host the error of each candidate, "" for success. If no address works, the problems list the
     attempts.

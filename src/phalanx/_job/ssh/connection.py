@@ -16,7 +16,7 @@ from phalanx._job.ssh.host_list import LOCAL_NAMES, HostEntry
 from phalanx._job.ssh.pipes import PipeChannel
 from phalanx._job.ssh.remote_command import make_command
 
-_MAX_WORDS_BYTES = 1 << 14
+_MAX_STDERR_BYTES = 1 << 14
 _EXIT_S = 0.5
 
 
@@ -39,7 +39,7 @@ def is_this_machine(entry: HostEntry) -> bool:
 
 
 class Connection:
-    """A `Connection` starts ssh at once. The loop that has `source` calls `on_message` and `on_lost`.
+    """A `Connection` starts ssh at once. The loop with its sources calls `on_message` and `on_lost`.
 
     The ssh process is in a session of its own: Ctrl-C does not reach it, and it has no terminal to ask anything at.
     """
@@ -51,21 +51,21 @@ class Connection:
         python: str,
         on_message: Callable[[Connection, Mapping[str, Any]], object],
         on_lost: Callable[[Connection], object],
-        wants_more: Callable[[], bool],
+        may_read: Callable[[], bool],
     ) -> None:
         self.entry = entry
         self.phase = Phase.CHECKING
         self.facts: Facts | None = None
-        self.port = 0  # where the first host answers the others
+        self.port = 0  # the port at which the first host answers the others
         self.reached: dict[int, str] | None = None
         self.code: int | None = None
         self.agent = 0  # the process there, once all ranks have started, of a job that is to detach
         self.is_detached = False
-        self.agent_words = b""  # the agent's output on stderr that was not shown
-        self.began = self.heard_at = time.monotonic()
+        self.agent_stderr = b""  # the agent's output on stderr that was not shown
+        self.began = self.received_at = time.monotonic()
         self._on_message, self._on_lost = on_message, on_lost
-        self._words = b""
-        self._wants_more = wants_more
+        self._error_output = b""
+        self._may_read = may_read
         self.is_here = is_this_machine(entry)
         command = [python, "-m", "phalanx._job.ssh"]
         if not self.is_here:
@@ -88,9 +88,9 @@ class Connection:
         return self.entry.destination
 
     @property
-    def words(self) -> str:
+    def error_output(self) -> str:
         """Return the stderr of ssh, or of the shell on the host."""
-        return self._words.decode(errors="replace").strip()
+        return self._error_output.decode(errors="replace").strip()
 
     @property
     def exit_code(self) -> int | None:
@@ -107,43 +107,43 @@ class Connection:
     def make_sources(self) -> tuple[Source, ...]:
         """Return the sources for the loop."""
 
-        def hear(message: Mapping[str, Any]) -> None:
-            self.heard_at = time.monotonic()
+        def receive(message: Mapping[str, Any]) -> None:
+            self.received_at = time.monotonic()
             self._on_message(self, message)
 
         return (
-            self._channel.make_source(hear, self._wants_more),
-            Source(self._read_words, lambda: (self._stderr,) if self._stderr >= 0 else ()),
+            self._channel.make_source(receive, self._may_read),
+            Source(self._read_stderr, lambda: (self._stderr,) if self._stderr >= 0 else ()),
             Source(self._find_end),
         )
 
-    def _read_words(self, ready: set[int]) -> None:
+    def _read_stderr(self, ready: set[int]) -> None:
         if self._stderr not in ready or self._stderr < 0:
             return
         try:
-            data = os.read(self._stderr, _MAX_WORDS_BYTES)
+            data = os.read(self._stderr, _MAX_STDERR_BYTES)
         except BlockingIOError:
             return
-        self._words = (self._words + data)[-_MAX_WORDS_BYTES:]
+        self._error_output = (self._error_output + data)[-_MAX_STDERR_BYTES:]
         if not data:
             os.close(self._stderr)
             self._stderr = -1
 
     def _find_end(self, ready: set[int]) -> None:
-        if self.is_open and self._channel.is_gone:
+        if self.is_open and self._channel.is_at_end:
             self.lose()
 
     def lose(self) -> None:
-        """End the connection: it is broken, or silent for too long."""
+        """End the connection, which is broken or silent for too long."""
         self._channel.close()
         self._wait_process(_EXIT_S)
         # Another process may still have the other end: a control socket's master that ssh has left behind.
-        self._read_words({self._stderr})
+        self._read_stderr({self._stderr})
         self.phase = Phase.LOST
         self._on_lost(self)
 
     def close(self, limit_s: float) -> None:
-        """Close the connection, which ends whatever runs on the host, and wait `limit_s` for ssh to end.
+        """Close the connection, which ends the job on the host, and wait `limit_s` for ssh to end.
 
         A detached job continues: ssh, which would wait for it, is ended. On this machine there is no ssh.
         """

@@ -46,7 +46,7 @@ class Facts:
         """Return the facts in a message.
 
         Raises:
-            KeyError, TypeError, ValueError: it holds none.
+            KeyError, TypeError, ValueError: the message has none.
         """
         facts = cls(**{field.name: fields[field.name] for field in dataclasses.fields(cls)})
         return replace(facts, addresses=tuple((str(at), str(on), int(rate)) for at, on, rate in facts.addresses))
@@ -73,7 +73,7 @@ def collect_facts(request: Mapping[str, Any], environ: dict[str, str]) -> tuple[
         environ.setdefault(name, value)
     try:
         settings = parse(request["words"], environ)
-        assert settings is not None, "the help does not come here"
+        assert settings is not None, "the starter has handled --help"
         settings = replace(settings, env=request["env"], nproc_per_node=request["slots"] or settings.nproc_per_node)
         facts = replace(facts, script=digest_source(settings.target))
         return facts, plan_job(settings, environ, plan_environment(environ, settings.env))
@@ -96,7 +96,7 @@ def _find_torch() -> str:
 
 
 def _identify_machine() -> str:
-    """Return an identity that differs between machines, and between containers with networks of their own."""
+    """Return an identity that differs between machines, and between containers with different networks."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"

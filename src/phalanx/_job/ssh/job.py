@@ -40,17 +40,17 @@ _CHECK_S = 10.0
 _RESTART_S = 3.0  # between two tries of a host that was lost
 _LEFT = (128 + signal.SIGTERM, 128 + signal.SIGINT)  # the host was asked to leave the job
 _LEAVE_S = 10.0  # for all agents to end, besides the time that ranks get
-_LAST_S = 2.0  # for other hosts after the first one has ended: they may still wait for it, or for an import
-_MAX_WORDS_BYTES = 1 << 16
+_LAST_S = 2.0  # for other hosts after the first one has ended: they may still wait for it, or import torch
+_MAX_STDERR_BYTES = 1 << 16
 _CLOSE_S = END_S + 3.0
 _CAUGHT = (*ENDING_SIGNALS, signal.SIGUSR1, signal.SIGUSR2, signal.SIGWINCH, signal.SIGTSTP)
 _MOST_INTERRUPTS = 3
-_LEAST_SIGNS = 3  # of life that are missed before a connection counts as lost
+_LEAST_MISSED = 3  # signs of life, before a connection counts as lost
 _SECRET_BYTES = 32
 
 
 def main(words: Sequence[str]) -> int:
-    """Run `phalanx run` with `words`, which name hosts; return the exit code, after printing problems on stderr."""
+    """Run `phalanx run` with `words`, which contain hosts; return the exit code, after printing problems on stderr."""
     open_standard_descriptors()
     try:
         request = read_request(words, os.environ, os.getcwd())
@@ -76,7 +76,7 @@ def main(words: Sequence[str]) -> int:
 
 
 class SshJob:
-    """An `SshJob` checks all hosts, chooses where they meet, starts the agents, and relays output and signals."""
+    """An `SshJob` checks all hosts, chooses an endpoint, starts the agents, and relays output and signals."""
 
     def __init__(self, request: Request, key: Key | None, signals: int) -> None:
         self._request = request
@@ -87,12 +87,12 @@ class SshJob:
         self._err = self._out if os.path.sameopenfile(1, 2) else Writer(2)
         rendezvous = request.settings.rendezvous
         timeout_s = rendezvous.host_timeout_s if rendezvous is not None else HOST_TIMEOUT_S
-        self._silence_s = max(timeout_s, _LEAST_SIGNS * ALIVE_S)
+        self._silence_s = max(timeout_s, _LEAST_MISSED * ALIVE_S)
         self._alive_at = time.monotonic() + ALIVE_S
-        self._stopped_by = 0  # the signal that ends this command whatever the agents do
+        self._stopped_by = 0  # the signal that ends this command at once
         self._num_interrupts = 0
         self._is_stopping = False  # the user has asked for the end
-        # a host that is lost is started again from here
+        # a lost host is started again from here
         self._is_elastic = request.is_elastic and not request.detach
         self._shows_all = False  # whether to show the output of every agent, and not only of the first host's
         self._has_lost_first = False  # a connection was lost before anything else went wrong
@@ -109,7 +109,7 @@ class SshJob:
             self.close()
             raise LaunchError(f"phalanx run: ssh cannot be started: {limits.explain(error)}") from error
         self._loop = EventLoop(
-            Source(self._hear_signals, lambda: (signals,)),
+            Source(self._receive_signals, lambda: (signals,)),
             *(source for connection in self._connections for source in connection.make_sources()),
             Source(self._write, writable=self._find_writable),
             Source(self._keep_alive, due=lambda: self._alive_at),
@@ -142,15 +142,15 @@ class SshJob:
             Source(lambda ready: interrupts.extend(read_signals(self._signals)), lambda: (self._signals,)),
             Source(self._write, writable=self._find_writable),
         )
-        while self._find_writable() and not interrupts:  # a screen that is held up takes nothing; Ctrl-C ends that
+        while self._find_writable() and not interrupts:  # a stopped screen reads nothing; Ctrl-C ends the wait
             loop.turn()
 
     # -- before the start ------------------------------------------------------------------------------------------
 
     def _connect(self, entry: HostEntry) -> Connection:
-        """Start ssh to a host, and have the host checked."""
+        """Start ssh to a host, and request its facts."""
         request = self._request
-        connection = Connection(entry, request.ssh, request.python, self._hear, self._hear_loss, self._wants_more)
+        connection = Connection(entry, request.ssh, request.python, self._receive, self._on_lost, self._may_read)
         secret = self._secret if entry is request.hosts[0] and not self._has_started else ""
         connection.put("check", **make_check(request, entry, secret))
         return connection
@@ -160,25 +160,25 @@ class SshJob:
         problems = []
         for connection in self._connections:
             if connection.facts is None:
-                what = explain_ssh(connection.name, connection.words, connection.exit_code, self._request.python)
+                what = explain_ssh(connection.name, connection.error_output, connection.exit_code, self._request.python)
                 problems.append(what)
         facts = {each.name: each.facts for each in self._connections if each.facts is not None}
         problems += find_problems(facts, self._request.folder)
-        self._refuse(problems)
+        self._raise_problems(problems)
         self._compare_script(next(iter(facts.values())).script)
 
     def _compare_script(self, theirs: str) -> None:
-        """Say that the script here is another one than on the hosts, which have the same: it may be newer."""
+        """Print a line if the script here differs from the one on the hosts: it may be newer."""
         own = digest_source(self._request.settings.target) if self._request.folder == os.getcwd() else ""
         if own and theirs and own != theirs:
             name, path = self._request.settings.target.name, shlex.quote(self._request.folder)
-            self._say(
+            self._show(
                 f"phalanx run: {name} here differs from the one on the hosts, which they run. To copy it: rsync -a "
                 f"{path}/ HOST:{path}/"
             )
 
     def _choose_endpoint(self) -> str:
-        """Return the meeting point: an address of the first host that all others have reached."""
+        """Return the endpoint of the job: an address of the first host that all others have reached."""
         if len(self._connections) == 1 and self._key is None:
             return ""
         assert self._first.facts is not None
@@ -186,7 +186,9 @@ class SshJob:
         if self._request.address:
             candidates = [(self._request.address, "", 0)]
         if not candidates:
-            self._refuse([Problem(self._first.name, "it has no address that others could reach", "Connect it.")])
+            self._raise_problems(
+                [Problem(self._first.name, "it has no address that others could reach", "Connect it.")]
+            )
         others = self._connections[1:]
         targets = [[number, address, self._first.port] for number, (address, _, _) in enumerate(candidates)]
         for connection in others:
@@ -194,17 +196,17 @@ class SshJob:
         self._turn_until(lambda: all(each.reached is not None for each in others), 2 * TRY_S)
         reached = {each.name: each.reached or {} for each in others}
         chosen, problems = choose_address(candidates, reached, self._first.name, self._first.port)
-        self._refuse(problems)
+        self._raise_problems(problems)
         address, interface, _ = candidates[chosen]
         port = self._request.port or self._first.port
         where = f"{address} ({interface} of {self._first.name})" if interface else address
-        self._say(f"phalanx run: {len(self._connections)} hosts over ssh; they meet at {where}")
+        self._show(f"phalanx run: {len(self._connections)} hosts over ssh; they meet at {where}")
         endpoint = join_endpoint(address, port)
         if self._request.is_elastic:  # also without a terminal
-            self._say(f"phalanx run: a host that has the job's key may join by hand: phalanx join {endpoint}")
+            self._show(f"phalanx run: a host that has the job's key may join by hand: phalanx join {endpoint}")
         return endpoint
 
-    def _refuse(self, problems: Sequence[Problem]) -> None:
+    def _raise_problems(self, problems: Sequence[Problem]) -> None:
         if self._stopped_by:
             name = name_signal(self._stopped_by)
             raise LaunchError(f"phalanx run: stopped by {name} before the job began", exit_code=128 + self._stopped_by)
@@ -245,13 +247,13 @@ class SshJob:
         if is_over() or self._stopped_by:
             is_lost = any(each.phase is Phase.LOST for each in connections)
             if (is_lost or self._request.is_elastic) and not self._is_stopping:
-                self._pass_on(signal.SIGTERM)  # to hosts that would continue without the others
+                self._relay_signal(signal.SIGTERM)  # hosts of an elastic job would continue without the others
             return False
-        self._say(self._describe_detached())
+        self._show(self._describe_detached())
         return True
 
     def _describe_detached(self) -> str:
-        """Describe where the output goes, how to inspect the job, and how to end it."""
+        """Describe where the output is, how to inspect the job, and how to end it."""
         request, first = self._request, self._first
         logs = os.path.join(request.folder, request.settings.log_dir or "")
         place = []
@@ -263,7 +265,7 @@ class SshJob:
         return "\n".join((
             "phalanx run: all ranks have started, and the job does not need this terminal any more",
             f"  output      {first.name}:{logs}/host-0.log; its last line will be the exit code",
-            f"  look at it  {shlex.join(['phalanx', 'top', *place])}",
+            f"  inspect it  {shlex.join(['phalanx', 'top', *place])}",
             f"              {shlex.join(['phalanx', 'stacks', *place])}",
             f"  end it      {shlex.join(end)}",
         ))  # fmt: skip
@@ -271,7 +273,7 @@ class SshJob:
     # -- while it runs ---------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        """Wait until the agents have ended. In a job whose hosts are fixed, the failure of one ends all, in a while."""
+        """Wait until the agents have ended. If the number of hosts is fixed, the failure of one ends the others."""
         if not self._is_elastic:
             self._turn_until(lambda: not self._is_any_open or any(map(_has_failed, self._connections)), None)
             limit_s = self._silence_s + self._request.settings.shutdown_timeout_s + _LEAVE_S
@@ -283,14 +285,14 @@ class SshJob:
             self._show_all()
 
     def _decide_code(self) -> int:
-        """Return the exit code of the first cause. The agents agree on it, unless it is the loss of a connection."""
+        """Return the exit code of the first failure. The agents agree on it, unless a connection was lost."""
         code = self._last_code if self._is_elastic or self._first.code is None else self._first.code
         if self._stopped_by:
             code = 128 + self._stopped_by
         elif self._has_lost_first:
             code = 1
         if self._out.problem is not None:
-            self._say(f"phalanx run: stdout cannot be written: {self._out.problem.strerror}; lines are lost")
+            self._show(f"phalanx run: stdout cannot be written: {self._out.problem.strerror}; lines are lost")
             return code or 1
         return code
 
@@ -307,12 +309,12 @@ class SshJob:
         return any(each.phase is Phase.RUNNING for each in self._connections)
 
     def _turn_until(self, is_so: Callable[[], bool], limit_s: float | None) -> None:
-        """Turn the loop until it is so, the time is over, or this command is to end whatever the agents do."""
+        """Turn the loop until `is_so()`, until time runs out, or until a signal ends this command."""
         end = time.monotonic() + limit_s if limit_s is not None else float("inf")
         while not is_so() and not self._stopped_by and (left := end - time.monotonic()) > 0:
             self._loop.turn(left)
 
-    def _hear(self, connection: Connection, message: Mapping[str, Any]) -> None:
+    def _receive(self, connection: Connection, message: Mapping[str, Any]) -> None:
         try:
             self._read(connection, message)
         except MALFORMED:  # another version of Phalanx
@@ -333,7 +335,7 @@ class SshJob:
         elif do == "detached":
             connection.is_detached = True
         elif do == "output":
-            self._hear_output(connection, message["stream"], message["text"].encode(AS_TEXT))
+            self._show_output(connection, message["stream"], message["text"].encode(AS_TEXT))
         elif do == "ended":
             connection.code = self._last_code = int(message["code"])
             connection.phase = Phase.ENDED
@@ -342,35 +344,37 @@ class SshJob:
             if connection.code not in (0, *_LEFT):
                 self._plan_restart(connection)
 
-    def _hear_output(self, connection: Connection, stream: int, data: bytes) -> None:
-        """Show an agent's output. The first host's agent speaks for all; after its loss another one leads."""
+    def _show_output(self, connection: Connection, stream: int, data: bytes) -> None:
+        """Show an agent's output. The first host's agent reports for all; after its loss another one leads."""
         if stream == 1:
             self._out.put(data)
         elif connection is self._first or self._shows_all:
             self._err.put(data)
         else:
-            connection.agent_words = (connection.agent_words + data)[-_MAX_WORDS_BYTES:]
+            connection.agent_stderr = (connection.agent_stderr + data)[-_MAX_STDERR_BYTES:]
 
     def _show_all(self) -> None:
         """Show the output of all agents from now on: the first host is lost, and may return as any other."""
         self._shows_all = True
         for connection in self._connections[1:]:
-            self._err.put(connection.agent_words)
-            connection.agent_words = b""
+            self._err.put(connection.agent_stderr)
+            connection.agent_stderr = b""
 
-    def _hear_loss(self, connection: Connection) -> None:
+    def _on_lost(self, connection: Connection) -> None:
         if not self._has_started or self._is_stopping:
             return
-        if connection.facts is not None:  # else it was tried again, and is not back yet
-            what = explain_ssh(connection.name, connection.words, connection.exit_code, self._request.python).what
-            self._say(f"phalanx run: the connection to {connection.name} is lost: {what}")
+        if connection.facts is not None:  # otherwise this was another attempt, which has failed
+            what = explain_ssh(
+                connection.name, connection.error_output, connection.exit_code, self._request.python
+            ).what
+            self._show(f"phalanx run: the connection to {connection.name} is lost: {what}")
         self._plan_restart(connection)
         if not self._is_elastic and not any(each.code for each in self._connections):
             self._has_lost_first = True
         if connection is self._first:
             self._show_all()
 
-    # -- hosts of an elastic job that come back ----------------------------------------------------------------------
+    # -- lost hosts of an elastic job ---------------------------------------------------------------------------
 
     def _plan_restart(self, connection: Connection) -> None:
         """Plan another attempt with a host that was lost or has failed, if the job may continue without it."""
@@ -388,7 +392,7 @@ class SshJob:
             try:
                 connection = self._connections[node] = self._connect(self._request.hosts[node])
             except OSError as error:
-                self._say(f"phalanx run: ssh cannot be started: {limits.explain(error)}")
+                self._show(f"phalanx run: ssh cannot be started: {limits.explain(error)}")
                 self._plan_restart(self._connections[node])
                 continue
             for source in connection.make_sources():
@@ -398,26 +402,26 @@ class SshJob:
         assert connection.facts is not None
         problems = find_problems({connection.name: connection.facts}, self._request.folder)
         if problems:
-            self._say(f"phalanx run: {connection.name} does not come back: {problems[0].what}")
+            self._show(f"phalanx run: {connection.name} does not rejoin: {problems[0].what}")
             connection.close(0.0)
             connection.phase = Phase.LOST
             return
         self._num_restarts += 1
-        self._say(f"phalanx run: {connection.name} answers again, and is started again")
+        self._show(f"phalanx run: {connection.name} answers again, and is started again")
         self._start(connection)
 
-    def _hear_signals(self, ready: set[int]) -> None:
+    def _receive_signals(self, ready: set[int]) -> None:
         for number in read_signals(self._signals) if self._signals in ready else ():
             if number == signal.SIGWINCH:
                 self._first.put("size", size=_read_size())
             elif number == signal.SIGTSTP:
-                self._say("phalanx run: a job on several hosts cannot be suspended from here")
+                self._show("phalanx run: a job on several hosts cannot be suspended from here")
             elif number == signal.SIGHUP or not self._has_started:
                 self._stopped_by = number
             else:
-                self._pass_on(number)
+                self._relay_signal(number)
 
-    def _pass_on(self, number: int) -> None:
+    def _relay_signal(self, number: int) -> None:
         """Relay a signal to the agents. Ctrl-C goes to the first host, which decides for all."""
         running = [each for each in self._connections if each.phase is Phase.RUNNING]
         self._is_stopping = self._is_stopping or number in ENDING_SIGNALS
@@ -439,17 +443,17 @@ class SshJob:
             if connection.phase is not Phase.RUNNING:
                 continue
             connection.put("alive")
-            if not self._wants_more():
-                connection.heard_at = now
-            elif now - connection.heard_at > self._silence_s:
+            if not self._may_read():
+                connection.received_at = now
+            elif now - connection.received_at > self._silence_s:
                 connection.lose()
 
     # -- the screen ------------------------------------------------------------------------------------------------
 
-    def _wants_more(self) -> bool:
+    def _may_read(self) -> bool:
         return not (self._out.full or self._err.full)
 
-    def _say(self, text: str) -> None:
+    def _show(self, text: str) -> None:
         self._err.put(encode(text) + b"\n")
 
     def _find_writable(self) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Send messages through two pipes: those of an ssh process here, and those that sshd gives a command on a host."""
+"""`PipeChannel` sends messages through two pipes: those of an ssh process, or those of a command that sshd runs."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any, cast
 from phalanx._base.ipc.channel import Channel
 from phalanx._base.ipc.event_loop import Source
 
-# A login shell may print anything before: messages begin behind these bytes, which no text contains.
+# A login shell may print text first: messages begin after these bytes, which no text contains.
 _MARKER = b"\0phalanx over ssh\0"
 _MAX_NOISE_BYTES = 1 << 20
 _MAX_BYTES = 1 << 26
-AS_TEXT = "latin-1"  # how bytes that a rank has printed go in a message
+AS_TEXT = "latin-1"  # the encoding of a rank's output in messages
 
 
 class _Pipes:
@@ -37,7 +37,7 @@ class _Pipes:
 
     def recvmsg(self, size: int, room: int, flags: int) -> tuple[bytes, list[Any], int, None]:
         while self._skips:
-            data = os.read(self._read_fd, 1)  # one byte at a time: nothing behind the marker may be lost
+            data = os.read(self._read_fd, 1)  # one byte at a time, so that no byte after the marker is lost
             self._noise += data
             if not data or len(self._noise) > _MAX_NOISE_BYTES:
                 return b"", [], 0, None
@@ -64,13 +64,13 @@ class PipeChannel:
         self._is_closed = False
 
     @property
-    def is_gone(self) -> bool:
-        """Return whether nothing more will come."""
+    def is_at_end(self) -> bool:
+        """Return whether the other end is closed."""
         return self._channel.gone
 
     @property
     def is_waiting(self) -> bool:
-        """Return whether something is still to be sent."""
+        """Return whether messages wait to be sent."""
         return self._channel.waiting and not self._is_closed
 
     def put(self, do: str, **fields: Any) -> None:
@@ -78,21 +78,21 @@ class PipeChannel:
         if not self._is_closed:
             self._channel.put({"do": do, **fields})
 
-    def make_source(self, on_message: Callable[[dict[str, Any]], object], wants_more: Callable[[], bool]) -> Source:
-        """Return the loop's source for this channel; it is read while `wants_more`."""
+    def make_source(self, on_message: Callable[[dict[str, Any]], object], may_read: Callable[[], bool]) -> Source:
+        """Return the loop's source for this channel; it is read while `may_read`."""
 
         def handle(ready: set[int]) -> None:
             if self._is_closed:
                 return
             if self._write_fd in ready:
                 self._channel.send_some()
-            if self._channel.fileno() in ready and not self.is_gone:
+            if self._channel.fileno() in ready and not self.is_at_end:
                 for message in self._channel.receive_available():
                     on_message(message.content)
 
         return Source(
             handle,
-            lambda: (self._channel.fileno(),) if not (self._is_closed or self.is_gone) and wants_more() else (),
+            lambda: (self._channel.fileno(),) if not (self._is_closed or self.is_at_end) and may_read() else (),
             lambda: (self._write_fd,) if self.is_waiting else (),
         )
 

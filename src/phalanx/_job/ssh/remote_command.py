@@ -38,9 +38,9 @@ def exec_on_host(host: str, words: Sequence[str], *, ssh: str | None = None, pyt
 
 
 def make_command(ssh: Sequence[str], options: Sequence[str], destination: str, words: Sequence[str]) -> list[str]:
-    """Return the ssh command by which any login shell (bash, fish, tcsh) there runs `words`, which begin with a Python.
+    """Return the ssh command that runs `words`, which begin with a Python, under any login shell (bash, fish, tcsh).
 
-    Shells disagree on quotes, so the line has none of the words: sh decodes them. The user's own options come first.
+    Shells disagree on quotes, so the words are encoded, and sh decodes them. The user's own options come first.
     """
     python = shlex.quote(words[0])
     missing = f"phalanx: {words[0]}: not found on this host. Name the Python that has Phalanx: --remote-python"

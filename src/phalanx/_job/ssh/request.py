@@ -177,9 +177,9 @@ def _is_passed(name: str) -> bool:
 
 
 def make_check(request: Request, entry: HostEntry, secret: str) -> dict[str, Any]:
-    """Return the first message to the host `entry`: everything but the key and the meeting point.
+    """Return the first message to the host `entry`: the whole job except the key and the endpoint.
 
-    `secret` is set for the first host, which answers hosts that have it.
+    `secret` is for the first host, which answers hosts that have the secret.
     """
     return {
         "phalanx": phalanx.__version__,

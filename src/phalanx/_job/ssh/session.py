@@ -1,11 +1,11 @@
-"""A `Session` is the end of a connection on a host: it checks the host, runs the agent, and ends with the connection.
+"""A `Session` is the host's end of a connection: it checks the host, runs the agent, and ends with the connection.
 
 from the terminal                         to the terminal
   check   the job                           facts     the host's facts, and its address if it is the first
-  reach   addresses of the first host       reached   what came back from each
-  start   the place, the key                output    what the agent prints
+  reach   addresses of the first host       reached   the result of each
+  start   the endpoint, the key             output    the agent's output
   signal, size, alive                       ended     the agent's exit code; alive
-  detach  go on without the connection      started, detached
+  detach  continue without the connection   started, detached
 
 With --detach the agent prints into a file, `host-N.log` in --log-dir. The session is the agent's parent to its end, and
 writes the exit code into the last line.
@@ -41,12 +41,12 @@ from phalanx._job.ssh.facts import collect_facts
 from phalanx._job.ssh.pipes import AS_TEXT, PipeChannel
 from phalanx.errors import LaunchError
 
-ALIVE_S = 1.0  # each end sends a sign of life this often
+ALIVE_S = 1.0  # between two signs of life of each end
 END_S = 5.0  # for the agent to end its ranks after the connection is lost
 _READ_BYTES = 1 << 16
 _MOST_DESCRIPTORS = 1 << 16
 _FLUSH_S = 5.0
-_LOOK_S = 0.1  # between two looks whether all ranks have started
+_CHECK_START_S = 0.1  # between two checks whether all ranks have started
 _ANSWER_S = 0.2  # for the agent to report it
 _LAST_BYTES = 1 << 16  # of the log are shown if the job ends before it has detached
 _CHECK_S = 60.0  # a terminal that is silent for this long before the start counts as lost
@@ -58,7 +58,7 @@ def main() -> int:
     channel = PipeChannel(os.dup(0), os.dup(1), marks=True)
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
-    os.dup2(2, 1)  # no output may get between the messages
+    os.dup2(2, 1)  # no output may mix with the messages
     os.close(null)
     adopt_orphans()
     with caught_signals(_CAUGHT) as signals:
@@ -71,7 +71,7 @@ def main() -> int:
 
 
 class Session:
-    """A `Session` runs the agent as a child process, so that it serves the connection whatever the agent does."""
+    """A `Session` runs the agent as a child process, and so serves the connection whatever the agent does."""
 
     def __init__(self, channel: PipeChannel, signals: int) -> None:
         self._channel = channel
@@ -84,25 +84,25 @@ class Session:
         self._agent = 0
         self._code: int | None = None
         self._log = -1  # with --detach, the file for the agent's output
-        self._look_at: float | None = None  # when to see whether all ranks have started
+        self._check_start_at: float | None = None  # when to check whether all ranks have started
         self._is_detached = False
         self._outputs: dict[int, int] = {}  # descriptor -> 1 or 2
         self._silence_s = _CHECK_S
-        self._heard_at = self._said_at = time.monotonic()
+        self._received_at = self._sent_at = time.monotonic()
         self._kill_at: float | None = None
         self._is_ending = False
         self._loop = EventLoop(
-            Source(self._hear_signals, lambda: (signals,)),
-            channel.make_source(self._obey, lambda: True),
-            Source(self._tell_reached, lambda: (self._reached.fileno(),)),
-            # no more is read from the agent than the connection takes
+            Source(self._receive_signals, lambda: (signals,)),
+            channel.make_source(self._process, lambda: True),
+            Source(self._send_reached, lambda: (self._reached.fileno(),)),
+            # the agent's output is read only as fast as it can be sent
             Source(self._read_output, lambda: () if channel.is_waiting else tuple(self._outputs)),
-            Source(self._watch_start, due=lambda: self._look_at),
+            Source(self._watch_start, due=lambda: self._check_start_at),
             Source(self._watch_time, due=self._find_due),
         )
 
     def run(self) -> None:
-        """Return when the job or the connection has ended, and nothing of the job is left here."""
+        """Run until the job or the connection has ended, and no process of the job is left here."""
         while not (self._code is not None or (self._is_ending and not self._agent)):
             self._loop.turn()
         kill_descendants()  # daemons of ranks would keep their output open
@@ -113,7 +113,7 @@ class Session:
                 self._end_log(self._code)
             self._channel.put("ended", code=self._code)
         end = time.monotonic() + _FLUSH_S
-        while self._channel.is_waiting and not self._channel.is_gone and (left := end - time.monotonic()) > 0:
+        while self._channel.is_waiting and not self._channel.is_at_end and (left := end - time.monotonic()) > 0:
             self._loop.turn(left)
 
     def close(self) -> None:
@@ -124,8 +124,8 @@ class Session:
 
     # -- messages from the terminal -------------------------------------------------------------------------------
 
-    def _obey(self, message: Mapping[str, Any]) -> None:
-        self._heard_at = time.monotonic()
+    def _process(self, message: Mapping[str, Any]) -> None:
+        self._received_at = time.monotonic()
         do = message["do"]
         if do == "check":
             self._check(message)
@@ -163,7 +163,7 @@ class Session:
             port = self._responder.port
         self._channel.put("facts", facts=asdict(facts), port=port)
 
-    def _tell_reached(self, ready: set[int]) -> None:
+    def _send_reached(self, ready: set[int]) -> None:
         for results in self._reached.receive_all() if self._reached.fileno() in ready else ():
             self._channel.put("reached", results=list(results.items()))
 
@@ -173,7 +173,7 @@ class Session:
         """Fork the agent: everything it needs is loaded already, and no file holds job data."""
         plan = self._plan
         assert plan is not None, "a host whose check has failed is not started"
-        if self._responder is not None:  # its port may be the one at which the coordinator listens
+        if self._responder is not None:  # the coordinator may need its port
             self._responder.close()
             self._responder = None
         if self._trial is not None:
@@ -186,7 +186,7 @@ class Session:
         ends = {}
         if self._log >= 0:
             os.ftruncate(self._log, 0)
-            self._look_at = time.monotonic()
+            self._check_start_at = time.monotonic()
         else:
             ends = _open_outputs(message["terminal"])
         parent = os.getpid()
@@ -199,17 +199,17 @@ class Session:
         self._outputs = {ours: stream for stream, (ours, _) in reversed(ends.items())}
 
     def _watch_start(self, ready: set[int]) -> None:
-        """Say when all ranks of this host have started: the agent is asked as `phalanx top` asks it."""
-        if self._look_at is None or time.monotonic() < self._look_at:
+        """Report when all ranks of this host have started; the agent reports them as to `phalanx top`."""
+        if self._check_start_at is None or time.monotonic() < self._check_start_at:
             return
-        self._look_at = time.monotonic() + _LOOK_S
+        self._check_start_at = time.monotonic() + _CHECK_START_S
         assert self._plan is not None
         for job in find_jobs() if self._agent else ():
-            with contextlib.suppress(LaunchError):  # it has no ranks yet, and serves no client
+            with contextlib.suppress(LaunchError):  # the agent has no ranks yet, and serves no client
                 if job.pid == self._agent:
                     with ask(job.name, job.pid, _ANSWER_S, stacks=False) as answer:
                         if len(answer.snapshot.ranks) + len(answer.snapshot.ended) >= self._plan.num_ranks:
-                            self._look_at = None
+                            self._check_start_at = None
                             self._channel.put("started", agent=self._agent)
 
     def _end_log(self, code: int) -> None:
@@ -233,7 +233,7 @@ class Session:
                 del self._outputs[fd]
                 os.close(fd)
 
-    def _hear_signals(self, ready: set[int]) -> None:
+    def _receive_signals(self, ready: set[int]) -> None:
         for number in read_signals(self._signals) if self._signals in ready else ():
             if number != signal.SIGCHLD:
                 self._end()
@@ -246,27 +246,27 @@ class Session:
     # -- time, and the end -----------------------------------------------------------------------------------------
 
     def _find_due(self) -> float | None:
-        times = [] if self._is_detached else [self._said_at + ALIVE_S]
+        times = [] if self._is_detached else [self._sent_at + ALIVE_S]
         if not (self._is_ending or self._is_detached):
-            times.append(self._heard_at + self._silence_s)
+            times.append(self._received_at + self._silence_s)
         if self._kill_at is not None:
             times.append(self._kill_at)
         return min(times, default=None)
 
     def _watch_time(self, ready: set[int]) -> None:
         now = time.monotonic()
-        if now >= self._said_at + ALIVE_S:
-            self._said_at = now
+        if now >= self._sent_at + ALIVE_S:
+            self._sent_at = now
             if not self._channel.is_waiting:
                 self._channel.put("alive")
-        if (self._channel.is_gone or now >= self._heard_at + self._silence_s) and not self._is_detached:
+        if (self._channel.is_at_end or now >= self._received_at + self._silence_s) and not self._is_detached:
             self._end()
         if self._kill_at is not None and now >= self._kill_at and self._agent:
             self._kill_at = None
             os.kill(self._agent, signal.SIGKILL)  # its ranks die with it
 
     def _end(self) -> None:
-        """End the job here: the connection is lost, or this process was asked to end."""
+        """End the job here: the connection is lost, or this process has received a signal."""
         if self._is_ending:
             return
         self._is_ending = True
@@ -287,13 +287,13 @@ def _place(rendezvous: Rendezvous, message: Mapping[str, Any]) -> Rendezvous:
 
 
 def _open_outputs(terminal: Mapping[str, Any] | None) -> dict[int, tuple[int, int]]:
-    """Return our end and the agent's of each output, by stream; both are one terminal where they are so here."""
+    """Return our end and the agent's of each output, by stream; both may be one terminal."""
     if terminal is None:
         return {1: os.pipe(), 2: os.pipe()}
     ours, theirs = os.openpty()
     _set_size(ours, terminal["size"])
     attributes = termios.tcgetattr(theirs)
-    attributes[1] &= ~termios.OPOST  # the terminal of the user does it
+    attributes[1] &= ~termios.OPOST  # the user's terminal does that
     termios.tcsetattr(theirs, termios.TCSANOW, attributes)
     return {1: (ours, theirs), 2: (ours, theirs) if terminal["has_stderr"] else os.pipe()}
 
@@ -307,7 +307,7 @@ def _become_agent(plan: JobPlan, parent: int, outputs: Mapping[int, int], enviro
     """Run the agent in this process, a fork of the session, and end it with the job's exit code."""
     code = 1
     try:
-        os.setsid()  # no signal of the session's group comes to the ranks
+        os.setsid()  # the ranks receive no signal of the session's group
         for stream, fd in outputs.items():
             os.dup2(fd, stream)
         os.closerange(3, _MOST_DESCRIPTORS)

@@ -214,7 +214,7 @@ class Proposer:
         required = self._primary.required_standbys - {self._channel.member}
         tickets = frozenset(self._tickets.get(member, b"gone") for member in required)
         self._followers.required = tickets if self._candidate is None else _NO_STANDBY
-        self._followers.voters = self._primary.committed.voters | self._primary.newest.voters
+        self._followers.confirmed_members = self._primary.committed.voters | self._primary.newest.voters
         asked = self._find_unanswered()
         if asked and now >= self._proposed_at + _AGAIN_S:
             self._proposed_at = now
