@@ -116,17 +116,17 @@ class Agreement:
         called = self.session.reports.called_here()
         self._heads = [self.session.head, *(foreign_head(called[r]) for r in self._layout.local_ranks[1:])]
         try:
-            self.send_heads(deadline)
+            self.send_heads()
             self.receive_heads(deadline)
         except ConnectionBroken:
             raise Disagreement(called, complete=True) from None  # the calls certainly differ
 
     # -- 2 -------------------------------------------------------------------------------------------------------
 
-    def send_heads(self, deadline: Deadline, payloads: Mapping[int, Sequence[Piece]] = _NOTHING) -> None:
+    def send_heads(self, payloads: Mapping[int, Sequence[Piece]] = _NOTHING) -> None:
         """Send the other leaders the heads of this host's ranks, and payloads[h] to host h; leaders call it."""
         if self.session.leaders is not None:
-            self.session.leaders.send(self._heads, payloads, deadline)
+            self.session.leaders.send(self._heads, payloads)
 
     def receive_heads(self, deadline: Deadline) -> Mapping[int, HostMessage]:
         """Return the other hosts' messages, once all ranks are known to have called the same; only leaders call this.
@@ -155,7 +155,7 @@ class Agreement:
     def agree(self, ctx: CallContext, deadline: Deadline) -> None:
         """Wait until all ranks of all hosts are known to have called the same."""
         self.gather_to_leader(ctx, deadline)
-        self.send_heads(deadline)
+        self.send_heads()
         self.receive_heads(deadline)
         self.release()
         if len(self._layout.local_ranks) > 1:

@@ -31,7 +31,6 @@ from phalanx._comm.transport.hierarchical.exchange import (
 )
 from phalanx._comm.transport.hierarchical.inboxes import Inboxes, MessageBuffer
 from phalanx._comm.transport.hierarchical.layout import Layout
-from phalanx._comm.transport.hierarchical.rails import FINGERPRINT, talking_to
 
 MOST_DIRECT = 5  # with more hosts leaders forward messages
 _HEADER_BYTES = 64  # in front of the messages of a round; the first word is the total length
@@ -56,7 +55,6 @@ class BruckExchange(LeaderExchange):
     def __init__(self, engine: Engine, layout: Layout) -> None:
         hosts, me = layout.topology.hosts, layout.host
         size = len(hosts)
-        self._engine = engine
         # The hosts in the order in which their messages arrive, this one first, and their numbers of ranks.
         self._order = [(me - n) % size for n in range(size)]
         self._sizes = [len(hosts[host]) for host in self._order]
@@ -81,34 +79,31 @@ class BruckExchange(LeaderExchange):
             number: [MessageBuffer(_HEADER_BYTES + sum(longest[: one.num_hosts])) for _ in range(SENT)]
             for number, one in enumerate(self._rounds)
         }
-        super().__init__(layout, inboxes, outboxes)
+        super().__init__(engine, layout, inboxes, outboxes)
 
-    def send(
-        self, heads: Sequence[bytes], payloads: Mapping[int, Sequence[tuple[int, int]]], deadline: Deadline
-    ) -> None:
+    def send(self, heads: Sequence[bytes], payloads: Mapping[int, Sequence[tuple[int, int]]]) -> None:
         """Send as `LeaderExchange.send`; all payloads are the same, or there is none."""
         self.inboxes.post()
         end = write_message(self._own, heads, next(iter(payloads.values()), ()))
         self._messages = [(self._own.address, aligned(end))]
-        self._send_round(0, deadline)
+        self._send_round(0)
 
-    def _send_round(self, number: int, deadline: Deadline) -> None:
+    def _send_round(self, number: int) -> None:
         one = self._rounds[number]
-        outbox = self.free_outbox(number, one.receiver, deadline)
+        outbox = self.outbox(number)
         end = _HEADER_BYTES
         for address, nbytes in self._messages[: one.num_hosts]:
             ctypes.memmove(outbox.address + end, address, nbytes)
             end += nbytes
         outbox.first_word.value = end
-        with talking_to(one.receiver):
-            outbox.pending = self._engine.send(one.receiver, outbox.message(end, self._number), FINGERPRINT)
+        self.post(outbox, end, one.receiver)
 
     def receive(self, deadline: Deadline) -> dict[int, HostMessage]:
         """Receive as `LeaderExchange.receive`, and forward messages to other hosts."""
         found: dict[int, HostMessage] = {}
         for number, one in enumerate(self._rounds):
             if number:
-                self._send_round(number, deadline)
+                self._send_round(number)
             inbox = self.inboxes.receive(number, deadline)
             at = _HEADER_BYTES
             for _ in range(one.num_hosts):

@@ -5,7 +5,8 @@ Without neighbours in memory there is nothing to combine on a host: the ranks ag
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -50,11 +51,10 @@ class EngineCollectives:
             self._agreement.agree(ctx, deadline)
             data = dense(scaled(tensor, factor))
             total = summand(data, redop, is_scratch=wanted or data is not tensor)
-            op = operation_of(redop, data.dtype)
-            if root < 0:
-                self._run("allreduce", [[total]], deadline, op=op)
-            else:
-                self._run("reduce", [[total]], deadline, op=op, root=root)
+            units: dict[str, Any] = {"op": operation_of(redop, data.dtype)}
+            if root >= 0:
+                units["root"] = root
+            self._run("allreduce" if root < 0 else "reduce", total, call, ctx, deadline, **units)
             if wanted:
                 result = result_of(total, data, redop, self._session.world_size)
                 if result.data_ptr() != tensor.data_ptr():
@@ -66,13 +66,28 @@ class EngineCollectives:
         with self._session.running(call, ctx) as deadline:
             self._agreement.agree(ctx, deadline)
             data = dense(tensor)
-            self._run("broadcast", [[flat(data).view(torch.uint8)]], deadline, root=root)
+            self._run("broadcast", flat(data).view(torch.uint8), call, ctx, deadline, root=root)
             if data is not tensor and root != self._session.rank:
                 write_back(tensor, data)
 
-    def _run(self, method: str, arguments: Sequence[Any], deadline: Deadline, **options: Any) -> None:
+    def _run(
+        self, method: str, data: Tensor, call: CollectiveCall, ctx: CallContext, deadline: Deadline, **units: Any
+    ) -> None:
+        """Run one of the engine's collectives on `data`, in place; only the wait for its end needs another thread."""
+
+        def wait() -> None:
+            with self._talking():
+                pending.wait()
+
+        with self._talking():
+            pending = self._engine.begin(method, [[data]], timedelta_of(deadline), **units)
+        self._session.interruptible(call, ctx, wait)
+
+    @contextlib.contextmanager
+    def _talking(self) -> Iterator[None]:
+        """Turn the engine's errors inside into an error of the connection that is lost."""
         try:
-            self._engine.begin(method, arguments, timedelta_of(deadline), **options).wait()
+            yield
         except RuntimeError as error:
             raise ConnectionBroken(self._find_lost(), str(error)) from error
 

@@ -22,7 +22,7 @@ from phalanx._comm.engines.engine import Engine
 from phalanx._comm.transport.call import HEAD_BYTES, agree
 from phalanx._comm.transport.hierarchical.inboxes import Inboxes, MessageBuffer
 from phalanx._comm.transport.hierarchical.layout import Layout
-from phalanx._comm.transport.hierarchical.rails import FINGERPRINT, ConnectionBroken, timedelta_of
+from phalanx._comm.transport.hierarchical.rails import FINGERPRINT, FOR_EVER, ConnectionBroken, timedelta_of
 
 # The most data that a rank sends or receives, per other host, in an operation whose data are sent with its heads.
 SMALL_BYTES = 2**18
@@ -49,7 +49,10 @@ class LeaderExchange(abc.ABC):
     is_direct: bool
     """Whether each host sends an own message to each other one. If not, all of them get the same payload."""
 
-    def __init__(self, layout: Layout, inboxes: Inboxes, outboxes: Mapping[int, Sequence[MessageBuffer]]) -> None:
+    def __init__(
+        self, engine: Engine, layout: Layout, inboxes: Inboxes, outboxes: Mapping[int, Sequence[MessageBuffer]]
+    ) -> None:
+        self._engine = engine
         self.hosts = tuple(host for host in range(layout.num_hosts) if host != layout.host)
         self._scratch = MessageBuffer(SMALL_BYTES)
         self.scratch = self._scratch.address  # for the leader's results from its host's payloads
@@ -58,9 +61,7 @@ class LeaderExchange(abc.ABC):
         self._number = 0
 
     @abc.abstractmethod
-    def send(
-        self, heads: Sequence[bytes], payloads: Mapping[int, Sequence[tuple[int, int]]], deadline: Deadline
-    ) -> None:
+    def send(self, heads: Sequence[bytes], payloads: Mapping[int, Sequence[tuple[int, int]]]) -> None:
         """Start to send to each other host the heads of this host's ranks, and payloads[host]: addresses and bytes."""
 
     @abc.abstractmethod
@@ -92,15 +93,22 @@ class LeaderExchange(abc.ABC):
             for outbox in outboxes:
                 outbox.pending = None  # the engine's sockets live as long as a pending message
 
-    def free_outbox(self, key: int, peer: int, deadline: Deadline) -> MessageBuffer:
-        """Return the memory for this operation's message to `peer`, once the last but one was sent from it."""
-        outbox = self._outboxes[key][self._number % SENT]
-        if outbox.pending is not None:  # of the operation before the last, and most likely complete
-            try:
-                outbox.pending.wait(timedelta_of(deadline))
-            except RuntimeError as error:
-                raise ConnectionBroken(peer, str(error)) from error
-        return outbox
+    def outbox(self, key: int) -> MessageBuffer:
+        """Return the memory for this operation's message, which the message before the last no longer needs.
+
+        Each host has received that: this host has completed the last operation, in which no host took part before it
+        had completed the one before.
+        """
+        return self._outboxes[key][self._number % SENT]
+
+    def post(self, outbox: MessageBuffer, nbytes: int, peer: int) -> None:
+        """Start to send the first `nbytes` of `outbox`."""
+        try:
+            if outbox.pending is not None:
+                outbox.pending.wait(FOR_EVER)  # it is complete, and releases what the engine keeps for it
+            outbox.pending = self._engine.send(peer, outbox.message(nbytes, self._number), FINGERPRINT)
+        except RuntimeError as error:
+            raise ConnectionBroken(peer, str(error)) from error
 
 
 class DirectExchange(LeaderExchange):
@@ -109,7 +117,6 @@ class DirectExchange(LeaderExchange):
     is_direct = True
 
     def __init__(self, engine: Engine, layout: Layout) -> None:
-        self._engine = engine
         self._peers = {host: ranks[0] for host, ranks in enumerate(layout.topology.hosts) if host != layout.host}
         self._sizes = {host: len(layout.topology.hosts[host]) for host in self._peers}
         longest = longest_message(len(layout.local_ranks), SMALL_BYTES)
@@ -119,19 +126,14 @@ class DirectExchange(LeaderExchange):
             {host: longest_message(size, SMALL_BYTES) for host, size in self._sizes.items()},
             lambda host, inbox: length_of_message(inbox, self._sizes[host]),
         )
-        super().__init__(layout, inboxes, {host: [MessageBuffer(longest) for _ in range(SENT)] for host in self._peers})
+        outboxes = {host: [MessageBuffer(longest) for _ in range(SENT)] for host in self._peers}
+        super().__init__(engine, layout, inboxes, outboxes)
 
-    def send(
-        self, heads: Sequence[bytes], payloads: Mapping[int, Sequence[tuple[int, int]]], deadline: Deadline
-    ) -> None:
+    def send(self, heads: Sequence[bytes], payloads: Mapping[int, Sequence[tuple[int, int]]]) -> None:
         self.inboxes.post()
         for host, peer in self._peers.items():
-            outbox = self.free_outbox(host, peer, deadline)
-            message = outbox.message(write_message(outbox, heads, payloads.get(host, ())), self._number)
-            try:
-                outbox.pending = self._engine.send(peer, message, FINGERPRINT)
-            except RuntimeError as error:
-                raise ConnectionBroken(peer, str(error)) from error
+            outbox = self.outbox(host)
+            self.post(outbox, write_message(outbox, heads, payloads.get(host, ())), peer)
 
     def receive(self, deadline: Deadline) -> dict[int, HostMessage]:
         return {
@@ -191,5 +193,6 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // _ALIGNED) * _ALIGNED
 
 
+@lru_cache(maxsize=1024)
 def _payload_offset(num_ranks: int, num_distinct: int) -> int:
     return aligned(_PREFIX.size + num_ranks) + num_distinct * HEAD_BYTES

@@ -48,15 +48,15 @@ class MessageBuffer:
         self.bytes = memoryview((ctypes.c_char * nbytes).from_address(self.address)).cast("B")
         self.first_word = ctypes.c_uint32.from_address(self.address)
         self.pending: InTransit | None = None
-        self._part = self.tensor
+        self._part, self._part_bytes = self.tensor, nbytes
 
     def message(self, nbytes: int, number: int) -> Tensor:
         """Return the message of operation `number` in the first `nbytes`; a long one gets a mark at its end."""
         if nbytes > WHOLE_BYTES:
             _MARK.pack_into(self.bytes, nbytes, _mark_of(number))
             nbytes += _MARK.size
-        if len(self._part) != nbytes:
-            self._part = self.tensor[:nbytes]  # cached for the usual case of the same size as before
+        if self._part_bytes != nbytes:  # cached for the usual case of the same size as before
+            self._part, self._part_bytes = self.tensor[:nbytes], nbytes
         return self._part
 
     def has_arrived(self, nbytes: int, number: int) -> bool:

@@ -50,7 +50,7 @@ class SegmentedCollectives:
         wanted = root in (-1, self._rank)
         with self._session.running(call, ctx) as deadline:
             self._agreement.gather_to_leader(ctx, deadline)
-            self._agreement.send_heads(deadline)
+            self._agreement.send_heads()
             source = sum_type(dense(scaled(tensor, factor))).view(-1)
             in_place = wanted and is_plain(tensor)
             result = tensor.view(-1) if in_place else torch.empty(source.shape, dtype=tensor.dtype)

@@ -70,7 +70,8 @@ class Running:
 
     def __enter__(self) -> Deadline:
         session = self._session
-        session._acquire_lock(self._call, self._ctx.timeout_s)
+        if not session.lock.acquire(blocking=False):
+            session._acquire_lock(self._call, self._ctx.timeout_s)
         try:
             self._record = session._begin(self._call, self._ctx)
         except BaseException:

@@ -77,7 +77,7 @@ class SmallCollectives:
                     at = leaders.scratch
                     _core.reduce(at, tuple(parts), count, code, op)
                 goes = leaders.hosts if root < 0 else (layout.topology.host_of[root],)
-                self._agreement.send_heads(deadline, dict.fromkeys(goes, ((at, size),)))
+                self._agreement.send_heads(dict.fromkeys(goes, ((at, size),)))
                 came = self._agreement.receive_heads(deadline)
                 if wanted_here:
                     total = result if result.dtype == source.dtype else source
@@ -105,11 +105,11 @@ class SmallCollectives:
             if self._session.leaders is not None:
                 if root in layout.local_ranks:
                     piece = ((parts[layout.local_ranks.index(root)], size),)
-                    self._agreement.send_heads(deadline, dict.fromkeys(range(layout.num_hosts), piece))
+                    self._agreement.send_heads(dict.fromkeys(range(layout.num_hosts), piece))
                     self._agreement.receive_heads(deadline)
                     came_to = piece[0][0]
                 else:
-                    self._agreement.send_heads(deadline)
+                    self._agreement.send_heads()
                     came_to = self._agreement.receive_heads(deadline)[layout.topology.host_of[root]].address
                 if not is_root and size:
                     ctypes.memmove(data.data_ptr(), came_to, size)
@@ -142,7 +142,7 @@ class SmallCollectives:
         parts = self._agreement.gather_to_leader(ctx, deadline, mine, [sizes[r] for r in layout.local_ranks])
         if self._session.leaders is not None:
             pieces = [(at, sizes[r]) for at, r in zip(parts, layout.local_ranks, strict=True)]
-            self._agreement.send_heads(deadline, dict.fromkeys(range(layout.num_hosts), pieces))
+            self._agreement.send_heads(dict.fromkeys(range(layout.num_hosts), pieces))
             came = self._agreement.receive_heads(deadline)
             for host, ranks in enumerate(layout.topology.hosts):
                 source = came[host].address if host in came else 0
@@ -179,7 +179,7 @@ class SmallCollectives:
                 else:
                     pieces = dict.fromkeys(leaders.hosts, ((at, nbytes(source)),))
                     skipped = begin * item
-                self._agreement.send_heads(deadline, pieces)
+                self._agreement.send_heads(pieces)
                 came = self._agreement.receive_heads(deadline)
                 at += begin * item
                 hosts = tuple([came[h].address + skipped if h in came else at for h in range(layout.num_hosts)])

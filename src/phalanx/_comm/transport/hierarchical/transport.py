@@ -168,10 +168,10 @@ class HierarchicalTransport(Transport):
         )
         if self._small.fits_sum(tensor.dtype, tensor.numel()):
             self._small.all_reduce(tensor, call, redop, ctx, root=root, factor=factor)
+        elif self._by_engine is not None and self._by_engine.reduces(tensor.dtype, redop):
+            self._by_engine.all_reduce(tensor, call, redop, ctx, root=root, factor=factor)
         else:
-            own = self._by_engine
-            large = self._segmented if own is None or not own.reduces(tensor.dtype, redop) else own
-            run = partial(large.all_reduce, tensor, call, redop, ctx, root=root, factor=factor)
+            run = partial(self._segmented.all_reduce, tensor, call, redop, ctx, root=root, factor=factor)
             self.session.interruptible(call, ctx, run)
 
     def reduce_scatter(
@@ -209,9 +209,10 @@ class HierarchicalTransport(Transport):
         call = describe_call("broadcast", tensor, self.session.place(ctx), root=root)
         if self._small.fits(nbytes(tensor)):
             self._small.broadcast(tensor, call, root, ctx)
+        elif self._by_engine is not None:
+            self._by_engine.broadcast(tensor, call, root, ctx)
         else:
-            large = self._by_engine or self._segmented
-            self.session.interruptible(call, ctx, partial(large.broadcast, tensor, call, root, ctx))
+            self.session.interruptible(call, ctx, partial(self._segmented.broadcast, tensor, call, root, ctx))
 
     def gather(self, outputs: Sequence[Tensor], tensor: Tensor, ctx: CallContext, *, root: int = -1) -> None:
         """Write rank r's `tensor` to outputs[r], on every rank or only on `root`; elsewhere `outputs` is empty.
