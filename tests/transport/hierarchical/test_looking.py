@@ -1,5 +1,6 @@
 """A rank that waits for a small message waits itself for a moment, and then has a thread wait."""
 
+import os
 import time
 
 import pytest
@@ -17,8 +18,10 @@ CALLS = 10
 
 def _count_threads_that_wait(rank, world_size, machines, moment_s, count):
     """Return for how many calls a thread of this rank waits, while the other rank comes late to each."""
-    inboxes._MOMENT_S = moment_s
-    background = dist.group.WORLD.transport.session.leaders.inboxes._background
+    inboxes._MOMENT_S, inboxes._CROWDED_S = moment_s, 1e9  # a busy machine takes the core away whenever it likes
+    own = dist.group.WORLD.transport.session.leaders.inboxes
+    own._without_looks = 0  # the machine may have been busy before
+    background = own._background
     start, num_started = background.start, 0
 
     def counted(operation):
@@ -46,6 +49,35 @@ def test_no_thread_waits_for_what_arrives_within_a_moment(nbytes):
 def test_a_thread_waits_for_what_arrives_later():
     waits, _ = on_hosts((1, 1), _count_threads_that_wait, 0.0, 1)
     assert waits == CALLS
+
+
+def _count_looks(rank, world_size, machines):
+    """Count how often a rank gives its core away, for a millisecond each, in calls to which the other comes late."""
+    inboxes._CROWDED_S = 5e-4
+    dist.all_reduce(torch.zeros(1))
+    yield_core, count = os.sched_yield, 0
+
+    def counted():
+        nonlocal count
+        count += 1
+        time.sleep(0.001)
+
+    os.sched_yield = counted
+    try:
+        for _ in range(CALLS):
+            if rank:
+                time.sleep(0.005)
+            dist.all_reduce(torch.zeros(1))
+    finally:
+        os.sched_yield = yield_core
+    return count
+
+
+@needs_hosts
+def test_it_does_not_look_for_the_next_messages_after_another_thread_has_had_the_core():
+    """It looked 200 times for each message, which on a crowded core kept Gloo's thread from bringing it."""
+    looks, _ = on_hosts((1, 1), _count_looks)
+    assert looks < CALLS
 
 
 @pytest.mark.parametrize("nbytes", [WHOLE_BYTES + 1, 2 * WHOLE_BYTES])

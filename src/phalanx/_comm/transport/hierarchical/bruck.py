@@ -6,7 +6,7 @@
 
 So each leader sends and receives ceil(log2 H) messages for an operation of H hosts, instead of H - 1 direct messages;
 the bytes are the same. A round can begin when the previous one has ended, which costs a latency for each round: with
-few hosts direct messages are faster.
+three hosts or fewer there are as few direct messages.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from phalanx._comm.transport.hierarchical.exchange import (
 from phalanx._comm.transport.hierarchical.inboxes import Inboxes, MessageBuffer
 from phalanx._comm.transport.hierarchical.layout import Layout
 
-MOST_DIRECT = 5  # with more hosts leaders forward messages
+MOST_DIRECT = 3  # with more hosts leaders forward messages
 _HEADER_BYTES = 64  # in front of the messages of a round; the first word is the total length
 
 

@@ -129,7 +129,7 @@ class HierarchicalTransport(Transport):
     # -- collectives ---------------------------------------------------------------------------------------------
 
     def barrier(self, ctx: CallContext) -> None:
-        """Wait for every rank. Cost: H - 1 messages from each host's leader, or log2 H with more than 5 hosts."""
+        """Wait for every rank. Cost: H - 1 messages from each host's leader, or log2 H with more than 3 hosts."""
         self._small.barrier(CollectiveCall("barrier", place=self.session.place(ctx)), ctx)
 
     def allocate_on_host(self, nbytes: int, ctx: CallContext) -> dict[int, Tensor]:
