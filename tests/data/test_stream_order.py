@@ -10,7 +10,7 @@ import pytest
 from tests.data.streams import draw_layout, draw_shards
 
 from phalanx.data.permutation import WindowPermutations
-from phalanx.data.stream_order import StreamLayout, StreamOrder, Turns, deal
+from phalanx.data.stream_order import StreamLayout, StreamOrder, Turns, assign_lanes
 
 
 def whole(order: StreamOrder) -> list[int]:
@@ -125,8 +125,8 @@ def test_a_step_has_samples_of_as_many_shards_as_are_interleaved():
 
 
 def test_shards_go_to_the_lane_with_the_fewest_samples():
-    assert deal(np.array([5, 1, 1, 3, 2, 2], dtype=np.uint64), 2).tolist() == [0, 1, 1, 1, 0, 1]
-    assert deal(np.array([4, 4, 4, 4, 4], dtype=np.uint64), 2).tolist() == [0, 1, 0, 1, 0]
+    assert assign_lanes(np.array([5, 1, 1, 3, 2, 2], dtype=np.uint64), 2).tolist() == [0, 1, 1, 1, 0, 1]
+    assert assign_lanes(np.array([4, 4, 4, 4, 4], dtype=np.uint64), 2).tolist() == [0, 1, 0, 1, 0]
 
 
 def test_few_shards_make_few_lanes():

@@ -73,7 +73,7 @@ class StreamOrder:
             shards = Permutation(len(lengths), f"{key}, shards").take(shards)
         shards = shards[lengths[shards] > 0]
         layout = layout.fit(len(shards))
-        lanes = deal(lengths[shards], layout.readers * layout.interleave)
+        lanes = assign_lanes(lengths[shards], layout.readers * layout.interleave)
         by_lane = np.argsort(lanes, kind="stable")
         self.length = int(lengths.sum())
         self._lengths, self._window = lengths, np.uint64(layout.window)
@@ -111,7 +111,7 @@ class StreamOrder:
         return indices
 
 
-def deal(lengths: Indices, num_lanes: int) -> Indices:
+def assign_lanes(lengths: Indices, num_lanes: int) -> Indices:
     """Return the lane of each shard: the next shard goes to the lane with the fewest samples so far."""
     if len(lengths) and (lengths == lengths[0]).all():
         lanes: Indices = np.arange(len(lengths), dtype=np.uint64) % np.uint64(num_lanes)

@@ -60,7 +60,7 @@ def leave_all_groups() -> None:
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 
-_TORCHS = "init_process_group.<locals>._distributed_excepthook"
+_TORCH_HOOK = "init_process_group.<locals>._distributed_excepthook"
 
 
 @contextmanager
@@ -80,7 +80,7 @@ def one_except_hook() -> Iterator[None]:
 
 def _find_inner(hook: Hook) -> Hook | None:
     """Return the hook that torch's hook wraps; None if `hook` is not torch's."""
-    if getattr(hook, "__qualname__", "") != _TORCHS:
+    if getattr(hook, "__qualname__", "") != _TORCH_HOOK:
         return None
     inner: Hook | None = inspect.getclosurevars(hook).nonlocals.get("old_hook")
     return inner

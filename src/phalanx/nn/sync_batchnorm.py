@@ -17,7 +17,7 @@ from phalanx.nn.batch_statistics import BatchStatistics, combine, measure, stati
 from phalanx.nn.uncounted import is_uncounted
 
 _logger = get_logger(__name__)
-_TORCHS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+_TORCH_CLASSES = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _LOSES = "conversion to SyncBatchNorm knows PyTorch's own BatchNorm layers alone"
 _LazyNorm: Any = find("torch.nn.modules.batchnorm._LazyNormBase", loses=_LOSES, instead=())
 if TYPE_CHECKING:
@@ -81,10 +81,10 @@ class SyncBatchNorm(_BatchNorm):
         group = self._group() if self.training else None
         if group is None or group.size() == 1:
             return super().forward(input)
-        return self._span(input, group)
+        return self._normalize_over(input, group)
 
     @untraced  # collectives whose results decide the control flow: torch.compile leaves them as they are
-    def _span(self, input: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def _normalize_over(self, input: Tensor, group: dist.ProcessGroup) -> Tensor:
         """Normalize by the statistics of all ranks' inputs."""
         self._check_input_dim(input)
         counts = not is_uncounted()
@@ -168,7 +168,7 @@ def find_batchnorms(module: nn.Module) -> dict[str, Any]:
     return {
         name: layer
         for name, layer in module.named_modules()
-        if isinstance(layer, (_BatchNorm, *_TORCHS)) and not isinstance(layer, SyncBatchNorm)
+        if isinstance(layer, (_BatchNorm, *_TORCH_CLASSES)) and not isinstance(layer, SyncBatchNorm)
     }
 
 

@@ -17,7 +17,7 @@ from phalanx.testing import run_ranks
 SIZES = (4 * 2**10, 256 * 2**10, 4 * 2**20, 64 * 2**20)
 _BATCH_BYTES = 64 << 20
 _MOST_CALLS = 50
-_PATIENCE_S = 900.0
+_TIMEOUT_S = 900.0
 
 Seconds = dict[str, dict[int, float]]
 
@@ -39,7 +39,7 @@ def measure(world_size: int, device: str, rounds: int) -> Seconds:
         RankFailed: a rank failed.
     """
     start: Any = "spawn" if device == "cuda" else None  # a fork cannot use a GPU that this process has asked for
-    by_rank: list[Seconds] = run_ranks(_rank, world_size, device, rounds, start=start, timeout=_PATIENCE_S)
+    by_rank: list[Seconds] = run_ranks(_rank, world_size, device, rounds, start=start, timeout=_TIMEOUT_S)
     return {name: {size: max(seconds[name][size] for seconds in by_rank) for size in SIZES} for name in by_rank[0]}
 
 

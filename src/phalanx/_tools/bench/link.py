@@ -26,8 +26,8 @@ from phalanx._comm.transport.hierarchical.transport import HierarchicalTransport
 from phalanx.errors import PhalanxError
 
 SIZES = (8, 4 * 2**10, 64 * 2**10, 2**20, 8 * 2**20)
-_WARM = 2
-_PATIENCE_S = 600.0
+_NUM_WARMUP = 2
+_TIMEOUT_S = 600.0
 _TAG = 0
 
 
@@ -77,12 +77,12 @@ def find_link(seconds: Mapping[int, float]) -> Link:
 
 def _exchange(transport: HierarchicalTransport, pair: tuple[int, int], rounds: int) -> dict[int, float]:
     peer = pair[1] if transport.rank == pair[0] else pair[0]
-    engine, deadline = transport.engine, Deadline.after(_PATIENCE_S)
+    engine, deadline = transport.engine, Deadline.after(_TIMEOUT_S)
     result = {}
     for size in SIZES:
         sent, got = torch.zeros(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
         times = []
-        for _ in range(_WARM + rounds):
+        for _ in range(_NUM_WARMUP + rounds):
             begin = time.perf_counter()
             messages = [
                 RailMessage(engine.recv(peer, got, _TAG), peer, deadline),
@@ -91,7 +91,7 @@ def _exchange(transport: HierarchicalTransport, pair: tuple[int, int], rounds: i
             for message in messages:
                 message.wait()
             times.append(time.perf_counter() - begin)
-        result[size] = statistics.median(times[_WARM:])
+        result[size] = statistics.median(times[_NUM_WARMUP:])
     return result
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from phalanx._tools.doctor.facts import Driver, Gpu, Probe
 
-_PATIENCE_S = 10.0
+_TIMEOUT_S = 10.0
 _SM, _P2P_READ, _EXCLUSIVE, _PROHIBITED = 1, 0, 3, 2
 # Reasons that slow a GPU down against its owner's will; idleness and the owner's settings do not count.
 _SLOWED = {0x4: "its power limit", 0x8: "hardware", 0x20: "heat", 0x40: "heat (hardware)", 0x80: "the power supply"}
@@ -27,9 +27,9 @@ def query_driver(python: str = sys.executable) -> Driver:
         return Driver()
     command = [python, "-m", __name__]
     try:
-        run = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE_S, check=False)
+        run = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:
-        return Driver(Probe(False, f"NVML did not answer within {_PATIENCE_S:.0f} s"))
+        return Driver(Probe(False, f"NVML did not answer within {_TIMEOUT_S:.0f} s"))
     except OSError as error:
         return Driver(Probe(False, f"NVML could not be asked: {error.strerror or error}"))
     line = run.stdout.strip().rpartition("\n")[2]

@@ -19,7 +19,7 @@ from phalanx._job.schedulers.slurm import find_unused_hosts
 from phalanx._tools.doctor.facts import MachineFacts, Probe
 from phalanx.errors import LaunchError
 
-_PATIENCE_S = 10
+_TIMEOUT_S = 10
 # Left in a shell, they make a program believe that it is a rank of some job, or they redirect its connections.
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS")
 _RESOLVE = "import socket; print(*sorted({entry[4][0] for entry in socket.getaddrinfo(socket.gethostname(), None)}))"
@@ -122,10 +122,10 @@ def _processes(groups: list[str]) -> tuple[int | None, int | None]:
 def _name_resolves() -> Probe:
     try:  # in a separate process: name resolution has no timeout otherwise
         run = subprocess.run(
-            [sys.executable, "-I", "-c", _RESOLVE], capture_output=True, text=True, timeout=_PATIENCE_S, check=False
+            [sys.executable, "-I", "-c", _RESOLVE], capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
         )
     except subprocess.TimeoutExpired:
-        return Probe(False, f"no answer within {_PATIENCE_S} s")
+        return Probe(False, f"no answer within {_TIMEOUT_S} s")
     except OSError as error:
         return Probe(False, f"no process could be started to ask: {error.strerror or error}")
     if run.returncode:
@@ -139,9 +139,9 @@ def _gpus() -> tuple[Probe, tuple[str, ...]]:
         return Probe(False, "nvidia-smi is not installed"), ()
     command = [tool, "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
-        run = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE_S, check=False)
+        run = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:
-        return Probe(False, f"nvidia-smi did not answer within {_PATIENCE_S} s"), ()
+        return Probe(False, f"nvidia-smi did not answer within {_TIMEOUT_S} s"), ()
     except OSError as error:
         return Probe(False, f"nvidia-smi could not be started: {error.strerror or error}"), ()
     if run.returncode:

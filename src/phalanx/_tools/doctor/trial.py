@@ -19,8 +19,8 @@ from phalanx._tools.doctor.facts import Probe, Torch
 from phalanx.errors import PhalanxError
 from phalanx.testing import RankFailed, run_ranks
 
-_PATIENCE_S = 60.0
-_STEP_PATIENCE_S = 30.0
+_TIMEOUT_S = 60.0
+_STEP_TIMEOUT_S = 30.0
 _REPEATS = 25
 _COPIED_BYTES = 64 << 20
 
@@ -32,7 +32,7 @@ def try_training(python: str = sys.executable) -> tuple[Torch | str, Probe]:
             [python, "-m", __name__],
             capture_output=True,
             text=True,
-            timeout=_PATIENCE_S + _STEP_PATIENCE_S,
+            timeout=_TIMEOUT_S + _STEP_TIMEOUT_S,
             check=False,
         )
         how, output, complaint = _describe(run.returncode), run.stdout, run.stderr
@@ -140,7 +140,7 @@ def _read_torch(words: dict[str, Any]) -> Torch:
 def _train() -> dict[str, Any]:
     try:
         begin = time.perf_counter()
-        times = run_ranks(_step, 2, timeout=_STEP_PATIENCE_S)
+        times = run_ranks(_step, 2, timeout=_STEP_TIMEOUT_S)
         total = time.perf_counter() - begin
     except RankFailed as failure:
         return {"works": False, "detail": _summarise(failure)}
