@@ -474,13 +474,13 @@ def test_the_state_lies_in_the_memory_of_the_host_and_parameters_do_not():
         ddp = wrapped()
         optimizer = ZeroRedundancyOptimizer(ddp.parameters(), optim.AdamW, offload=True)
         train(ddp, optimizer, rank, 2)
-        holds = dist.group.WORLD.symm_mem.holds
+        contains = dist.group.WORLD.symm_mem.contains
         state = [v for s in optimizer.optim.state.values() for key, v in s.items() if key != "step"]
         masters = optimizer.optim.param_groups[0]["params"]
         mine = sum(value.numel() for value in state)
         return (
-            all(holds(value.data_ptr()) for value in (*state, *masters) if value.dim()),
-            any(holds(p.data_ptr()) for p in ddp.parameters()),
+            all(contains(value.data_ptr()) for value in (*state, *masters) if value.dim()),
+            any(contains(p.data_ptr()) for p in ddp.parameters()),
             mine,
             sum(p.numel() for p in ddp.parameters() if p.requires_grad),
         )

@@ -318,7 +318,7 @@ def test_an_optimizer_that_cannot_be_made_again_is_refused_with_the_reason():
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    with pytest.raises(ValueError, match="a scheduler holds the SGD"):
+    with pytest.raises(ValueError, match="a scheduler has the SGD"):
         Recipe.of("Test", model, optimizer)
     with pytest.raises(ValueError, match=r"holds a tensor of shape .* that is no parameter of Linear"):
         Recipe.of("Test", nn.Linear(2, 2), torch.optim.SGD(model.parameters()))

@@ -10,9 +10,9 @@ from tests.system.phalanx_command import run, start
 # As `python -m phalanx.cli`, without the limit of 64 ranks per core: so many ranks are a normal job of a large host.
 UNLIMITED = """
 import sys
-from phalanx._job.launch import command
+from phalanx._job.launch import plan_job
 from phalanx.cli.__main__ import main
-command.RANKS_PER_CORE = 1000
+plan_job._RANKS_PER_CORE = 1000
 main()
 """
 MANY = ("run", "--nproc-per-node", "400", "--shutdown-timeout", "600", "--no-python")

@@ -328,7 +328,7 @@ def test_several_validations_are_measured_by_name():
             TypeError,
             "must return an iterable for all epochs, such as a DataLoader, got a list_iterator",
         ),
-        (lambda: lambda context: 3, TypeError, "the function of loader must return what can be iterated .* got a int"),
+        (lambda: lambda context: 3, TypeError, "the function of loader must return an iterable .* got a int"),
         (lambda: {}, ValueError, "loader is an empty dict"),
         (
             lambda: {"a": DataLoader(numbers(3), 4, drop_last=True)},

@@ -29,10 +29,10 @@ class Shown:
     def __init__(self, value):
         self.value = value
 
-    def show(self):
+    def get_contents(self):
         return self.value
 
-    def take(self, value):
+    def load_contents(self, value):
         self.value = value
 
 
