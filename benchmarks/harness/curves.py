@@ -74,13 +74,13 @@ def _draw_panel(drawing: Drawing, left: float, top: float, panel: Panel, colours
     if panel.target:
         x, y = place(*panel.target)
         drawing.circle(
-            x, y, 4, fill="none", stroke=FAINT, told=f"target at {panel.target[0]:,.0f}: {panel.target[1]:g}"
+            x, y, 4, fill="none", stroke=FAINT, tooltip=f"target at {panel.target[0]:,.0f}: {panel.target[1]:g}"
         )
         drawing.text(x - 8, y - 5, f"target {panel.target[1]:g}", size=10, anchor="end", fill=FAINT)
     for name, curve in panel.curves.items():
         drawing.line([place(*point) for point in curve], stroke=colours[name], width=2)
         for at, value in curve:
-            drawing.circle(*place(at, value), 3, fill=colours[name], told=f"{name}, {at:,.0f}: {value:.3g}")
+            drawing.circle(*place(at, value), 3, fill=colours[name], tooltip=f"{name}, {at:,.0f}: {value:.3g}")
     for name, curve in panel.dashed.items():
         drawing.line([place(*point) for point in curve], stroke=colours[name], dashed=True)
         x, y = place(*curve[-1])

@@ -135,14 +135,14 @@ def keeps_standbys_that_do_not_follow_it(monkeypatch):
 
 
 def ignores_newer_configs(monkeypatch):
-    right = Candidate.hear
+    right = Candidate.on_reply
 
-    def hear(candidate, reply):
+    def on_reply(candidate, reply):
         if isinstance(reply, TermPromised):
             reply = replace(reply, newest=candidate.known)
         return right(candidate, reply)
 
-    monkeypatch.setattr(Candidate, "hear", hear)
+    monkeypatch.setattr(Candidate, "on_reply", on_reply)
 
 
 MISTAKES = [
