@@ -20,7 +20,7 @@ def _count_threads_that_wait(rank, world_size, machines, moment_s, count):
     """Return for how many calls a thread of this rank waits, while the other rank comes late to each."""
     inboxes._MOMENT_S, inboxes._CROWDED_S = moment_s, 1e9  # a busy machine takes the core away whenever it likes
     own = dist.group.WORLD.transport.session.leaders.inboxes
-    own._without_looks = 0  # the machine may have been busy before
+    own._num_unpolled = 0  # the machine may have been busy before
     background = own._background
     start, num_started = background.start, 0
 

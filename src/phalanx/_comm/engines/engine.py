@@ -52,8 +52,8 @@ class Engine(Protocol):
     def recv_any(self, tensor: Tensor, tag: int) -> FromAnybody:
         """Start a receive from the first rank that sends."""
 
-    def doze(self, timeout_s: float) -> None:
-        """Wait until something arrives at this rank, at most so long; this may miss what arrives as it begins."""
+    def wait_for_data(self, timeout_s: float) -> None:
+        """Wait until data arrive at this rank, at most `timeout_s`; it may miss data that arrive as it begins."""
 
     def check(self, peer: int) -> None:
         """Raise RuntimeError if the connection with `peer` is known to be lost."""

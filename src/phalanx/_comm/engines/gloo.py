@@ -128,13 +128,13 @@ class GlooEngine:
         self._collective = getattr(self._group, method)(*arguments, options)
         return self._collective
 
-    def doze(self, timeout_s: float) -> None:
-        """Wait until something arrives at this rank, at most so long; this may miss what arrives as it begins.
+    def wait_for_data(self, timeout_s: float) -> None:
+        """Wait until data arrive at this rank, at most `timeout_s`; it may miss data that arrive as it begins.
 
         Gloo's own thread wakes up at the same time, and reads it.
         """
         if self._device is not None:  # it was freed
-            self._device.doze(timeout_s)
+            self._device.wait_for_data(timeout_s)
 
     def check(self, peer: int) -> None:
         """Raise RuntimeError if the connection with `peer` is lost. Call it rarely: each call sends some bytes."""
@@ -327,14 +327,14 @@ class GlooDevice:
         return [place for place in places if place is not None]
 
     def watch(self, sockets: Iterable[int]) -> None:
-        """Add connections to those for which `doze` waits, until they are closed."""
+        """Add connections to those for which `wait_for_data` waits, until they are closed."""
         if self._arrivals is not None:
             for descriptor in sockets:
                 with contextlib.suppress(OSError):  # another thread's, which it has closed
                     self._arrivals.register(descriptor, select.EPOLLIN)
 
-    def doze(self, timeout_s: float) -> None:
-        """Wait until something arrives in this process, as `GlooEngine.doze`."""
+    def wait_for_data(self, timeout_s: float) -> None:
+        """Wait until something arrives in this process, as `GlooEngine.wait_for_data`."""
         if self._arrivals is None:
             time.sleep(timeout_s)
         else:

@@ -254,7 +254,7 @@ class MpiEngine:
     def _forget(self, operation: PendingOperation) -> None:
         self._underway.discard(operation)  # no lock: `close` holds it while it tests
 
-    def doze(self, timeout_s: float) -> None:
+    def wait_for_data(self, timeout_s: float) -> None:
         """Do nothing: waits poll."""
 
     def check(self, peer: int) -> None:

@@ -32,10 +32,10 @@ from phalanx._comm.transport.hierarchical.rails import (
 
 _AHEAD = 4  # operations for which receives are posted; a peer may be one ahead of this host
 _MOMENT_S = 3e-3  # after that a thread waits for a message
-_LOOKS = 20  # polls of memory for a message, while the engine's thread reads it
+_POLLS = 20  # polls of memory for a message, while the engine's thread reads it
 _CROWDED_S = 1e-4  # a poll takes so long only if other threads want this core
-_WITHOUT_LOOKS = 50  # messages that are not polled then
-_DOZE_S = 1e-3  # at most: what arrives as a doze begins does not end it
+_NUM_UNPOLLED = 50  # messages that are not polled then
+_WAIT_S = 1e-3  # at most: data that arrive as a wait begins do not end it
 _MARK = struct.Struct("<Q")
 _FACTOR = 0x9E3779B97F4A7C15  # of the number of an operation: no likely data
 
@@ -92,7 +92,7 @@ class Inboxes:
         self._buffers = {key: [MessageBuffer(nbytes[key]) for _ in range(_AHEAD)] for key in senders}
         self._number = 0
         self._background = Background()
-        self._without_looks = 0
+        self._num_unpolled = 0
         for slot in range(_AHEAD):
             self._post(slot)
 
@@ -128,20 +128,20 @@ class Inboxes:
         If other threads take this core meanwhile, they keep it for long, and a thread that blocks is woken sooner: then
         the next messages are not polled.
         """
-        self._without_looks -= 1
+        self._num_unpolled -= 1
         begin = before = time.perf_counter()
         while before - begin < _MOMENT_S:
-            for _ in range(_LOOKS):
+            for _ in range(_POLLS):
                 if inbox.first_word.value and inbox.has_arrived(self._length(key, inbox), self._number):
                     return True
-                if self._without_looks > 0:
+                if self._num_unpolled > 0:
                     return False
                 os.sched_yield()
                 now = time.perf_counter()
                 if now - before > _CROWDED_S:
-                    self._without_looks = _WITHOUT_LOOKS
+                    self._num_unpolled = _NUM_UNPOLLED
                 before = now
-            self._engine.doze(_DOZE_S)
+            self._engine.wait_for_data(_WAIT_S)
             before = time.perf_counter()
         return False
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -27,7 +28,7 @@ from phalanx._comm.transport.hierarchical.compression import Compression, Wideni
 # collective, and last those of the fingerprints.
 FINGERPRINT = 0x7FFFFFFE
 _NUMBERS = 4000  # the most distinct messages within one collective
-_LONG_WAIT_S = 20.0  # a longer wait ends at a whole second
+_LONG_WAIT_S = 20.0  # a longer wait lasts whole seconds, so that few spans are made
 _LONGEST_WAIT_S = 1e8  # three years: an infinite timeout, in milliseconds
 FOR_EVER = timedelta(seconds=_LONGEST_WAIT_S)
 
@@ -63,12 +64,14 @@ def talking_to(peer: int) -> Iterator[None]:
 def timedelta_of(deadline: Deadline) -> timedelta:
     """Return the time left until the deadline, for an engine's wait."""
     left_s = deadline.left_s
-    return _seconds(round(left_s)) if left_s > _LONG_WAIT_S else timedelta(seconds=max(left_s, 0.001))
+    if left_s > _LONG_WAIT_S:
+        return _seconds(math.ceil(min(left_s, _LONGEST_WAIT_S)))
+    return timedelta(seconds=max(left_s, 0.001))
 
 
 @lru_cache
-def _seconds(number: float) -> timedelta:
-    return timedelta(seconds=min(number, _LONGEST_WAIT_S))
+def _seconds(number: int) -> timedelta:
+    return timedelta(seconds=number)
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class Leadership(enum.Enum):
-    """Who leads the job, as far as a follower knows.
+    """A `Leadership` states which host leads the job, as far as a follower knows.
 
     KNOWN ──lost──► ELECTING ──┬─ another host is elected ──► KNOWN
       ▲                │       ├─ this host is ──► TAKING_OVER ──all hosts have reported their ranks──► OWN

@@ -137,8 +137,8 @@ def follow_notice(
     if not joined.job_spec.is_requested_by(settings):
         name = joined.job_spec.settings.target.name
         host.display.print(
-            f"phalanx run: another job that began at this address, {printable(name)}, goes on, and the host at "
-            f"{address} leads it. This command begins a job of its own"
+            f"phalanx run: another job that began at this address, {printable(name)}, is still running: the host "
+            f"at {address} leads it. This command starts a job of its own"
         )
         return
     channel.put_key(MOVED_KEY, address.encode())  # hosts that join later read it
