@@ -89,3 +89,4 @@ def test_a_long_message_has_arrived_only_with_its_end(nbytes):
     assert not received.has_arrived(nbytes, number=8), "what an earlier operation left there is not the end"
     received.tensor[len(message) - 1] ^= 1
     assert not received.has_arrived(nbytes, number=7)
+    assert not received.has_arrived(1 << 30, number=7), "a length that is still being written"

@@ -63,7 +63,8 @@ class MessageBuffer:
 
     def has_arrived(self, nbytes: int, number: int) -> bool:
         """Return whether the message of `nbytes`, which has begun to arrive, is here, or is certain to be at once."""
-        return nbytes <= WHOLE_BYTES or _MARK.unpack_from(self.bytes, nbytes)[0] == _mark_of(number)
+        # `nbytes` may be wrong while the message's beginning is being written: a slice then ends with the memory.
+        return nbytes <= WHOLE_BYTES or self.bytes[nbytes : nbytes + _MARK.size] == _MARK.pack(_mark_of(number))
 
 
 def _mark_of(number: int) -> int:
