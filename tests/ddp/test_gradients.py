@@ -522,8 +522,25 @@ def test_a_backward_interrupted_between_buckets_is_an_error_of_the_next_forward(
     ddp.module[0].weight.register_post_accumulate_grad_hook(explode)
     with pytest.raises(KeyError):
         _plain(ddp, rank)
-    with pytest.raises(RuntimeError, match=r"on rank \d: the backward before this forward was interrupted after \d of"):
-        ddp(batch_of(rank))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"rank \d: the backward before this forward was interrupted after \d of"):
+            ddp(batch_of(rank))
+
+
+def test_after_a_lost_rank_ended_a_backward_the_next_forward_says_so_each_time():
+    def fn(rank, world_size):
+        ddp = DistributedDataParallel(mlp())
+        _plain(ddp, rank)
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        with pytest.raises(PeerLostError, match="rank 1"):
+            _plain(ddp, rank)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="was interrupted after 1 of 1 buckets"):
+                ddp(batch_of(rank))
+        return True
+
+    assert run_ranks(fn, 2, lost=[1]) == [True, None]
 
 
 def test_a_rank_that_dies_in_backward_is_named_by_the_others():

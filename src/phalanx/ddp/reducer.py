@@ -225,8 +225,11 @@ class Reducer:
         if self._backward is not None:  # its last callback did not run, or failed
             self._end_backward()
             if self._round.num_launched:
-                raise interrupted(self._group.rank(), self._round.num_launched, len(self._set.buckets))
-            self._begin_round()
+                self._round.is_interrupted = True
+            else:
+                self._begin_round()
+        if self._round.is_interrupted:
+            raise interrupted(self._group.rank(), self._round.num_launched, len(self._set.buckets))
         if self._round.started:
             raise self._missing_gradients()
 
@@ -375,12 +378,13 @@ class Reducer:
                     self._mark_ready(index)
         try:
             self._launch()
+            is_complete = self._round.num_launched == len(self._set.buckets)
+            if is_complete:
+                self._finish()
         except BaseException:
             self._backward = backward  # the next forward starts again or raises, as after an error in a hook
             raise
-        if self._round.num_launched == len(self._set.buckets):
-            self._finish()
-        elif self._is_hopeless():
+        if not is_complete and self._is_hopeless():
             raise self._missing_gradients()
 
     def _separate(self, fresh: Sequence[bool]) -> None:
@@ -595,6 +599,7 @@ class Round:
 
     def __init__(self, buckets: Sequence[Bucket], num_parameters: int) -> None:
         self.started = False
+        self.is_interrupted = False  # an exception ended the backward after buckets had been launched
         self.fires = [0] * num_parameters  # how often each gradient was written
         self.ready = [False] * num_parameters  # no more gradients will be added
         self.order: dict[int, None] = {}  # parameters, in the order of their gradients
