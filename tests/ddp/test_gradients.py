@@ -523,7 +523,9 @@ def test_a_backward_interrupted_between_buckets_is_an_error_of_the_next_forward(
     with pytest.raises(KeyError):
         _plain(ddp, rank)
     for _ in range(2):
-        with pytest.raises(RuntimeError, match=r"rank \d: the backward before this forward was interrupted after \d of"):
+        with pytest.raises(
+            RuntimeError, match=r"rank \d: the backward before this forward was interrupted after \d of"
+        ):
             ddp(batch_of(rank))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,32 @@ def test_a_comm_hook_that_remembers_something_is_refused_by_name(hook: Any, stat
 
     (said,) = run_ranks(refuse, 1)
     assert ("has the comm hook" in said) == is_refused, said
+
+
+@pytest.mark.parametrize("wrapper", [phalanx.DistributedDataParallel, nn.parallel.DistributedDataParallel])
+def test_a_model_whose_wrapper_state_does_not_have_is_refused_by_name(wrapper: Any) -> None:
+    """After a loss the wrapper stayed in the old group, and the next forward blamed the model's parameters."""
+
+    def refuse(rank: int, world_size: int) -> tuple[str, ...]:
+        net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        ddp = wrapper(net)
+
+        def message(**things: Any) -> str:
+            try:
+                Objects(things).refuse_what_is_not_kept(2)
+            except ValueError as error:
+                return str(error)
+            return ""
+
+        accepted = message(model=ddp), message(model=ddp, net=net), message(average=copy.deepcopy(net))
+        refused = message(model=net), message(average=copy.deepcopy(net), model=net[1])
+        del ddp
+        return (*accepted, message(model=net), *refused)
+
+    (messages,) = run_ranks(refuse, 1)
+    assert messages[:4] == ("", "", "", "")
+    for found in messages[4:]:
+        assert found.startswith("phalanx.elastic: 'model' is wrapped by a DistributedDataParallel that State does not")
 
 
 def _train_sharded() -> None:

@@ -22,7 +22,7 @@ from phalanx._base.partition.owners import owner_of
 from phalanx._comm.backend.skeleton import split
 from phalanx.data import DistributedSampler
 from phalanx.ddp import DistributedDataParallel
-from phalanx.elastic.rebind import averaging_modules
+from phalanx.elastic.rebind import averaging_modules, find_wrapper_around
 from phalanx.elastic.state_transfer import ModulePart, OptimizerPart, StatefulPart, StatePart
 from phalanx.optim import ZeroRedundancyOptimizer
 from phalanx.optim.rounds import Rounds
@@ -84,8 +84,9 @@ class Objects:
         """Refuse objects whose state a replacement could not receive, before a job of `world_size` ranks trains.
 
         Raises:
-            ValueError: a Pipeline; a comm hook with a state of its own; a buffer with overlapping elements; an
-                optimizer whose state is sharded over ranks that do not share memory, or over some ranks only.
+            ValueError: a Pipeline; a model without its wrapper; a comm hook with a state of its own; a buffer with
+                overlapping elements; an optimizer whose state is sharded over ranks that do not share memory, or over
+                some ranks only.
         """
         for name, thing in self.things.items():
             if isinstance(thing, Pipeline):
@@ -105,6 +106,12 @@ class Objects:
                     "job (no elastic.run, --max-restarts)."
                 )
         for name, module in self.named_modules.items():
+            if wrapper := find_wrapper_around(module, self.modules):
+                raise ValueError(
+                    f"phalanx.elastic: {name!r} is wrapped by a {type(wrapper).__name__} that State does not have, so "
+                    "the wrapper could not join the group that is formed after a loss. Pass the wrapper to State in "
+                    "the model's place, or make it in the function that elastic.run decorates."
+                )
             for layer in averaging_modules([module]):
                 for hook, state in _comm_hooks(layer):
                     if not (_is_constant(state) and _is_constant(hook)):

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
 from phalanx._comm.backend.torch_integration.groups import is_listed
 from phalanx.ddp import DistributedDataParallel
+
+_WRAPPERS = (DistributedDataParallel, TorchDistributedDataParallel)
 
 
 def rebind_module(module: nn.Module, old: Any, new: Any) -> None:
@@ -52,5 +55,21 @@ def _rebind_torch(ddp: Any, old: Any, new: Any) -> None:
 
 def averaging_modules(modules: Iterable[nn.Module]) -> list[nn.Module]:
     """Return the wrappers that average gradients, ours and PyTorch's."""
-    kinds = (DistributedDataParallel, TorchDistributedDataParallel)
-    return [layer for module in modules for layer in module.modules() if isinstance(layer, kinds)]
+    return [layer for module in modules for layer in module.modules() if isinstance(layer, _WRAPPERS)]
+
+
+def find_wrapper_around(module: nn.Module, known: Iterable[nn.Module]) -> nn.Module | None:
+    """Return a wrapper that averages gradients of `module`'s parameters, and is not among the modules of `known`.
+
+    Cost: a look at each object of the process, if no module of `known` is a wrapper of these parameters.
+    """
+    wrappers = averaging_modules(known)
+    parameters = {id(p) for p in module.parameters()} - {id(p) for one in wrappers for p in one.parameters()}
+    if not parameters:
+        return None
+    gc.collect()  # a wrapper that nobody uses may still exist
+    for one in gc.get_objects():
+        is_wrapper = any(kind in _WRAPPERS for kind in type(one).__mro__)  # isinstance may run an object's code
+        if is_wrapper and not parameters.isdisjoint(map(id, one.parameters())):
+            return cast("nn.Module", one)
+    return None
