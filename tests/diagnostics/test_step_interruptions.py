@@ -17,13 +17,13 @@ from phalanx._comm.diagnostics import (
     step_tally,
 )
 from phalanx._comm.diagnostics.interruptions import is_interruption
+from phalanx._comm.diagnostics.step_file import read_folder
 from phalanx._comm.diagnostics.step_machine import (
     BEGIN_BACKWARD,
     END_BACKWARD_WITH_LOSS,
     STEP,
     StepMachine,
 )
-from phalanx._comm.diagnostics.step_reader import read_folder
 from phalanx._comm.diagnostics.step_recorder import StepRecorder
 
 OURS = {
@@ -137,7 +137,7 @@ def test_a_state_that_does_not_fit_leaves_the_one_before(tmp_path):
     file.set_state('{"taken": 7}')
     file.set_state('{"taken": 8, "too": "' + "x" * 8200 + '"}')
     file.close()
-    assert step_file.read_contents((tmp_path / "a.steps").read_bytes()).state == {"taken": 7}
+    assert step_file.read_state((tmp_path / "a.steps").read_bytes()) == {"taken": 7}
 
 
 def test_an_error_of_ones_own_is_no_interruption():

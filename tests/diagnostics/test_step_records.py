@@ -9,7 +9,7 @@ import torch
 from tests.diagnostics.loops import EVENTS, FIELDS, LOOP, Clock
 
 from phalanx._comm.diagnostics import progress_page, step_notes
-from phalanx._comm.diagnostics.step_file import FILE_BYTES, WINDOW, StepFile, StepRecord
+from phalanx._comm.diagnostics.step_file import FILE_BYTES, WINDOW, StepFile, read_folder, read_rank_file
 from phalanx._comm.diagnostics.step_machine import (
     BEGIN_BACKWARD,
     BEGIN_DATA,
@@ -21,8 +21,8 @@ from phalanx._comm.diagnostics.step_machine import (
     END_WAIT,
     NO_DATA,
 )
-from phalanx._comm.diagnostics.step_reader import read_folder, read_rank_file
 from phalanx._comm.diagnostics.step_recorder import StepRecorder
+from phalanx._comm.diagnostics.step_records import StepRecord
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from phalanx._base.core_numbers import ALL_REDUCE, GRADIENTS
-from phalanx._comm.diagnostics.step_file import OperationRecord
+from phalanx._comm.diagnostics.step_records import OperationRecord
 from phalanx._job.report.matching import ProcessSample, match
 
 

@@ -9,8 +9,8 @@ import pytest
 from tests.report.pages import Page
 
 from phalanx._base.core_numbers import ALL_REDUCE
-from phalanx._comm.diagnostics.step_file import OperationRecord, StepRecord
-from phalanx._comm.diagnostics.step_reader import RankFile, order_records
+from phalanx._comm.diagnostics.step_file import RankFile
+from phalanx._comm.diagnostics.step_records import OperationRecord, StepRecord, order_records
 from phalanx._job.report.findings import find
 from phalanx._job.report.gather import combine
 from phalanx._job.report.job_record import JobRecord
@@ -32,7 +32,7 @@ def rank_file(rank, *, num_steps=40, world_size=2, loss=lambda step: 1 / step, a
         ops.append(OperationRecord(0, ALL_REDUCE, number, 4096, enter * 1e9, leave * 1e9, 3, number, 0))
     facts = {"rank": rank, "pid": 1000 + rank, "attempt": attempt, "world_size": world_size, "host": "one",
              "groups": [{"name": "0", "generation": 0, "again": 0}], "cores": 8, "cpus": [rank]}  # fmt: skip
-    return RankFile(facts, num_steps, "other", 101.0, True, 0, 123456789, 100.0, 1e9, num_steps, 0.0, tuple(steps), 1,
+    return RankFile(facts, num_steps, "other", 101.0, True, 0, 123456789, 100.0, 1e9, tuple(steps),
                     tuple(ops) if operations else ())  # fmt: skip
 
 

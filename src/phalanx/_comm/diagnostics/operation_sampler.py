@@ -51,7 +51,6 @@ class OperationSampler:
         self._read_step = 0
         self.steps_between = 1
         """The number of steps until the next reading, before the recorder overwrites unread lines."""
-        self.num_read = 0
         self.generation = 0
 
     def read(self, marks: Sequence[tuple[int, int]], step: int) -> None:
@@ -81,7 +80,6 @@ class OperationSampler:
                 num_bytes = _gradient_bytes.get(group.group, 0)
             phase = marks[at][1] if at >= 0 else 0
             self._file.add_operation(array("d", (number, kind, seq, num_bytes, enter, leave, phase, step, status)), seq)
-        self.num_read += new
         return new
 
     def _number_of(self, group: whereabouts.ObservedGroup) -> int:

@@ -1,4 +1,4 @@
-"""A rank writes its steps into a mapped file of fixed size, which is valid at any moment, however the rank ends.
+"""A rank's mapped file of fixed size, with its steps: valid at any moment, and readable however the rank has ended.
 
     words 0-63       the file's format, and measurements of the process
     facts            JSON: the rank, its program, the names of its groups
@@ -8,8 +8,8 @@
     events           the newest 1,024, as they came: later ones are not in the records yet
 
 An event is a few stores into the page cache: no system call, no thread, and nothing is lost when the process is killed:
-`step_reader` turns the last events into records. There is one writer. A table is written first, and its count updated
-then; a full table is thinned into its twin, which then replaces it, as does the twin of the state.
+`read_rank_file` turns the last events into records. There is one writer. It writes a table first, then the count;
+it thins a full table into its twin, which then replaces the table, as does the twin of the state.
 """
 
 from __future__ import annotations
@@ -21,9 +21,15 @@ import os
 import struct
 from array import array
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-_MAGIC = 0x3353_5045_5453_4C50  # "PLSTEPS3", little endian
+from phalanx._comm.diagnostics.step_machine import OTHER, PHASES, FinishedStep, StepMachine
+from phalanx._comm.diagnostics.step_records import OperationRecord, StepRecord, merge, order_records
+from phalanx._comm.diagnostics.step_tally import StepTally
+
+_MAGIC = 0x3453_5045_5453_4C50  # "PLSTEPS4", little endian
 _WORDS = 64
 _FACTS_AT, _FACTS_BYTES = _WORDS * 8, 8192
 _TABLES_AT = 16384
@@ -38,52 +44,9 @@ WINDOW = 32  # operations kept or dropped together, so that all ranks keep the s
 
 # The header: each name is one word of eight bytes, all doubles except the first.
 (_MAGIC_AT, _ENDED, _PEAK_BYTES, _STEP_TABLE, _STEP_COUNT, _STEP_STRIDE, _OPERATION_TABLE, _OPERATION_COUNT,
- _OPERATION_STRIDE, _FACTS_LENGTH, _BEGUN, _UNIX_OFFSET, _OPERATIONS_SEEN, _COST, _STATE, _FIRST_STATE_LENGTH,
- _SECOND_STATE_LENGTH) = range(17)  # fmt: skip
+ _OPERATION_STRIDE, _FACTS_LENGTH, _BEGUN, _UNIX_OFFSET, _STATE, _FIRST_STATE_LENGTH,
+ _SECOND_STATE_LENGTH) = range(15)  # fmt: skip
 _STATE_LENGTHS = (_FIRST_STATE_LENGTH, _SECOND_STATE_LENGTH)
-
-
-class StepRecord(NamedTuple):
-    """A `StepRecord` is the sum of several steps; `first` is the number of the first one.
-
-    The number is the run's if known. Times are seconds of CLOCK_MONOTONIC; parts are sums over the steps.
-    """
-
-    first: float
-    num_steps: float
-    begin: float
-    end: float
-    other: float
-    data: float
-    forward: float
-    backward: float
-    update: float
-    samples: float
-    loss: float  # sum over the steps that have a loss
-    num_losses: float
-    longest: float  # the longest step
-    resident_bytes: float
-    shared_bytes: float  # the shared part of these bytes
-    cpu_s: float  # of the process, so far
-    preemptions: float  # so far
-    device_bytes: float
-    rank: float  # it may change when others are lost
-    generation: float
-    waited: float = 0.0  # seconds of waiting for other ranks outside of collectives, not in any phase
-
-
-class OperationRecord(NamedTuple):
-    """An `OperationRecord` is a collective as this rank saw it: times are nanoseconds of CLOCK_MONOTONIC."""
-
-    group: float
-    kind: float
-    seq: float
-    num_bytes: float
-    enter_ns: float
-    leave_ns: float
-    phase: float
-    step: float
-    status: float
 
 
 def _allocate(fd: int) -> None:
@@ -156,11 +119,6 @@ class StepFile:
     def set_ended(self) -> None:
         """Record that the rank has ended normally."""
         self._words[_ENDED] = 1
-
-    def set_cost(self, seconds: float, operations_seen: int) -> None:
-        """Write the cost of recording, if measured, and the total number of operations."""
-        self._words[_COST] = seconds
-        self._words[_OPERATIONS_SEEN] = operations_seen
 
     def set_state(self, state: str) -> None:
         """Write the state with which a reader can process the events after these records, as JSON.
@@ -259,70 +217,108 @@ class StepFile:
         words[_OPERATION_COUNT] = self._num_operations
 
 
-def merge(a: StepRecord, b: StepRecord) -> StepRecord:
-    """Merge two consecutive records into one."""
-    names = ("num_steps", "other", "data", "forward", "backward", "update", "waited", "samples", "loss", "num_losses")
-    sums = {name: getattr(a, name) + getattr(b, name) for name in names}
-    return b._replace(
-        first=a.first,
-        begin=a.begin,
-        longest=max(a.longest, b.longest),
-        resident_bytes=max(a.resident_bytes, b.resident_bytes),
-        shared_bytes=max(a.shared_bytes, b.shared_bytes),
-        device_bytes=max(a.device_bytes, b.device_bytes),
-        **sums,
-    )
-
-
-class StepFileContents(NamedTuple):
-    """`StepFileContents` are the parts of a file, as written."""
+@dataclass(frozen=True)
+class RankFile:
+    """A `RankFile` is the content of a rank's file."""
 
     facts: Mapping[str, Any]
+    steps_done: int
+    phase: str
+    phase_since: float
     ended: bool
+    num_workers: int | None
     peak_bytes: int
     begun: float
     unix_offset: float
-    operations_seen: int
-    cost_s: float
-    operation_stride: int
-    state: Mapping[str, Any]
     steps: tuple[StepRecord, ...]
     operations: tuple[OperationRecord, ...]
-    events: Any
-    """A view of the ring."""
-    num_events: int
+    reached: int | None = None
+    """The last step's number in the run, which others may have begun; None if unknown."""
+    first_broken: int | None = None
+    """The first step whose loss was not finite."""
+    last_finite: int = 0
+    """The last step whose loss was finite."""
 
 
-def read_contents(data: bytes) -> StepFileContents | None:
-    """Parse the bytes of a file; return None if it is no such file. Its writer may have died at any store.
-
-    Raises:
-        ValueError, OverflowError, IndexError: the file has been overwritten.
-    """
+def read_rank_file(data: bytes) -> RankFile | None:
+    """Parse the bytes of a file; return None if it is no rank's file. Its writer may have died at any store."""
     if len(data) != FILE_BYTES or struct.unpack_from("<Q", data)[0] != _MAGIC:
         return None
-    whole = memoryview(data)
-    words = whole[: _WORDS * 8].cast("d").tolist()
-    tables = whole[_TABLES_AT:_STATES_AT].cast("d")
+    try:
+        return _parse(data)
+    except (ValueError, OverflowError, IndexError, KeyError, TypeError, AttributeError):  # the file was overwritten
+        return None
+
+
+def read_folder(folder: str | os.PathLike[str]) -> list[RankFile]:
+    """Return the rank files in `folder`, in the order of their names."""
+    found = []
+    for path in sorted(Path(folder).glob("*.steps")):
+        try:
+            read = read_rank_file(path.read_bytes())
+        except OSError:
+            continue
+        if read is not None:
+            found.append(read)
+    return found
+
+
+def read_state(data: bytes) -> Mapping[str, Any]:
+    """Return the latest state in the bytes of a file."""
+    words = _read_words(data)
     twin = int(words[_STATE])
+    return _read_json(data, _STATES_AT + twin * _STATE_BYTES, words[_STATE_LENGTHS[twin]])
+
+
+def _read_words(data: bytes) -> Sequence[float]:
+    return memoryview(data)[: _WORDS * 8].cast("d").tolist()
+
+
+def _parse(data: bytes) -> RankFile:
+    """Return the file's content, with the steps that the rank had not yet turned into records."""
+    whole = memoryview(data)
+    words = _read_words(data)
+    facts = _read_json(data, _FACTS_AT, words[_FACTS_LENGTH])
+    tables = whole[_TABLES_AT:_STATES_AT].cast("d")
     steps_at = int(words[_STEP_TABLE]) * (_STEPS_BYTES // 8)
     operations_at = (2 * _STEPS_BYTES + int(words[_OPERATION_TABLE]) * _OPERATIONS_BYTES) // 8
-    steps = _records(tables, steps_at, min(int(words[_STEP_COUNT]), _NUM_STEPS), _STEP_FIELDS)
-    operations = _records(tables, operations_at, min(int(words[_OPERATION_COUNT]), _NUM_OPERATIONS), _OPERATION_FIELDS)
-    return StepFileContents(
-        facts=_read_json(data, _FACTS_AT, words[_FACTS_LENGTH]),
+    rows = _records(tables, steps_at, min(int(words[_STEP_COUNT]), _NUM_STEPS), _STEP_FIELDS)
+    steps = tuple(StepRecord(*row) for row in rows if row[1] > 0)
+    rows = _records(tables, operations_at, min(int(words[_OPERATION_COUNT]), _NUM_OPERATIONS), _OPERATION_FIELDS)
+    operations = tuple(OperationRecord(*row) for row in rows if row[4] > 0)
+
+    state = read_state(data)
+    tally = StepTally(**state.get("tally", {"rank": facts.get("rank", 0)}))
+    pending = state.get("pending")
+    late = [] if pending is None else [StepRecord(*pending)]
+
+    def on_step(step: FinishedStep) -> None:
+        late.append(tally.add(step))
+
+    machine = StepMachine.resume(state.get("machine", {"since": words[_BEGUN]}), on_step)
+    num_events = struct.unpack_from("=Q", data, _EVENTS_AT)[0]
+    flat = read_events(whole[_EVENTS_AT + _EVENTS_BEGIN :].cast("d"), int(state.get("taken", 0)), num_events)
+    for at in range(0, len(flat), 3):
+        machine.feed(*flat[at : at + 3])
+    # The rank may have died between its records and its state: both have such steps.
+    twice = sum(record.num_steps for record in steps) - state.get("in_records", 0)
+    while late and twice > 0:
+        twice -= late.pop(0).num_steps
+    return RankFile(
+        facts=facts,
+        steps_done=tally.num_steps,
+        phase=PHASES[machine.phase] if 0 <= machine.phase < len(PHASES) else PHASES[OTHER],
+        phase_since=machine.since,
         ended=bool(words[_ENDED]),
+        num_workers=machine.num_workers if machine.num_workers >= 0 else None,
         peak_bytes=int(words[_PEAK_BYTES]),
         begun=words[_BEGUN],
         unix_offset=words[_UNIX_OFFSET],
-        operations_seen=int(words[_OPERATIONS_SEEN]),
-        cost_s=words[_COST],
-        operation_stride=int(words[_OPERATION_STRIDE]),
-        state=_read_json(data, _STATES_AT + twin * _STATE_BYTES, words[_STATE_LENGTHS[twin]]),
-        steps=tuple(StepRecord(*record) for record in steps if record[1] > 0),
-        operations=tuple(OperationRecord(*record) for record in operations if record[4] > 0),
-        events=whole[_EVENTS_AT + _EVENTS_BEGIN :].cast("d"),
-        num_events=struct.unpack_from("=Q", data, _EVENTS_AT)[0],
+        steps=order_records(steps + tuple(late)),
+        operations=operations,
+        reached=tally.reached,
+        first_broken=tally.first_broken or None,
+        last_finite=tally.last_finite,
     )
 
 

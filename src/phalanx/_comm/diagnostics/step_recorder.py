@@ -27,7 +27,7 @@ from phalanx._comm.diagnostics import progress_page
 from phalanx._comm.diagnostics.interruptions import SuppressedErrors, is_interruption
 from phalanx._comm.diagnostics.operation_sampler import OperationSampler
 from phalanx._comm.diagnostics.progress_page import own_generation, own_step
-from phalanx._comm.diagnostics.step_file import NUM_EVENTS, StepFile, StepRecord, merge
+from phalanx._comm.diagnostics.step_file import NUM_EVENTS, StepFile
 from phalanx._comm.diagnostics.step_machine import (
     BEGIN_BACKWARD,
     BEGIN_DATA,
@@ -46,6 +46,7 @@ from phalanx._comm.diagnostics.step_machine import (
     FinishedStep,
     StepMachine,
 )
+from phalanx._comm.diagnostics.step_records import StepRecord, merge
 from phalanx._comm.diagnostics.step_tally import StepTally
 from phalanx._comm.diagnostics.whereabouts import ObservedGroup, listen_for_ends, stop_listening
 
@@ -103,7 +104,7 @@ class StepRecorder:
         self._is_whole = True  # nothing was interrupted
         self._is_place_unknown = False  # whether the rank's place in a new generation is unknown
         self._loss_due = 0.0
-        self._measured_at = self._cost_s = 0.0
+        self._measured_at = 0.0
         self._saved_state = ""  # the state, as JSON
         self._save_state()
         listen_for_ends(self.end_group)
@@ -286,7 +287,7 @@ class StepRecorder:
         if not self._is_whole:
             self._restore_state()
         self._is_whole = False
-        began, tally, steps = self._clock(), self._tally, self._tally.num_steps
+        tally, steps = self._tally, self._tally.num_steps
         flat, num = self._file.events_since(self._num_processed)
         for at in range(0, len(flat), 3):
             self._machine.feed(*flat[at : at + 3])
@@ -295,11 +296,8 @@ class StepRecorder:
             self._read_operations()
         self._num_processed = num
         self._save_state()
-        now = self._clock()
-        self._cost_s += now - began
-        self._file.set_cost(self._cost_s, self._operations.num_read)
         self._is_whole = True
-        self.log.took(num, self._limit(), now + _MEASURE_S)
+        self.log.took(num, self._limit(), self._clock() + _MEASURE_S)
 
     def _restore_state(self) -> None:
         """Return to the state before work that an exception has interrupted. The file keeps its content."""

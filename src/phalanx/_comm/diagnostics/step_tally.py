@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from phalanx._comm.diagnostics.step_file import StepRecord
 from phalanx._comm.diagnostics.step_machine import FinishedStep
+from phalanx._comm.diagnostics.step_records import StepRecord
 
 
 @dataclass

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
-from phalanx._comm.diagnostics.step_file import StepRecord, merge
-from phalanx._comm.diagnostics.step_reader import RankFile
+from phalanx._comm.diagnostics.step_file import RankFile
+from phalanx._comm.diagnostics.step_records import StepRecord, merge
 from phalanx._job.report.job_record import JobRecord
 from phalanx._job.report.matching import ProcessSample, Split, match
 from phalanx._job.report.measurements import PARTS, Curve, Measurements, RankRun

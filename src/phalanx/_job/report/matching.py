@@ -22,8 +22,8 @@ from phalanx._base.core_numbers import (
     REDUCE_SCATTER,
     SCATTER,
 )
-from phalanx._comm.diagnostics.step_file import OperationRecord
 from phalanx._comm.diagnostics.step_machine import PHASES
+from phalanx._comm.diagnostics.step_records import OperationRecord
 from phalanx._job.report.measurements import CollectiveTimes, Lateness
 
 

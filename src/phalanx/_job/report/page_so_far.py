@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from phalanx._comm.diagnostics.step_reader import read_folder
+from phalanx._comm.diagnostics.step_file import read_folder
 from phalanx._job.report.findings import find
 from phalanx._job.report.gather import combine, find_job, of_ranks
 from phalanx._job.report.job_record import RANKS

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from phalanx._base.processes import read_stat
-from phalanx._comm.diagnostics.step_reader import RankFile, read_rank_file
+from phalanx._comm.diagnostics.step_file import RankFile, read_rank_file
 from phalanx._job.report.job_record import RANKS, JobRecord
 
 _CLOCK_SET_S = 60.0  # a host's clock may have been set by so much since

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from phalanx._base.core_numbers import KIND_NAMES, STATUS_NAMES
-from phalanx._comm.diagnostics.step_file import StepRecord
-from phalanx._comm.diagnostics.step_reader import RankFile
+from phalanx._comm.diagnostics.step_file import RankFile
+from phalanx._comm.diagnostics.step_records import StepRecord
 from phalanx._job.report.job_record import JobRecord
 from phalanx._job.report.units import size
 

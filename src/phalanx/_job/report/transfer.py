@@ -10,8 +10,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import suppress
 
-from phalanx._comm.diagnostics.step_file import FILE_BYTES
-from phalanx._comm.diagnostics.step_reader import read_rank_file
+from phalanx._comm.diagnostics.step_file import FILE_BYTES, read_rank_file
 from phalanx._job.report.job_record import RANKS
 from phalanx._job.report.records import list_records, run_of
 

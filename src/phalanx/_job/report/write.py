@@ -11,7 +11,7 @@ import json
 import os
 from contextlib import suppress
 
-from phalanx._comm.diagnostics.step_reader import read_folder
+from phalanx._comm.diagnostics.step_file import read_folder
 from phalanx._job.report.findings import find
 from phalanx._job.report.gather import combine, find_job, is_of_run, of_ranks
 from phalanx._job.report.job_record import RANKS
