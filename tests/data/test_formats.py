@@ -103,7 +103,8 @@ def of_webdataset(names: list[str]) -> list[Any]:
     import webdataset
 
     urls = webdataset.SimpleShardList(names)
-    with warnings.catch_warnings(action="ignore", category=ResourceWarning):  # it leaves its files to the collector
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)  # it leaves its files to the collector
         pipeline = webdataset.DataPipeline(urls, webdataset.tarfile_to_samples())
         return sorted(pipeline, key=lambda sample: sample["__key__"])
 
@@ -146,14 +147,16 @@ def test_webdatasets_own_notation_and_decoder_are_taken(tmp_path):
     decode = webdataset.autodecode.Decoder([webdataset.autodecode.basichandlers])
     stream = from_webdataset(f"{tmp_path}/shard-{{0..4}}.tar", transform=decode)
     theirs = webdataset.WebDataset(f"{tmp_path}/shard-{{0..4}}.tar", shardshuffle=False, empty_check=False).decode()
-    with warnings.catch_warnings(action="ignore", category=ResourceWarning):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
         numbers = sorted(sample["json"]["number"] for sample in theirs)
     assert sorted(stream[i]["json"]["number"] for i in range(len(stream))) == numbers == ALL
 
 
 def test_what_webdataset_opens_itself_it_still_opens(tmp_path):
     name = write_tars(tmp_path)[3]
-    with warnings.catch_warnings(action="ignore", category=ResourceWarning):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
         stream = from_webdataset([f"pipe:cat {name}"])
         assert [json.loads(stream[i]["json"])["number"] for i in range(len(stream))] == ALL[8:28]
 

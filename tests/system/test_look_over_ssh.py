@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import re
 import shlex
 import signal
+import struct
 import subprocess
 import sys
 import termios
@@ -112,7 +114,7 @@ def test_on_a_terminal_it_is_drawn_anew_until_a_key_or_the_end_of_the_connection
     with job(two, tmp_path, _WAITS, 2, "up"):
         before = two.left()
         ours, theirs = os.openpty()
-        termios.tcsetwinsize(theirs, (30, 91))
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 30, 91, 0, 0))  # tcsetwinsize: from 3.11 on
         command = words_on(two, 0, "top", "--interval", "0.1")
         view = subprocess.Popen(
             command, stdin=theirs, stdout=theirs, stderr=theirs, env={**os.environ, "TERM": "xterm-256color"},

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import random
 import select
 import shlex
 import signal
+import struct
 import subprocess
 import sys
 import tempfile
@@ -223,7 +225,7 @@ def test_a_terminal_here_is_a_terminal_for_the_job(two: SshHosts, folder: Path) 
         "while True:\n    sys.stdout.write('\\rstep 7')\n    sys.stdout.flush()\n    time.sleep(0.05)\n",
     )
     ours, theirs = os.openpty()
-    termios.tcsetwinsize(theirs, (30, 91))
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 30, 91, 0, 0))  # tcsetwinsize: from 3.11 on
     words = [*two.terminal.command, sys.executable, "-m", "phalanx.cli", *two.words(*_RANKS, *_SHORT, script)]
     command = subprocess.Popen(words, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
     os.close(theirs)
