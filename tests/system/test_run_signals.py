@@ -12,7 +12,7 @@ import pytest
 from tests.system.host_commands import commands, numbered
 from tests.system.phalanx_command import Running, start, write_script
 
-from phalanx.testing.namespaces import hosts
+from phalanx.testing.namespaces import hosts, why_no_hosts
 
 # Each rank counts the signals that reach it until a last SIGUSR2: whatever was under way before that has come by then.
 _COUNTS = """
@@ -159,6 +159,7 @@ def test_a_job_whose_processes_are_all_signalled_while_torch_is_imported_was_sto
     assert "zygote" not in ended.err
 
 
+@pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts())
 @pytest.mark.slow(but=("0",))
 @pytest.mark.parametrize("seed", range(6))
 def test_a_signal_to_every_process_of_two_hosts_reaches_each_rank_once(tmp_path: Path, seed: int) -> None:
@@ -241,6 +242,7 @@ def test_a_trainer_saves_at_a_sigterm_and_asks_to_be_started_again(tmp_path: Pat
     assert "finished at step 400" in again.out
 
 
+@pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts())
 @pytest.mark.slow
 def test_a_trainer_on_two_hosts_saves_when_one_rank_of_one_host_receives_sigterm(tmp_path: Path) -> None:
     script = write_script(tmp_path, _TRAINER)

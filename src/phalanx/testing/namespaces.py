@@ -110,6 +110,7 @@ def _has_clocks() -> bool:
     return subprocess.run(probe, capture_output=True, check=False).returncode == 0
 
 
+@functools.cache
 def why_no_hosts() -> str:
     """Return why `hosts` cannot work here, or "": for `pytest.mark.skipif`."""
     if shutil.which("ip") is None:
@@ -122,7 +123,7 @@ def why_no_hosts() -> str:
         finally:
             _ip("netns", "del", probe)
     except PhalanxError as error:
-        return f"network namespaces are not permitted: {error}"
+        return f"network namespaces are not permitted: {str(error).replace(probe, 'NAME')}"
     return ""
 
 
