@@ -14,15 +14,15 @@ _DEVICES = "/dev/nvidia"
 def find_cuda_use(modules: Mapping[str, Any], descriptors: Iterable[str]) -> str:
     """Return the evidence that CUDA is initialised, from a process's modules and its descriptors' targets; or "".
 
-    The driver opens its devices in cuInit, whoever calls it, and torch reports its own state; the check initialises
-    nothing.
+    The driver opens its devices in cuInit, whichever library calls it, and torch reports its own state. This check does
+    not initialise CUDA.
     """
     torch = modules.get("torch")
     try:
         if torch is not None and torch.cuda.is_initialized():
             return "torch.cuda.is_initialized()"
     except AttributeError:
-        pass  # its import has failed half way
+        pass  # importing torch failed half way
     opened = sorted({path for path in descriptors if path.startswith(_DEVICES)})
     return f"open: {', '.join(opened)}" if opened else ""
 
@@ -40,7 +40,7 @@ def close_devices() -> None:
 
 
 def describe(use: str, *, preloads: bool) -> str:
-    """Return the message for the user. `preloads`: it happened while torch was imported early, which is optional."""
+    """Return the message for the user. `preloads`: CUDA was initialised by the zygote's import of torch, an option."""
     suspects = _plugins()
     who = f" Suspects: {', '.join(suspects)}." if suspects else ""
     said = (
@@ -59,11 +59,11 @@ def describe(use: str, *, preloads: bool) -> str:
 
 
 def _plugins() -> list[str]:
-    """Return the packages whose plugins torch's import runs, apart from ours."""
+    """Return the other packages whose plugins run when torch is imported."""
     try:
         found = metadata.entry_points(group="torch.backends")
     except Exception:
-        return []  # a broken package; it is only about a hint
+        return []  # a broken package; the result is only a hint
     return [f"{one.name} ({one.value})" for one in found if not one.value.startswith("phalanx")]
 
 
