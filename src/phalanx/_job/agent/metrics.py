@@ -1,4 +1,4 @@
-"""Serve the job's numbers to a scraper: `phalanx run --metrics :9400`."""
+"""Serve the job's metrics to Prometheus: `phalanx run --metrics :9400`."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _COMMAND = "phalanx run --metrics"
 
 
 class Metrics:
-    """`Metrics` serves the data of `phalanx top` on this agent's job at /metrics.
+    """`Metrics` serves the data that `phalanx top` shows of this agent's job, at /metrics.
 
-    Its own thread queries the agent over the agent's socket, as `phalanx top` does; the ranks do nothing for it.
+    A thread queries the agent through its socket, as `phalanx top` does; the ranks have no work with it.
 
     Raises:
         LaunchError: the address cannot be bound.
@@ -39,7 +39,7 @@ class Metrics:
 
     @property
     def address(self) -> str:
-        """Return the address that a scraper reads."""
+        """Return the URL to scrape."""
         return f"{self._server.address}/metrics"
 
     def _make(self) -> Page:

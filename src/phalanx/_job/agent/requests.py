@@ -1,4 +1,4 @@
-"""Answer requests at the agent's socket: ranks show their memory, and others ask where the ranks are."""
+"""Answer requests at the agent's socket: ranks share their memory, and commands ask for snapshots of the job."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from phalanx._job.inspect.stacks.job_snapshot import JobSnapshot, answer
 if TYPE_CHECKING:
     from phalanx._job.agent.attempt import Attempt
 
-# requests that only ranks may make, which have the token
+# requests that only ranks may send, which have the token
 _OF_RANKS = ("group", PROGRESS_PAGE, "elastic", "store", REPORT)
-_MAX_KNOCKING = 256  # the most connections of ranks that the zygote has not reported yet
+_MAX_KNOCKING = 256  # the most connections of processes that the zygote has not reported yet
 
 
 class Requests:
@@ -34,7 +34,7 @@ class Requests:
         return self._attempt.host.agent_socket
 
     def receive(self, ready: set[int]) -> None:
-        """Answer the requests that have come on the descriptors that are ready."""
+        """Answer the requests on the ready descriptors."""
         for fd in self._socket.fds:
             if fd not in ready:
                 continue
@@ -71,15 +71,15 @@ class Requests:
             request.close()
 
     def _admit(self, request: ClientRequest) -> None:
-        """Accept the connection of a rank that survives the loss of others.
+        """Accept the connection of an elastic rank.
 
-        The kernel identifies the process: processes that a rank has started have the token, too.
+        The kernel identifies its process: children of a rank have the token, too.
         """
         attempt, zygote = self._attempt, self._attempt.host.zygote
         pid = request.channel.peer.pid
         rank = attempt.ranks.rank_of(pid)
         if rank is None and attempt.ranks.awaits_start:
-            self._knocking.append(request)  # the zygote may announce the process soon
+            self._knocking.append(request)  # the zygote may report the process soon
             if len(self._knocking) > _MAX_KNOCKING:
                 self._knocking.pop(0).close()
             return
@@ -96,13 +96,13 @@ class Requests:
         attempt.on_rank_message(rank, pid, request.message)
 
     def admit_early(self) -> None:
-        """Look again at connections that came before the zygote announced their process."""
+        """Process the connections that arrived before the zygote reported their process."""
         knocking, self._knocking = self._knocking, []
         for request in knocking:
             self._admit(request)
 
     def _refuse(self, request: ClientRequest, pid: int) -> None:
-        """Refuse a process that wants to be a rank and is none, such as one below `phalanx run bash train.sh`."""
+        """Refuse a process that is not a rank, such as a child in `phalanx run bash train.sh`."""
         why = f"phalanx.elastic works in a process that phalanx run has started itself, and pid {pid} is none of them"
         request.channel.put({"kind": "refused", "why": why})
         request.close()
@@ -111,7 +111,7 @@ class Requests:
             self._socket.notice("no rank", f"{why}. To this one, the loss of a rank is the end of the job")
 
     def _answer_snapshot(self, request: ClientRequest) -> None:
-        """Answer with the processes of all ranks, and with copies of the descriptors to which they write."""
+        """Answer with the processes of all ranks, and the descriptors of their stacks, records and progress pages."""
         attempt = self._attempt
         processes, settings, place = attempt.ranks.processes, attempt.plan.settings, attempt.numbers.part.place
         living = [rank for rank in attempt.state.running if rank in processes.pids]
@@ -141,7 +141,7 @@ class Requests:
         answer(request.channel, snapshot, stacks, [observer.control for observer in observed], list(pages.values()))
 
     def close(self) -> None:
-        """Close the connections that were not admitted."""
+        """Close the connections that were not accepted."""
         for request in self._knocking:
             request.close()
         self._knocking.clear()

@@ -1,4 +1,4 @@
-"""Handle a rank that keeps the others waiting: ask for its stack, report it to the user, or kill it."""
+"""Handle a rank that makes the others wait: request its stack, report it to the user, or kill it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class SilentRanks:
-    """`SilentRanks` looks at the ranks of one attempt on this host every few seconds."""
+    """`SilentRanks` checks the ranks of one attempt on this host every few seconds."""
 
     def __init__(self, attempt: Attempt) -> None:
         self._attempt = attempt
@@ -26,11 +26,11 @@ class SilentRanks:
 
     @property
     def due(self) -> float:
-        """Return when to look next."""
+        """Return when to check next."""
         return self._watch.next_due
 
     def look(self, now: float) -> None:
-        """Find the ranks that others wait for. This costs some milliseconds of this process, every few seconds."""
+        """Find the ranks for which others wait. Costs this process some milliseconds every few seconds."""
         attempt, watch = self._attempt, self._watch
         known = attempt.ranks.processes.pids
         pids = {rank: known[rank] for rank in sorted(known) if attempt.state.is_running(rank)}
@@ -47,13 +47,13 @@ class SilentRanks:
                 self._sentence(accused, groups)
 
     def _last_step_ns(self, pid: int) -> int:
-        """Return when the process has last completed a step; 0 if it reports none."""
+        """Return when the process last completed a step; 0 if it reports no steps."""
         progress = self._attempt.pages.read(pid)
         tracks = (progress.loop, progress.state) if progress is not None else ()
         return max((track.recent[-1][0] for track in tracks if track is not None), default=0)
 
     def _sentence(self, accused: AccusedRank, groups: Sequence[GroupLog]) -> None:
-        """Report a rank that keeps the others waiting, and kill it if requested."""
+        """Report a rank that makes the others wait, and kill it if requested."""
         attempt, evict_after_s = self._attempt, self._attempt.plan.settings.evict_after_s
         rank_of = {pid: rank for rank, pid in attempt.ranks.processes.pids.items()}
         text = describe_wait(accused, rank_of, groups)
@@ -67,7 +67,7 @@ class SilentRanks:
             why = f"it had done nothing for {accused.silent.silent_s:.1f} s"
         why += f" (--evict-after {evict_after_s:g})"
         if attempt.elastic.claims(accused.rank, accused.pid):
-            if not attempt.elastic.is_evicted(accused.pid):  # else the zygote, or the kernel, takes its time to end it
+            if not attempt.elastic.is_evicted(accused.pid):  # it was not reported before
                 attempt.host.display.print(told)
             attempt.do_elastic(attempt.elastic.evict(accused.rank, why, time.monotonic()))
         else:
