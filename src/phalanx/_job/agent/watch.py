@@ -1,8 +1,8 @@
-"""Watch the ranks while they run: a rank that keeps the others waiting is reported, or killed.
+"""Watch the running ranks: report or kill a rank that makes the others wait.
 
-every few seconds    states of processes, pages of progress, flight recorders     nothing is asked of a rank
-somebody is silent   ask it for its Python stack, wait half a second
-then                 say who waits for whom, where it is; with --evict-after: kill it
+every few seconds    read process states, progress pages and flight recorders, without any work in the ranks
+a rank is silent     request its Python stack, and wait half a second
+then                 report which ranks wait for it, and its stack; with --evict-after: kill it
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from phalanx._job.inspect.stacks.dump import without_launcher
 
 _LOOK_S = 15.0
 _QUICKEST_LOOK_S = 0.1
-_LOOKS_IN_TIME = 5  # a silent rank is killed only after so many checks
+_LOOKS_IN_TIME = 5  # a silent rank is killed only after this many checks
 _ANSWER_S = 0.5  # a rank writes its stack within a millisecond, unless it cannot
 _TELL_AFTER_S = (60.0, 600.0, 3600.0)
 _SLOW_AFTER_S = 60.0
@@ -32,7 +32,7 @@ _MAX_STACK_BYTES = 1 << 16
 
 @dataclass(frozen=True)
 class AccusedRank:
-    """An `AccusedRank` is a rank that keeps the others waiting; it writes a requested stack after `offset`."""
+    """An `AccusedRank` is a rank that may make the others wait; it writes its requested stack after `offset`."""
 
     rank: int
     pid: int
@@ -51,9 +51,9 @@ class RankWatch:
         if evict_after_s is not None:
             self._period_s = min(_LOOK_S, max(_QUICKEST_LOOK_S, evict_after_s / _LOOKS_IN_TIME))
         self._next_look = now + self._period_s
-        self._standing: dict[int, int] = {}  # by process: since when it is in such a state (ns)
-        self._told: dict[int, int] = {}  # by process: how often it was reported in this silence
-        self._accused: dict[int, AccusedRank] = {}  # by rank: the accusation
+        self._standing: dict[int, int] = {}  # by process: when it was first seen in such a state (ns)
+        self._told: dict[int, int] = {}  # by process: the number of reports in this silence
+        self._accused: dict[int, AccusedRank] = {}  # by rank
         self._lateness = LatenessCounter()
         self._slow_told = False
         self._slow_due = now + _SLOW_AFTER_S
@@ -74,7 +74,10 @@ class RankWatch:
         stacks: Mapping[int, int],
         now: float,
     ) -> list[AccusedRank]:
-        """Look at the ranks (`pids`); return those that must be asked for their stacks (descriptors by rank)."""
+        """Check the ranks; return new suspects, whose stacks the caller must request.
+
+        `pids`: the processes by rank. `stacks`: the descriptors of the files for their stacks, by rank.
+        """
         self._next_look = now + self._period_s
         now_ns = time.monotonic_ns()
         states = {pid: read_state(pid) for pid in pids.values()}
@@ -105,7 +108,7 @@ class RankWatch:
     def judge(
         self, pids: Mapping[int, int], groups: Sequence[GroupLog], steps_ns: Mapping[int, int], now: float
     ) -> list[AccusedRank]:
-        """Return the accused whose time to answer is over and which are still silent; they are accused no more."""
+        """Remove the suspects that are due; return those that are still silent."""
         due = [accused for accused in self._accused.values() if now >= accused.due]
         for accused in due:
             del self._accused[accused.rank]
@@ -120,7 +123,7 @@ class RankWatch:
         ]
 
     def find_slow(self, now: float) -> Slow | None:
-        """Return a process that is constantly slower than the others; each is returned once."""
+        """Return a process that is constantly slower than the others; at most one per attempt."""
         if self._slow_told or now < self._slow_due:
             return None
         self._slow_due = now + _SLOW_AFTER_S
@@ -138,7 +141,7 @@ def read_stack(fd: int, offset: int) -> str:
 
 
 def describe_wait(accused: AccusedRank, rank_of: Mapping[int, int], groups: Sequence[GroupLog]) -> str:
-    """Return in words who waits for whom, since when, and where that rank is."""
+    """Describe which ranks wait for the suspect, for how long, and its last operation."""
     silent = accused.silent
     waiting = sorted(rank_of[pid] for pid in silent.waiting if pid in rank_of)
     who = f"rank {accused.rank} (pid {accused.pid})"
@@ -152,7 +155,7 @@ def describe_wait(accused: AccusedRank, rank_of: Mapping[int, int], groups: Sequ
 
 
 def describe_slow(slow: Slow, rank: int) -> str:
-    """Describe the cost of a rank that is slower than the others."""
+    """Describe a rank that is slower than the others, and how long they wait for it."""
     return (
         f"phalanx run: rank {rank} (pid {slow.pid}) is slower than the others: in {slow.span_s:.0f} s it came last "
         f"to {slow.times} of {slow.num_operations} operations, and for {slow.share * 100:.0f} % of the time they "
@@ -160,31 +163,31 @@ def describe_slow(slow: Slow, rank: int) -> str:
     )
 
 
-# Find the rank for which the others wait: one that does not enter an operation, or always enters last.
+# Find the rank for which the others wait: it does not enter an operation, or always enters last.
 #
-# The functions are pure: they read records.
+# The functions are pure.
 #
 #     rank 0   ─────┤ in all_reduce #7 ………………………… now
 #     rank 1   ─────┤ in all_reduce #7 ………………………… now
-#     rank 2   ──────── (not in any operation) ……… now        silent: since ranks 0 and 1 came, or its own last sign
+#     rank 2   ──────── (not in any operation) ……… now        silent: since ranks 0 and 1 entered, or its last sign
 #
-# A rank that waits itself is not the one that is waited for, unless its process is stopped, or in a system call that
-# cannot be interrupted: then it may hold up the very operation in which it is.
+# A rank in an operation is not silent, unless its process is stopped, or in a system call that cannot be interrupted:
+# then it may block the very operation in which it is.
 
 STANDING = "TtD"  # letters of /proc/PID/stat: stopped, in a debugger, in a system call that cannot be interrupted
-_MOSTLY = 0.8  # a rank that is called slower comes last to at least this share of the operations
-_COSTLY = 0.1  # the others wait for it during at least this share of the time
-_FEW = 50  # fewer operations do not show who is slow
+_MOSTLY = 0.8  # a slow rank enters last in at least this share of the operations
+_COSTLY = 0.1  # the others wait for a slow rank for at least this share of the time
+_FEW = 50  # with fewer operations no rank is called slow
 
 
 @dataclass(frozen=True)
 class Silent:
-    """A `Silent` is a process that others wait for: for how long, and in which operation."""
+    """A `Silent` is a process for which others wait, and for how long, and in which operation."""
 
     pid: int
     silent_s: float
     waiting: tuple[int, ...]  # processes
-    operation: str  # empty if only the process's state shows it
+    operation: str  # empty if only the process's state shows that it is stuck
 
 
 def find_silent(
@@ -194,14 +197,14 @@ def find_silent(
     last_step_ns: Mapping[int, int],
     now_ns: int,
 ) -> list[Silent]:
-    """Return the processes among `pids` that others wait for, the longest silence first.
+    """Return the processes among `pids` for which others wait, the longest silence first.
 
     Arguments:
         groups: the logs of the ranks.
-        standing_ns: since when processes have been in one of the states `STANDING`.
-        last_step_ns: when processes have last completed a step, if known.
+        standing_ns: by process: when it was first seen in one of the states `STANDING`.
+        last_step_ns: by process: when it last completed a step, if known.
     """
-    # no rank waits any more in a group that has lost a member: its log is history
+    # ignore groups that have lost a member: no rank waits there any more
     groups = [group for group in groups if all(rank.pid in pids for rank in group.ranks)]
     signs = _last_signs(groups, last_step_ns)
     running = _running(groups)
@@ -230,21 +233,21 @@ def find_silent(
                     found[member.pid] = silent
     newest_ns = max(signs.values(), default=0)
     for pid, since_ns in standing_ns.items():
-        if pid in pids and pid not in found and not running:  # no recorder reports waiting, and no process is active
+        if pid in pids and pid not in found and not running:  # no process is in an operation
             found[pid] = Silent(pid, max(0, now_ns - max(since_ns, newest_ns)) / 1e9, (), "")
     return sorted(found.values(), key=lambda silent: -silent.silent_s)
 
 
 def _counter(record: Record) -> str:
-    """Return the name of the counter for an operation: gradient rounds are counted separately."""
+    """Return the name of the counter of an operation: gradient rounds are counted separately."""
     return "gradients" if record.kind == GRADIENTS else "calls"
 
 
 def _has_come(records: Sequence[Record], counted: str, seq: int, waiters: Sequence[Record]) -> bool:
-    """Return whether the process with these records has entered an operation in which `waiters` are.
+    """Return whether the process with these records has entered operation `seq`, in which `waiters` are.
 
-    Each reducer counts its own gradient rounds. A record with this number may belong to another reducer, or to an
-    earlier one (a wrapper makes a new one after its first step), if it left its last round before the others entered.
+    Each reducer counts its own gradient rounds. A record with this number may belong to another reducer (DDP rebuilds
+    its reducer after the first step) if the process left its last round before the others entered.
     """
     came = (record for record in records if _counter(record) == counted and record.seq >= seq)
     if counted == "calls" or not waiters:
@@ -267,7 +270,7 @@ def _last_signs(groups: Sequence[GroupLog], last_step_ns: Mapping[int, int]) -> 
 
 
 def _waits(group: GroupLog, pids: Collection[int]) -> dict[tuple[str, int], dict[int, Record]]:
-    """Return the collectives of the group in which a process is, with those processes."""
+    """Return the unfinished collectives of the group, with the records of the processes in them."""
     waits: dict[tuple[str, int], dict[int, Record]] = defaultdict(dict)
     for rank in group.ranks:
         for record in rank.records:
@@ -278,7 +281,7 @@ def _waits(group: GroupLog, pids: Collection[int]) -> dict[tuple[str, int], dict
 
 @dataclass(frozen=True)
 class Slow:
-    """A `Slow` process is the last one: in how many operations, and for which share of the others' waiting time."""
+    """A `Slow` is a process that entered `times` operations last; the others waited for it `share` of the time."""
 
     pid: int
     times: int
@@ -288,27 +291,27 @@ class Slow:
 
 
 class LatenessCounter:
-    """`LatenessCounter` counts who came last to the operations since the beginning. Feed it with looks that overlap."""
+    """`LatenessCounter` counts how often each process entered an operation last. Successive logs must overlap."""
 
     def __init__(self) -> None:
-        self._counted: dict[tuple[str, tuple[int, ...], str], int] = {}  # by group: the latest number that was counted
+        self._counted: dict[tuple[str, tuple[int, ...], str], int] = {}  # by group: the last operation that was counted
         self._times: dict[int, int] = defaultdict(int)
         self._lead_ns: dict[int, int] = defaultdict(int)
         self._num_operations = 0
         self._span_ns = 0
 
     def add(self, groups: Sequence[GroupLog]) -> None:
-        """Count the operations that are new, and to which all ranks of a group have come."""
+        """Count the new operations that all ranks of a group have entered."""
         seen_ns: list[int] = []
         for group in groups:
             pids = tuple(rank.pid for rank in group.ranks)
             if len(pids) < group.world_size or len(pids) < 2:
-                continue  # the others are on other hosts
+                continue  # other ranks are on other hosts
             entered: dict[tuple[str, int], dict[int, int]] = defaultdict(dict)
             for rank in group.ranks:
                 for record in rank.records:
                     if record.is_collective:
-                        # each reducer counts its rounds: the first one's, as not all may be in the second one's yet
+                        # reducers count separately: take the first one's, since some ranks may not have the second yet
                         entered[_counter(record), record.seq].setdefault(rank.pid, record.enter_ns)
             for (counted, seq), times in sorted(entered.items()):
                 key = (group.name, pids, counted)
