@@ -1,4 +1,4 @@
-"""Run `phalanx join HOST:PORT`, from its words to its exit code; the first host sends command, arguments and folder."""
+"""Execute `phalanx join HOST:PORT`; the first host sends the command, its arguments and its folder."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _NOTIFY_TIMEOUT_S = 5.0
 
 
 def main(words: Sequence[str]) -> int:
-    """Join the job that `words` name; returns the exit code, after printing problems on stderr."""
+    """Join the job at the address in `words`; print problems on stderr; return the exit code."""
     open_standard_descriptors()
     if not words or set(words) & {"-h", "--help"}:
         guarded(lambda: print(format_help()))
@@ -43,7 +43,7 @@ def read_words(words: Sequence[str]) -> tuple[str, Settings]:
     """Return HOST:PORT, and this host's settings; options may precede or follow HOST:PORT.
 
     Raises:
-        LaunchError: the words are invalid; the message says why.
+        LaunchError: the words are invalid.
     """
     valued = {f"--{option.name}" for option in OPTIONS if option.value}
     endpoint, options, rest = "", [], list(words)
@@ -77,7 +77,7 @@ def read_words(words: Sequence[str]) -> tuple[str, Settings]:
             f"phalanx join: {endpoint}: which port? The first host prints the line to type, with HOST:PORT",
             exit_code=USAGE_EXIT_CODE,
         )
-    # The first host decides the number of hosts; more than one lets this host have a number and an address.
+    # The first host decides the number of hosts; any number above one allows --node-rank and --local-addr.
     settings = parse(["--nnodes", "9999", "--master-addr", host, "--master-port", str(port), *options, "-"])
     assert settings is not None
     assert settings.rendezvous is not None
@@ -132,7 +132,7 @@ def _join(endpoint: str, settings: Settings) -> int:
 
 
 def _notify_first_host(joined: JoinedJob, why: str) -> None:
-    """Notify the first host that this host cannot run the job, and why; the first host keeps waiting for another."""
+    """Send the first host the reason why this host cannot run the job; the first host waits for another host."""
     with joined.client as client, contextlib.suppress(PhalanxError):
         client.timeout = _NOTIFY_TIMEOUT_S
         client.join(

@@ -1,4 +1,4 @@
-"""Write what `phalanx run` prints about its options: the help, on two screens, and the completion scripts of shells.
+"""Write the help of `phalanx run`, on two screens, and the completion scripts for shells.
 
 The reference page has every option in full.
 """

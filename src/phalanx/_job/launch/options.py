@@ -1,6 +1,6 @@
-"""These are the options of `phalanx run`: torchrun's, those of the launcher before it, and a few of ours.
+"""Define the options of `phalanx run`: torchrun's, torch.distributed.launch's, and a few of ours.
 
-An option of torchrun can also be set by PET_ and its name in the environment; the command line overrides it.
+The environment variable PET_NAME also sets an option of torchrun; the command line overrides it.
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ _MAX_RANKS_PER_GPU = 64
 class Option:
     """An `Option` is a flag and its help.
 
-    `field` is the field of `Settings` that the flag sets: `not:` sets it to False, `kind:` sets the kind of target; an
-    empty field has a meaning only together with others (`phalanx._job.coordinator.rendezvous`); None has none.
+    `field` is the field of `Settings` that the flag sets: `not:FIELD` sets it to False, `kind:KIND` sets the kind of
+    target. The field is empty for options of the rendezvous (`phalanx._job.launch.rendezvous_options`), and None for
+    options that set none.
     """
 
     name: str
     field: str | None
     help: str
-    value: str = ""  # the name of the value in the help; empty for a flag without one
+    value: str = ""  # the name of the value in the help; empty for a flag without value
     read: Callable[[str], Any] = str
     short: str = ""
-    torchruns: bool = True  # so that PET_… is read
+    torchruns: bool = True  # whether PET_… sets it, too
 
 
 def _is_number(text: str) -> bool:
@@ -71,7 +72,7 @@ def _read_host_timeout(text: str) -> float:
 
 
 def _read_witness(text: str) -> str:
-    from phalanx._job.hosts.succession.witness.address import read_witness  # here: most jobs are on one host
+    from phalanx._job.hosts.succession.witness.address import read_witness  # here, because most jobs are on one host
 
     return read_witness(text)
 
@@ -116,7 +117,7 @@ def _read_nnodes(text: str) -> tuple[int, int]:
 
 def _read_endpoint(text: str) -> str:
     if text:
-        from phalanx._job.coordinator.rendezvous import split_endpoint  # here: a job on one host starts without it
+        from phalanx._job.coordinator.rendezvous import split_endpoint  # here, because most jobs are on one host
 
         split_endpoint(text, 0)
     return text
@@ -302,10 +303,10 @@ OPTIONS = (
            "SIGTERM,SIGINT,SIGHUP,SIGQUIT). Each of these signals ends a job.", "NAME,…", _read_signals),
 )  # fmt: skip
 
-# Options that torchrun has as well: those can be shortened, and come as PET_ variables.
+# Options that torchrun has, too: they can be shortened, and set by PET_ variables.
 TORCHRUNS = tuple(option.name for option in OPTIONS if option.torchruns)
 
-# torchrun's options that are refused: the alternative, and the value that is harmless.
+# torchrun's options that are refused: the alternative, and the value that is accepted.
 REFUSED = {
     "duplicate-stdout-filters": ("use --log-dir, which keeps a file per rank", ""),
     "duplicate-stderr-filters": ("use --log-dir, which keeps a file per rank", ""),
@@ -317,9 +318,9 @@ REFUSED = {
 
 
 def find_names(given: str) -> list[str]:
-    """Return the options that `given`, without its dashes, may mean: one if it is a name, or a torchrun abbreviation.
+    """Return the options that `given`, without its dashes, may mean.
 
-    As in torchrun's parser an unambiguous beginning of a name is enough; only torchrun's own names can be shortened.
+    As in torchrun's parser, an unambiguous beginning of a name is enough; only torchrun's own names can be shortened.
     """
     name = given.replace("_", "-")
     known = {option.name for option in OPTIONS}

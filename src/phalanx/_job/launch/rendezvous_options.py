@@ -1,10 +1,10 @@
 """Read the rendezvous options of `phalanx run`, with torchrun's meanings.
 
-    --nnodes 2                                               here; `phalanx join …` is printed for the others
-    --nnodes 2 --node-rank R --master-addr H --master-port P at H:P, where node 0 leads          (backend static)
-    --nnodes 2 --rdzv-backend c10d --rdzv-endpoint H:P       at H:P, led by the host whose address H is
+    --nnodes 2                                               at this host; it prints `phalanx join …` for the others
+    --nnodes 2 --node-rank R --master-addr H --master-port P at H:P, led by node 0               (backend static)
+    --nnodes 2 --rdzv-backend c10d --rdzv-endpoint H:P       at H:P, led by the host with address H
 
-The functions are pure, and do not inspect the machine.
+The functions are pure: they do not inspect the machine.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _ETCD = ("etcd", "etcd-v2")
 
 
 def decide_rendezvous(fields: Mapping[str, Any], problems: list[str]) -> Rendezvous | None:
-    """Return the rendezvous that the options `fields`, by name, describe; None for a job of one host.
+    """Return the rendezvous that the options `fields`, by name, describe; None for a job on one host.
 
-    Contradictions and impossible values are appended to `problems`.
+    Append contradictions and impossible values to `problems`.
     """
     low, high = fields.get("nnodes", (1, 1))
     backend = fields.get("rdzv-backend", "static")
@@ -90,7 +90,7 @@ def _read_conf(conf: Mapping[str, str], backend: str, problems: list[str]) -> di
     """Return the time limits in --rdzv-conf; as in torchrun, unknown keys are ignored."""
     if conf.get("store_type", "tcp") != "tcp":
         problems.append(f"--rdzv-conf store_type={conf['store_type']}: hosts meet through the network; leave it out")
-    # Each of torchrun's backends uses one of the first two; if both are given, that one.
+    # Each of torchrun's backends prefers one of these two.
     joins = ("join_timeout", "timeout") if backend == "static" else ("timeout", "join_timeout")
     names = {**dict.fromkeys(joins, "join_timeout_s"), "last_call_timeout": "last_call_s"}
     times = {field: _read_number(key, conf[key], problems) for key, field in names.items() if key in conf}
