@@ -227,7 +227,7 @@ def test_ps_shows_the_command_that_a_rank_is(tmp_path: Path) -> None:
     for arguments in ([], ["a", "b c", "", "--lr", "0.1", "ü" * 500]):
         finished = run("--no-preload", "--nproc-per-node", "1", script, *arguments, "x", env={"LAST": "variable"})
         assert finished.lines[0] == f"[0] True {len(arguments) + 2} variable", finished
-        assert "zygote, from which the ranks are forked" in finished.lines[1]
+        assert "zygote, which forks the ranks" in finished.lines[1]
 
 
 def test_words_that_are_too_long_to_show_are_cut() -> None:

@@ -524,7 +524,7 @@ def test_a_host_of_an_elastic_job_that_was_lost_is_started_again_over_ssh(folder
                 os.kill(pid, signal.SIGKILL)
             running.read_until(f"the connection to {cluster.hosts[2].address} is lost")
             running.read_until(f"{cluster.hosts[2].address} answers again, and is started again")
-            running.read_until("accepted; 3 ranks on 3 hosts go on")
+            running.read_until("accepted; 3 ranks on 3 hosts continue")
             (folder / "enough").touch()
             finished = running.finish()
             assert finished.code == 0, finished.out

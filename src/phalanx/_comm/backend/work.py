@@ -98,7 +98,7 @@ class PhalanxWork(dist.Work):
             raise
         if not over:
             assert deadline is not None
-            raise TimeoutError(f"the operation was not over after {deadline.timeout_s} s; it goes on")
+            raise TimeoutError(f"the operation had not completed after {deadline.timeout_s} s; it continues")
         if self._error is not None:
             raise self._error
         return True

@@ -182,8 +182,7 @@ class Attempt:
         if self.host.display.reader_gone and self.state.interrupted is None:
             self.ranks.abandon_rest()
             self.host.display.print(
-                "phalanx run: nobody reads its output any more (stdout was closed): stopping "
-                f"{count_ranks(len(self.state.running))}"
+                f"phalanx run: stdout was closed by its reader: stopping {count_ranks(len(self.state.running))}"
             )
             self.do(self.state.on_signal(signal.SIGPIPE, time.monotonic()))
         now = time.monotonic()
@@ -206,8 +205,9 @@ class Attempt:
         failures, running = self.state.failures, len(self.state.running)
         if failures and running and self.state.interrupted is None and not self.state.overdue:
             self.host.display.print(
-                f"phalanx run: rank {failures[0].rank} has failed: {summarise(failures[0])}. More when all have ended: "
-                f"{count_ranks(running)} may still take up to {self.state.shutdown_timeout_s:g} s"
+                f"phalanx run: rank {failures[0].rank} has failed: {summarise(failures[0])}. "
+                f"The report follows when all have exited: {count_ranks(running)} may take up to "
+                f"{self.state.shutdown_timeout_s:g} s"
             )
 
     def _release_tracebacks(self) -> None:
@@ -297,7 +297,7 @@ class Attempt:
         if number == signal.SIGTSTP:  # Ctrl-Z: the ranks stop and continue with us
             if self.place.num_nodes > 1:  # the other hosts would receive no heartbeat, and report this host as lost
                 self.host.display.print(
-                    "phalanx run: SIGTSTP (Ctrl-Z): a job on several hosts cannot be suspended; it goes on"
+                    "phalanx run: SIGTSTP (Ctrl-Z): a job on several hosts cannot be suspended, and continues"
                 )
                 return
             self.send_signal(signal.SIGSTOP, self.state.running, group=True)
@@ -322,7 +322,7 @@ class Attempt:
             if self.state.phase == "stopping":
                 self.host.display.print(
                     f"phalanx run: {name}: stopping {count_ranks(running)}, with "
-                    f"{self.state.shutdown_timeout_s:g} s to end by themselves (again: kill at once)"
+                    f"{self.state.shutdown_timeout_s:g} s to exit by themselves (again: kill at once)"
                 )
             elif any(isinstance(action, Kill) for action in actions):
                 self.host.display.print(f"phalanx run: {name} again: killing {count_ranks(running)}")
@@ -424,7 +424,7 @@ class Attempt:
             pids, self.state.running, place.world_size, waited_s, self.flights.logs(), place.ranks
         )
         if not self.state.overdue:
-            text += "\n`phalanx stacks` shows where they are; --exit-timeout SECONDS would stop them."
+            text += "\n`phalanx stacks` shows their stacks; --exit-timeout SECONDS would stop them."
         self.host.display.print(text)
 
     def collect_logs(self) -> list[GroupLog]:
@@ -445,7 +445,7 @@ class Attempt:
 
 
 def count_ranks(ranks: int) -> str:
-    """Return a number of ranks in words."""
+    """Return a number of ranks as text, such as `2 ranks`."""
     return f"{ranks} rank{'s' * (ranks != 1)}"
 
 

@@ -44,17 +44,17 @@ def describe(use: str, *, preloads: bool) -> str:
     suspects = _plugins()
     who = f" Suspects: {', '.join(suspects)}." if suspects else ""
     said = (
-        f"phalanx run: CUDA was initialised ({use}) in the process from which the ranks are forked, "
-        f"{'while torch was imported' if preloads else 'as Python started'}, and a fork of it can't use a GPU.{who}"
+        f"phalanx run: CUDA was initialised ({use}) in the process that forks the ranks, "
+        f"{'during the import of torch' if preloads else 'when Python started'}; its forks can't use a GPU.{who}"
     )
     if preloads:
         return (
-            f"{said} So each rank imports torch by itself, which takes longer. Initialise CUDA at the first use, not "
-            "in an import; --no-preload says nothing and does the same."
+            f"{said} So each rank imports torch itself, which takes longer. Initialise CUDA when first used, not in an "
+            "import, or start with --no-preload, which does the same without this message."
         )
     return (
-        f"{said} Look for it in sitecustomize, usercustomize and .pth files. Ranks that use no GPU run all the same; "
-        "for those that do, start the script without `phalanx run`, or initialise CUDA later."
+        f"{said} Check sitecustomize, usercustomize and .pth files. Ranks that use no GPU are not affected; for ranks "
+        "that do, start the script without `phalanx run`, or initialise CUDA later."
     )
 
 

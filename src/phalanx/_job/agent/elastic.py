@@ -275,7 +275,7 @@ class Elastic:
         others = [other for other in self.members.values() if other is not member and other.holds_state]
         if member.holds_state and member.report is None and not others and not member.continued:
             member.continued = True
-            said = "it alone holds the state of the training: it is sent SIGCONT, and not killed yet"
+            said = "no other rank has the training state: sending it SIGCONT instead of killing it"
             return [Print(f"phalanx run: rank {self.rank_of(slot)} (pid {member.pid}): {said}"), Continue(slot)]
         if member.report is None:
             member.evicted = f"killed: {why}"
@@ -317,7 +317,7 @@ class Elastic:
         """
         if any(lost.slot == member.slot for lost in self._newest_losses):
             return [refuse(member.slot, _HAS_ENDED)]
-        said = f"phalanx run: rank {self.rank_of(member.slot)} leaves: it came when the training had ended"
+        said = f"phalanx run: rank {self.rank_of(member.slot)} leaves: it joined after the training had ended"
         return [Print(said), SendToRank(member.slot, LEAVE)]
 
     def _on_joined(self, member: ElasticRank, message: Mapping[str, Any], generation: int) -> list[ElasticAction]:
@@ -378,7 +378,7 @@ class Elastic:
         for other in silent:
             if other.due is None and not other.evicted:
                 span_s = self.silence_s(other.slot)
-                why = f"rank {self.rank_of(member.slot)} has given up on their group, and it has not for {span_s:g} s"
+                why = f"rank {self.rank_of(member.slot)} has left their group, and it has not left within {span_s:g} s"
                 self._set_due(other.slot, now + span_s, why)
 
     def _on_waiting(self, member: ElasticRank, generation: int, now: float) -> list[ElasticAction]:
@@ -398,12 +398,12 @@ class Elastic:
         if self.phase is ElasticPhase.ENDING:
             return ""
         if self.phase is ElasticPhase.GIVEN_UP:
-            return "`phalanx run` has given the job up"
+            return "`phalanx run` has given up the job"
         if self.phase is ElasticPhase.FINISHED:
             return _HAS_ENDED
         strangers = [slot for slot, other in self.members.items() if not other.joined]
         if strangers and not self.generation.number:
-            return f"{name_ranks(strangers)} never came to phalanx.elastic.run"
+            return f"{name_ranks(strangers)} never called phalanx.elastic.run"
         return ""
 
     def _decide(self, now: float, without_loss: str = "") -> list[ElasticAction]:
@@ -411,7 +411,7 @@ class Elastic:
         if any(member.report is not None for member in self.members.values()):
             return []
         if not any(member.holds_state for member in self.members.values()):
-            why = "no rank that is left holds the state of the training"
+            why = "no remaining rank has the training state"
             said = Print(f"phalanx run: the job ends: {why}. Start again from a checkpoint.")
             return [*([said] if self.losses else []), *self._fail(why)]  # without earlier losses, the ranks say why
         if why := self._repetition.find_hopeless(self._exits, self.rank_of):
@@ -471,8 +471,8 @@ class Elastic:
 
     def _end(self, missing: str, now: float) -> list[ElasticAction]:
         """End the job: too many ranks are missing, and none can be replaced."""
-        allowed = "" if self._refuses_forks else f" (--max-restarts {self.max_replacements} are used up)"
-        return self._save_and_end(f"there are {missing}, and no replacement can be made{allowed}")
+        allowed = "" if self._refuses_forks else f" (--max-restarts {self.max_replacements} is used up)"
+        return self._save_and_end(f"there are {missing}, and no rank can be replaced{allowed}")
 
     def _save_and_end(self, why: str) -> list[ElasticAction]:
         """End the job after the remaining ranks have saved their state."""
@@ -483,15 +483,15 @@ class Elastic:
         self._exits = []
         self._over = ElasticPhase.ENDING
         return [
-            Print(f"phalanx run: {why}: the ranks that are left save what they hold, and end"),
+            Print(f"phalanx run: {why}: the remaining ranks save their state, and exit"),
             *([Retire(retired)] if retired else []),
             *(SendToRank(slot, message) for slot, member in self.members.items() if member.joined),
         ]
 
     def _describe_loss(self, lost: list[LostRank], forked: set[int], without_loss: str) -> str:
         if not lost:
-            return f"phalanx run: {without_loss or 'a process is missing'}: they form it again"
-        replaced = "" if self.max_replacements is None else f"of {self.max_replacements}: {self.num_replaced}"
+            return f"phalanx run: {without_loss or 'a process is missing'}: they form a new one"
+        replaced = "" if self.max_replacements is None else f"{self.num_replaced} of {self.max_replacements}"
         return describe_loss(lost, len(forked), self.generation.world_size, replaced)
 
     def _forget(self, slot: int) -> None:
@@ -520,21 +520,22 @@ class Elastic:
 def describe_loss(lost: Sequence[LostRank], num_forked: int, world_size: int, replaced: str) -> str:
     """Describe the lost ranks, and how many are replaced or remain.
 
-    `replaced`: the limit and the number of replacements so far; empty without a limit.
+    `replaced`: the number of replacements so far and the limit; empty without a limit.
     """
     said = [f"rank {each.rank} (pid {each.pid}) is lost: {each.why}" for each in lost]
     if not num_forked:
-        then = f"{world_size} ranks go on without"
+        count = f"{world_size} rank{'s' * (world_size != 1)} continue{'s' * (world_size == 1)}"
+        then = f"{count} without {'it' if len(lost) == 1 else 'them'}"
     else:
         left = f" ({replaced})" if replaced else ""
-        then = f"A replacement is started{left}" if num_forked == 1 else f"{num_forked} are replaced{left}"
+        then = f"Starting a replacement{left}" if num_forked == 1 else f"Starting {num_forked} replacements{left}"
     return f"phalanx run: {'; '.join(said)}. {then}"
 
 
 def describe_regrouped(lost: Sequence[LostRank], num_ranks: int, now: float) -> str:
     """Return a line with the number of ranks that continue and the time since the loss."""
     return (
-        f"phalanx run: {num_ranks} rank{'s' * (num_ranks > 1)} go{'es' * (num_ranks == 1)} on, "
+        f"phalanx run: {num_ranks} rank{'s' * (num_ranks > 1)} continue{'s' * (num_ranks == 1)}, "
         f"{now - min(each.at for each in lost):.2f} s after the loss"
     )
 
@@ -588,7 +589,7 @@ class Repetition:
         reports = {exit.rank: report for exit, report in exits if report is not None}
         slot = self.find_repeated(reports)
         if slot is not None:
-            return f"rank {rank_of(slot)} has raised the same as before at the same step, and is not replaced"
+            return f"rank {rank_of(slot)} has raised the same exception at the same step again, and is not replaced"
         return self.describe()
 
     def describe(self) -> str:
@@ -596,5 +597,5 @@ class Repetition:
         if self._disagreements >= _MAX_DISAGREED:
             return f"the ranks have disagreed {self._disagreements} times at the same step: {self._disagreement}"
         if self._losses > _MAX_IN_VAIN:
-            return f"{self._losses} ranks were lost in a row, and no step was completed in between"
+            return f"{self._losses} ranks were lost without a completed step between the losses"
         return ""

@@ -164,13 +164,13 @@ def find_disagreements(environ: Mapping[str, str], world_size: int, *, standalon
     if ranks:
         problems.append(
             f"{' and '.join(ranks)} in the environment: this process is already a rank of another launcher, "
-            "which would start the whole job once per rank. "
-            "Use one launcher; to nest on purpose: env -u RANK -u LOCAL_RANK -u WORLD_SIZE phalanx run …"
+            "and each rank would start the whole job again. "
+            "Use one launcher; to nest them on purpose: env -u RANK -u LOCAL_RANK -u WORLD_SIZE phalanx run …"
         )
     size = environ.get("WORLD_SIZE")
     if size and not ranks and size != str(world_size):
         problems.append(
-            f"WORLD_SIZE={size} in the environment, but {world_size} ranks are to be started. "
+            f"WORLD_SIZE={size} in the environment, but this command would start {world_size} ranks. "
             f"Unset WORLD_SIZE, or pass --nproc-per-node {size}."
         )
     launch = find_launch(environ)
@@ -180,8 +180,8 @@ def find_disagreements(environ: Mapping[str, str], world_size: int, *, standalon
             starter, fewer = "srun", "srun -n1 -c<cores> phalanx run"
         problems.append(
             f"{launch.launcher} started this command {launch.world_size} times (this is number {launch.rank}), and "
-            f"each would start a job of its own. On one host: {fewer}. On one or several, without phalanx run: "
-            f"{starter} -n <ranks> python train.py, whose phalanx.init joins them. If each is to be a job of its own: "
+            f"each would start its own job. On one host: {fewer}. On one or several, without phalanx run: "
+            f"{starter} -n <ranks> python train.py, whose phalanx.init joins them. To start separate jobs: "
             "phalanx run --standalone."
         )
     return problems

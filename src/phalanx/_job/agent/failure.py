@@ -185,7 +185,7 @@ def describe_failures(
         if stopped:
             lines.append(f"  {name_ranks(stopped)}: stopped by phalanx run")
         if abandoned:
-            lines.append(f"  {name_ranks(list(abandoned))}: not started any more")
+            lines.append(f"  {name_ranks(list(abandoned))}: not started")
         lines.append("")
     if first.loss is not None:
         ranks = [failure.rank for failure in failures if failure.loss == first.loss]
@@ -237,9 +237,9 @@ def summarise(failure: RankFailure) -> str:
     if failure.loss is not None:
         return f"lost with {failure.loss.host}"
     if end is None:
-        how = "had not ended yet"
+        how = "had not exited yet"
     elif report is not None and end.status == -signal.SIGKILL:
-        how = "did not end by itself afterwards and was killed"
+        how = "did not exit by itself and was killed"
     else:
         how = f"exit code {end.status}" if end.status >= 0 else name_signal(-end.status)
     if report is None:

@@ -271,8 +271,8 @@ class HostRanks:
         status = zygote.wait_exit()
         how = name_signal(-status) if status < 0 else f"exit code {status}"
         self._num_failed_zygotes = 0 if zygote.has_forked else self._num_failed_zygotes + 1
-        who = f"the zygote (pid {zygote.pid}), from which the ranks are forked,"
-        said = f"phalanx run: {who} ended: {how}. The ranks go on"
+        who = f"the zygote (pid {zygote.pid}), which forks the ranks,"
+        said = f"phalanx run: {who} exited: {how}. The ranks continue"
         adopted.adopt(zygote.pid, {pid: rank for pid, rank in ranks.items() if pid not in adopted})
         adopted.signal(
             signal.SIGKILL, [rank for pid, rank in ranks.items() if self._elastic.is_evicted(pid)], group=True
@@ -280,14 +280,14 @@ class HostRanks:
         zygote.control.close()
         try:
             if self._num_failed_zygotes == _MAX_FAILED_ZYGOTES:
-                raise OSError(f"{self._num_failed_zygotes} in a row have ended like this")
+                raise OSError(f"{self._num_failed_zygotes} in a row have exited like this")
             self._host.zygote = zygote.start_another(adopted.sessions)
             self._zygote_is_new = True
         except OSError as error:
-            self._host.display.print(f"{said}, but none of them can be replaced: {error.strerror or error}")
+            self._host.display.print(f"{said}, but lost ranks cannot be replaced: {error.strerror or error}")
             self._listener.do_elastic(self._elastic.on_no_forks(time.monotonic()))
         else:
-            then = "its spare takes its place" if self._host.zygote.was_spare else "another one is started"
+            then = "its spare replaces it" if self._host.zygote.was_spare else "starting another"
             self._host.display.print(f"{said}; {then}")
             for rank in self._elastic.awaited:  # the old zygote has not reported these forks
                 self.fork(rank)
@@ -301,8 +301,8 @@ class HostRanks:
             self._reap_adopted()
         if self._host.zygote.was_stopped():
             self._host.display.print(
-                f"phalanx run: somebody has stopped the zygote (pid {self._host.zygote.pid}), from which the ranks "
-                "are forked. The ranks go on, but their ends are not seen until it does: "
+                f"phalanx run: the zygote (pid {self._host.zygote.pid}), which forks the ranks, was stopped. The ranks "
+                "continue, but their exits are detected only after "
                 f"kill -CONT {self._host.zygote.pid}"
             )
 

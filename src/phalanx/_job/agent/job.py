@@ -239,10 +239,10 @@ def _run_attempts(
             break
         if early:
             left_early -= 1
-            times = "a rank was lost before all had begun to train"
+            times = "a rank was lost before all ranks had begun to train"
         else:
             left = (left or 0) - 1
-            times = "once more" if left == 0 else f"up to {left + 1} times more"
+            times = "once more" if left == 0 else f"up to {left + 1} more times"
         for report in reports:
             report.add_restart(times)
         _report_failures(host, attempt, flight)
@@ -276,9 +276,7 @@ def _conclude(plan: JobPlan, host: HostResources, attempt: Attempt, flight: Flig
             JobResult(attempt.place.world_size).write(plan.result_path)
         if code := _find_orderly_code(state):
             ranks = name_ranks([rank for rank, end in sorted(state.exits.items()) if end.status])
-            host.display.print(
-                f"phalanx run: {ranks} ended with exit code {code} (EX_TEMPFAIL): start the job again later"
-            )
+            host.display.print(f"phalanx run: {ranks} exited with code {code} (EX_TEMPFAIL): start the job again later")
         return code
     _copy_error_file(plan, state.failures[0])
     if plan.result_path:
@@ -333,9 +331,9 @@ def _report_zygote_lost(host: HostResources, state: Supervision) -> int:
     pid, status = host.zygote.pid, host.zygote.wait_exit()
     how = name_signal(-status) if status < 0 else f"exit code {status}"
     host.display.print(
-        f"phalanx run: the zygote (pid {pid}), from which the ranks are forked, ended: {how}. "
+        f"phalanx run: the zygote (pid {pid}), which forks the ranks, exited: {how}. "
         f"All {len(state.exits) + len(state.running)} ranks were killed. "
-        "If nobody killed it, memory is the first suspect; if it ended while importing torch, try --no-preload."
+        "If nobody killed it, the host may be out of memory; if it exited while importing torch, try --no-preload."
     )
     return 1
 
@@ -357,7 +355,7 @@ def _open_logs(plan: JobPlan) -> Logs:
     except OSError as error:
         raise LaunchError(
             f"phalanx run: --log-dir {log_dir}: cannot write {error.filename}: {error.strerror}. "
-            "Choose a directory that is yours.",
+            "Choose a directory to which you can write.",
             exit_code=2,
         ) from error
 
@@ -392,8 +390,8 @@ def describe_losses(losses: Sequence[LostRank]) -> str:
 def describe_overdue(state: Supervision) -> str:
     """Return one line on ranks that exceeded the exit timeout, and were stopped."""
     return (
-        f"phalanx run: {name_ranks(state.overdue)} did not end within "
-        f"{state.exit_timeout_s:g} s of the first (--exit-timeout), and had to be "
+        f"phalanx run: {name_ranks(state.overdue)} did not exit within "
+        f"{state.exit_timeout_s:g} s after the first (--exit-timeout), and had to be "
         f"{'killed' if state.killed else 'stopped'}"
     )
 
@@ -406,8 +404,8 @@ def describe_signal_end(state: Supervision, *, traceback: bool = False) -> str:
         return f"phalanx run: stopped by {name}{'' if traceback else _describe_places(state)}"
     ranks = ", ".join(str(rank) for rank in state.killed)
     return (
-        f"phalanx run: stopped by {name}; rank{'s' * (len(state.killed) > 1)} {ranks} did not end within "
-        f"{state.shutdown_timeout_s:g} s and had to be killed (--shutdown-timeout gives them more)"
+        f"phalanx run: stopped by {name}; rank{'s' * (len(state.killed) > 1)} {ranks} did not exit within "
+        f"{state.shutdown_timeout_s:g} s and had to be killed (--shutdown-timeout sets the time)"
     )
 
 

@@ -54,7 +54,7 @@ class JobReport:
         if other is not None:
             raise LaunchError(
                 f"phalanx run: --report {folder}: another job, {other.name} (pid {other.pid}), is running and "
-                "leaves its report there. Choose another directory, or wait for its end.",
+                "writes its report there. Choose another directory, or wait until that job has ended.",
                 exit_code=USAGE_EXIT_CODE,
             )
         try:
@@ -64,7 +64,7 @@ class JobReport:
         except OSError as error:
             raise LaunchError(
                 f"phalanx run: --report {folder}: cannot write {error.filename}: {error.strerror}. "
-                "Choose a directory that is yours.",
+                "Choose a directory to which you can write.",
                 exit_code=USAGE_EXIT_CODE,
             ) from error
 
@@ -94,7 +94,7 @@ class JobReport:
             self._add(_when(failure), "stopped" if failure.stopped else kind, summarise(failure), failure.rank, detail)
 
     def add_restart(self, why: str) -> None:
-        self._add(time.monotonic(), "restart", f"all ranks are started again ({why})")
+        self._add(time.monotonic(), "restart", f"all ranks are restarted ({why})")
 
     def write(self, code: int) -> str:
         """Write the report of a job that has ended with this exit code; return a line for the user; never raise."""

@@ -27,8 +27,8 @@ def find_problem(num_ranks: int) -> str | None:
     if hard == resource.RLIM_INFINITY or needed <= hard:
         return None
     return (
-        f"{num_ranks} rank{'s' * (num_ranks > 1)} need {needed} open files in this command (RLIMIT_NOFILE), and no "
-        f"more than {hard} are allowed. Raise the limit (`ulimit -Hn`, LimitNOFILE= of a service, --ulimit nofile= of "
+        f"{num_ranks} rank{'s' * (num_ranks > 1)} need {needed} open files in this command (RLIMIT_NOFILE), and at "
+        f"most {hard} are allowed. Raise the limit (`ulimit -Hn`, LimitNOFILE= of a service, --ulimit nofile= of "
         "a container) or start fewer ranks."
     )
 
@@ -57,7 +57,7 @@ def explain(error: OSError) -> str:
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         return f"{why} This command may have {soft} open files (`ulimit -n`; at most {hard}, `ulimit -Hn`)."
     if error.errno == errno.ENOMEM:
-        return f"{why} Start fewer ranks, or look at `ulimit -v` and the memory limit of the container."
+        return f"{why} Start fewer ranks, or check `ulimit -v` and the memory limit of the container."
     return why
 
 

@@ -31,7 +31,7 @@ class Metrics:
         except ValueError as error:
             raise LaunchError(
                 f"phalanx run: --metrics {shown}: {error}. Set {TOKEN_VARIABLE} to a secret that the scraper sends "
-                "(Authorization: Bearer ...), or give a port alone, which only this host reaches.",
+                "(Authorization: Bearer ...), or give only a port, which only this host reaches.",
                 exit_code=2,
             ) from None
         except OSError as error:
@@ -46,7 +46,7 @@ class Metrics:
         if self._watch is None:
             job = next((job for job in find_jobs(_COMMAND) if job.pid == os.getpid()), None)
             if job is None:
-                raise LaunchError(f"{_COMMAND}: the agent cannot be asked on this system")
+                raise LaunchError(f"{_COMMAND}: not supported on this system: the agent has no socket")
             self._watch = JobWatch(job)
         return Page(CONTENT_TYPE, as_prometheus(self._watch.look()).encode())
 

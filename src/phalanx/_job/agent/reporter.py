@@ -14,14 +14,14 @@ import phalanx
 from phalanx._job.agent.failure import ExceptionReport
 
 _NO_TERMINAL = (
-    "A debugger found nobody at the keyboard: ranks have no terminal. To step through the script, run it as the only "
-    "rank, without `phalanx run`:\n"
+    "A debugger was started, but ranks have no terminal. To step through the script, run it as the only rank, without "
+    "`phalanx run`:\n"
     "  RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 python SCRIPT\n"
-    "`phalanx stacks` shows where the ranks of a running job are."
+    "`phalanx stacks` shows the stacks of a running job."
 )
 _NO_GUARD = (
-    "The script starts processes by 'spawn' or 'forkserver' (the default from Python 3.14 on). Each of them "
-    "imports the script, and would start more. Put what the script does below this line:\n"
+    "The script starts processes by 'spawn' or 'forkserver' (the default from Python 3.14 on). Each process "
+    "imports the script, and would start more processes. Put the script's statements below this line:\n"
     '  if __name__ == "__main__":'
 )
 _LIBRARY_FRAMES_HEAD = "Traceback (most recent call last; --traceback shows the lines of libraries):\n"

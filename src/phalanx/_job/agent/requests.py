@@ -103,12 +103,12 @@ class Requests:
 
     def _refuse(self, request: ClientRequest, pid: int) -> None:
         """Refuse a process that is not a rank, such as a child in `phalanx run bash train.sh`."""
-        why = f"phalanx.elastic works in a process that phalanx run has started itself, and pid {pid} is none of them"
+        why = f"phalanx.elastic works only in a process that phalanx run has started itself, unlike pid {pid}"
         request.channel.put({"kind": "refused", "why": why})
         request.close()
         lost = self._attempt.ranks.processes.lost_ns
         if pid not in lost and read_state(pid) not in ("", "Z"):  # it may have been a rank until now
-            self._socket.notice("no rank", f"{why}. To this one, the loss of a rank is the end of the job")
+            self._socket.notice("no rank", f"{why}. Without it, the job fails when a rank is lost")
 
     def _answer_snapshot(self, request: ClientRequest) -> None:
         """Answer with the processes of all ranks, and the descriptors of their stacks, records and progress pages."""

@@ -64,7 +64,7 @@ class SilentRanks:
             return
         why = f"the others waited for it for {accused.silent.silent_s:.1f} s"
         if not accused.silent.waiting:
-            why = f"it had done nothing for {accused.silent.silent_s:.1f} s"
+            why = f"it was inactive for {accused.silent.silent_s:.1f} s"
         why += f" (--evict-after {evict_after_s:g})"
         if attempt.elastic.claims(accused.rank, accused.pid):
             if not attempt.elastic.is_evicted(accused.pid):  # it was not reported before

@@ -15,9 +15,9 @@ _STATES = {
     "R": "running",
     "S": "sleeping",
     "D": "in a system call that cannot be interrupted (a disk or a network file system?)",
-    "T": "stopped (SIGSTOP or Ctrl-Z); `kill -CONT {pid}` lets it go on",
+    "T": "stopped (SIGSTOP or Ctrl-Z); `kill -CONT {pid}` continues it",
     "t": "stopped by a debugger",
-    "Z": "ended, and about to be noticed",
+    "Z": "exited, about to be reaped",
 }
 
 
@@ -34,7 +34,7 @@ def describe_stragglers(
     The line for a rank outside `local_ranks` says only that the rank is on another host.
     """
     gone = world_size - len(ranks)
-    lines = [f"phalanx run: {gone} of {world_size} ranks have ended; still there {waited_s:.1f} s later:"]
+    lines = [f"phalanx run: {gone} of {world_size} ranks have exited; still running {waited_s:.1f} s later:"]
     for rank in ranks[:_MAX_LINES]:
         pid = pids.get(rank)
         absent = "not started yet" if rank in local_ranks else "on another host"

@@ -19,7 +19,7 @@ Form = Literal["source", "bytecode", "folder", "archive"]
 MAGIC_NUMBER = importlib.util.MAGIC_NUMBER
 BYTECODE_HEADER = 16  # bytes before the code object: magic number, flags, date and size or hash of the source
 _READ_ONCE = (
-    "Every rank reads the script, and standard input or a pipe can be read only once. Write the script into a file: "
+    "Every rank reads the script, and standard input or a pipe can be read only once. Write the script to a file: "
     "cat > /tmp/script.py; phalanx run /tmp/script.py"
 )
 
@@ -88,7 +88,7 @@ def find_problem(target: JobTarget, environment: Mapping[str, str]) -> str | Non
         return _find_script_problem(target.name)
     if target.kind == "program":
         if _which(target.name, environment.get("PATH")) is None:
-            return f"program {target.name!r}: not found, or not executable. Give its path, or look at PATH."
+            return f"program {target.name!r}: not found, or not executable. Give its path, or check PATH."
         return None
     return _find_module_problem(target.name, environment.get("PYTHONPATH", ""))
 
@@ -123,7 +123,7 @@ def _find_script_problem(path: str) -> str | None:
     try:
         mode = os.stat(path).st_mode
         if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-            return f"script {path!r}: is no regular file. {_READ_ONCE}"
+            return f"script {path!r}: is not a regular file. {_READ_ONCE}"
         form = find_form(path)
         if form == "folder":
             main = os.path.join(path, "__main__.py")
@@ -147,12 +147,12 @@ def _find_script_problem(path: str) -> str | None:
     except FileNotFoundError:
         program = _which(path)
         if program and os.path.basename(path).startswith("python"):
-            advice = f" Leave {path!r} out: scripts are run with {sys.executable} without it."
+            advice = f" Leave out {path!r}: {sys.executable} runs the script anyway."
         else:
             advice = f" To run the program {program}, use --no-python." if program else _suggest_neighbour(path)
         return f"script {path!r}: no such file in {os.getcwd()}.{advice}"
     except OSError as error:
-        return f"script {path!r}: cannot be read: {error.strerror}. Look at its permissions: ls -l {path}"
+        return f"script {path!r}: cannot be read: {error.strerror}. Check its permissions: ls -l {path}"
     return _find_source_problem(path)
 
 

@@ -151,15 +151,15 @@ def describe_wait(accused: AccusedRank, rank_of: Mapping[int, int], groups: Sequ
             f"{name_ranks(waiting)} wait{'s' * (len(waiting) == 1)} for {who} in {silent.operation}, "
             f"for {silent.silent_s:.1f} s: it is {where}"
         )
-    return f"{who} has done nothing for {silent.silent_s:.1f} s: it is {where}"
+    return f"{who} has been inactive for {silent.silent_s:.1f} s: it is {where}"
 
 
 def describe_slow(slow: Slow, rank: int) -> str:
     """Describe a rank that is slower than the others, and how long they wait for it."""
     return (
-        f"phalanx run: rank {rank} (pid {slow.pid}) is slower than the others: in {slow.span_s:.0f} s it came last "
-        f"to {slow.times} of {slow.num_operations} operations, and for {slow.share * 100:.0f} % of the time they "
-        "waited for it alone. `phalanx top` shows it, `phalanx stacks` where it is"
+        f"phalanx run: rank {rank} (pid {slow.pid}) is slower than the others: in {slow.span_s:.0f} s it entered "
+        f"{slow.times} of {slow.num_operations} operations last, and the others waited only for it for "
+        f"{slow.share * 100:.0f} % of the time. See `phalanx top` and `phalanx stacks`"
     )
 
 

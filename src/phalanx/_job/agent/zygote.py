@@ -98,7 +98,7 @@ def main(
     ):  # nothing polls the socket during the import of torch, and nothing is to be cleaned up
         die_with_parent(agent)
     adopt_orphans()
-    set_command([sys.executable, f"(phalanx run {agent}: the zygote, from which the ranks are forked)"])
+    set_command([sys.executable, f"(phalanx run {agent}: the zygote, which forks the ranks)"])
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         # Until a rank runs its script, Ctrl-C kills it without a traceback of ours. Python's handler would only set a
         # flag, which is lost when a rank executes a program.

@@ -347,5 +347,5 @@ class ElasticHosts(Elastic):
         )
         before = f"{without_loss}; " if without_loss else ""
         verb = "is" if len(forked) == 1 else "are"
-        anew = f": {name_ranks(sorted(map(self.rank_of, forked)))} {verb} started anew" if forked else ""
-        return f"phalanx run: {before}{count} go on{anew}"
+        restarted = f": {name_ranks(sorted(map(self.rank_of, forked)))} {verb} restarted" if forked else ""
+        return f"phalanx run: {before}{count} continue{'s' * (size == 1)}{restarted}"

@@ -98,7 +98,7 @@ class AgentSocket:
 
     def _notice_unheard(self, kind: str, peer: Peer, what: str) -> None:
         who = f"a process of user {peer.uid} (pid {peer.pid})"
-        self.notice(kind, f"{who} {what}. It is not heard, and the job goes on; no more is said of such")
+        self.notice(kind, f"{who} {what}. It was refused, and the job continues; further ones are not reported")
 
     def take_notices(self) -> list[str]:
         """Return new lines for the user."""

@@ -108,8 +108,8 @@ class Display:
         if self._out.problem is not None:
             self.print_once(
                 "stdout",
-                f"phalanx run: stdout cannot be written: {self._out.problem.strerror}. The job goes on; lines are lost "
-                "until there is room again, and the exit code will not be 0.",
+                f"phalanx run: stdout cannot be written: {self._out.problem.strerror}. The job continues; lines are "
+                "lost until there is room again, and the exit code will not be 0.",
             )
 
     def flush(self) -> None:

@@ -119,8 +119,8 @@ class Logs:
             log.put(lines)
             if log.problem is not None:
                 said = (
-                    f"phalanx run: --log-dir: cannot write {log.path}: {log.problem.strerror}. The job goes on; lines "
-                    "are missing in the logs until they can be written again."
+                    f"phalanx run: --log-dir: cannot write {log.path}: {log.problem.strerror}. The job continues; "
+                    "lines are missing in the logs until they can be written again."
                 )
         return said
 

@@ -52,8 +52,8 @@ def _how_it_ended(run: Measurements) -> Iterator[ReportFinding]:
     elif run.end == "stopped":
         yield ReportFinding(
             "warn",
-            f"The run was {run.end_text or 'stopped'}, {_how_far(run)}. One that saves (phalanx.CheckpointManager) "
-            "goes on from its last checkpoint.",
+            f"The run was {run.end_text or 'stopped'}, {_how_far(run)}. A run that saves (phalanx.CheckpointManager) "
+            "resumes from its last checkpoint.",
             9,
         )
     failures = [event for event in run.events if event.kind == "failure"]
@@ -66,17 +66,17 @@ def _how_it_ended(run: Measurements) -> Iterator[ReportFinding]:
         whom = whom[:1].upper() + whom[1:]
         times = f" ({len(losses)} losses)" if len(losses) > 1 else ""
         yield ReportFinding(
-            "warn", f"{whom} {'was' if len(losses) == 1 else 'were'} lost and the others went on{times}: "
+            "warn", f"{whom} {'was' if len(losses) == 1 else 'were'} lost, and the others continued{times}: "
             f"{losses[0].text}.", 7,
         )  # fmt: skip
     restarts = max((rank.attempt for rank in run.ranks), default=0)
     if restarts:
         counted = "" if any(rank.first_number != 1 for rank in run.newest) else (
-            " Steps and loss are the last attempt's, from its own first step on: it has not told where it went on."
+            " Steps and loss are the last attempt's, from its own first step on: it has not reported where it resumed."
         )  # fmt: skip
         yield ReportFinding(
             "warn",
-            f"The job was started again {_times(restarts)}; what a restart repeats is what lies behind the last "
+            f"The job was restarted {_times(restarts)}; a restart repeats the steps since the last "
             "checkpoint: save more often, or survive the loss without one (phalanx.elastic)."
             f"{counted}",
             6,

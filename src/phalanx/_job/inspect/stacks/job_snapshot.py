@@ -167,7 +167,7 @@ def ask(
             except TimeoutError:
                 raise LaunchError(
                     f"{command}: job {agent}: `phalanx run` does not answer within {timeout_s:g} s. "
-                    "If it was stopped (Ctrl-Z), its ranks are stopped, too: `fg` or `kill -CONT` lets it go on."
+                    "If it was stopped (Ctrl-Z), its ranks are stopped, too: `fg` or `kill -CONT` continues it."
                 ) from None
             except OSError as error:
                 raise LaunchError(
