@@ -172,7 +172,7 @@ def test_a_program_that_cannot_be_run_says_so(tmp_path: Path) -> None:
         (["nowhere.py"], {}, "script 'nowhere.py': no such file"),
         (["--nproc-per-node", "0", "x.py"], {}, "must be at least 1, got 0"),
         (["--nproc-per-node", "99999", "--no-python", "true"], {}, "more than 64 ranks for each"),
-        (["--nproc-per-node", "gpu", "--no-python", "true"], {"CUDA_VISIBLE_DEVICES": ""}, "has no GPU that CUDA"),
+        (["--nproc-per-node", "gpu", "--no-python", "true"], {"CUDA_VISIBLE_DEVICES": ""}, "has no GPU for CUDA"),
         (["--nproc-per-node", "2", "--no-python", "true"], {"WORLD_SIZE": "8"}, "WORLD_SIZE=8 in the environment"),
         (["--nproc-per-node", "2", "--no-python", "true"], {"RANK": "0"}, "already a rank of another launcher"),
         (["--nporc-per-node", "2", "x.py"], {}, "Did you mean --nproc-per-node?"),

@@ -335,7 +335,7 @@ def test_env_is_there_when_torch_and_modules_are_imported(tmp_path: Path) -> Non
 def test_env_gives_no_rank_the_jobs_key(tmp_path: Path) -> None:
     finished = run("--env", "PHALANX_KEY=plx-secret", write_script(tmp_path, ""))
     assert finished.code == 2
-    assert "--env: PHALANX_KEY is for this command" in finished.err
+    assert "--env: PHALANX_KEY is only for this command" in finished.err
     assert "plx-secret" not in finished.err
 
 

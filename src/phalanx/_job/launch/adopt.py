@@ -52,8 +52,8 @@ def find_node(settings: Settings, environ: Mapping[str, str]) -> Allocation | No
     if found is None and rendezvous is None and (unused := find_unused_hosts(environ)):
         show(
             2,
-            f"phalanx run: Slurm gave this job {unused} hosts, and this command, started once, uses one. "
-            "On all of them: srun --ntasks-per-node=1 phalanx run …",
+            f"phalanx run: Slurm gave this job {unused} hosts, but this command, started once, uses only one. "
+            "To use all: srun --ntasks-per-node=1 phalanx run …",
         )
     return found
 
@@ -75,7 +75,7 @@ def adopt(
     if rendezvous is not None and not rendezvous.min_nodes <= found.num_nodes <= rendezvous.max_nodes:
         problems.append(
             f"--nnodes {rendezvous.max_nodes}, and {found.describe()} has {found.num_nodes}. "
-            "Leave --nnodes out, or start as many."
+            "Leave out --nnodes, or start as many nodes."
         )
     remaining.pop("PHALANX_KEY", None)  # only `complete_rendezvous` reads it; the ranks must not inherit it
     own = replace(
@@ -110,8 +110,8 @@ def complete_rendezvous(plan: JobPlan, environ: Mapping[str, str], found: Alloca
     found = replace(found, job=plan.run_id)
     rendezvous, job = find_rendezvous(found, plan.settings.key_file, environ, rendezvous)
     if found.node == 0:
-        hint = f". It is to be started on every host: {found.hint}" if found.hint else ""
-        show(2, f"phalanx run: {replace(found, job=job).describe()}; they meet {_describe_place(rendezvous)}{hint}")
+        hint = f". Start it on every host: {found.hint}" if found.hint else ""
+        show(2, f"phalanx run: {replace(found, job=job).describe()}; rendezvous {_describe_place(rendezvous)}{hint}")
     return replace(plan, run_id=job, settings=replace(plan.settings, rendezvous=rendezvous, run_id=job))
 
 

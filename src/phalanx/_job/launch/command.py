@@ -78,8 +78,8 @@ def run_job(plan: JobPlan, joined: JoinedJob | None = None) -> int:
     if not SUPPORTED:
         show(
             2,
-            f"phalanx run: {sys.platform} tells no process of its parent's death: processes may be left if this "
-            "command is killed with SIGKILL, or if a rank starts daemons. On Linux none are.",
+            f"phalanx run: {sys.platform} does not notify processes of their parent's death: processes may survive if "
+            "this command is killed with SIGKILL, or if a rank starts daemons. On Linux none do.",
         )
     adopt_orphans()
     with caught_signals(signal.Signals[name] for name in _CAUGHT) as signals:

@@ -74,7 +74,7 @@ def read_words(words: Sequence[str]) -> tuple[str, Settings]:
         raise LaunchError(f"phalanx join: HOST:PORT {error}", exit_code=USAGE_EXIT_CODE) from None
     if port == 0:
         raise LaunchError(
-            f"phalanx join: {endpoint}: which port? The first host prints the line to type, with HOST:PORT",
+            f"phalanx join: {endpoint}: the port is missing. The first host prints the line to type, with HOST:PORT",
             exit_code=USAGE_EXIT_CODE,
         )
     # The first host decides the number of hosts; any number above one allows --node-rank and --local-addr.
@@ -102,9 +102,8 @@ def _join(endpoint: str, settings: Settings) -> int:
         raise LaunchError(f"phalanx join: {error}", exit_code=USAGE_EXIT_CODE) from None
     if key is None:
         raise LaunchError(
-            f"phalanx join: no key to join {endpoint}, and no terminal to ask for it. The file ~/.config/phalanx/key "
-            "of the "
-            "first host is to be on this one, too (mode 600); or name another: --key-file, PHALANX_KEY_FILE.",
+            f"phalanx join: no key to join {endpoint}, and no terminal to ask for it. Copy the first host's file "
+            "~/.config/phalanx/key to this host (mode 600), or name another file: --key-file, PHALANX_KEY_FILE.",
             exit_code=USAGE_EXIT_CODE,
         )
     joined = connect([endpoint], key, _JOIN_TIMEOUT_S, is_over=threading.Event().is_set, say=_print)
@@ -120,9 +119,8 @@ def _join(endpoint: str, settings: Settings) -> int:
             ""
             if os.path.isdir(job_spec.folder)
             else (
-                f"\nThe first host runs it in {job_spec.folder}, which is not here; so it was looked for in "
-                f"{os.getcwd()}. Type "
-                "`phalanx join` in the folder that holds the script."
+                f"\nThe first host runs it in {job_spec.folder}, which does not exist here; searched in {os.getcwd()}. "
+                "Run `phalanx join` in the folder of the script."
             )
         )
         raise LaunchError(
@@ -154,12 +152,10 @@ def format_help() -> str:
         "Usage: phalanx join HOST:PORT [OPTIONS]",
         "",
         *textwrap.wrap(
-            "Take part in the job that `phalanx run --nnodes N` has begun on another host, which prints this line. "
-            "Command, "
-            "arguments, folder and options come from there; what the ranks print is shown there. The job's key is "
-            "looked "
-            "for in --key-file, PHALANX_KEY_FILE, PHALANX_KEY and your configuration folder, and asked for at a "
-            "terminal.",
+            "Join the job that `phalanx run --nnodes N` has started on another host, which prints this line. That host "
+            "sends the command, arguments, folder and options, and shows the output of all ranks. The job's key is "
+            "read from --key-file, PHALANX_KEY_FILE, PHALANX_KEY or your configuration folder; on a terminal, "
+            "phalanx join asks for it.",
             80,
         ),
         "",

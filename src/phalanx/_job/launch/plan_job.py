@@ -14,13 +14,13 @@ from phalanx._job.agent.settings import Settings, refuse
 from phalanx._job.agent.target import find_problem
 from phalanx._job.launch.devices import count_gpus, find_cpus, share_cpus
 
-_NO_FOLDER = "the current folder has been removed, and PyTorch cannot be loaded in it. cd to one that is there."
+_NO_FOLDER = "the current folder was removed, and PyTorch cannot be loaded in it. cd to an existing folder."
 _NO_PROC = (
-    "there is no /proc here, and only through it do the ranks find the job's store, which has no port and no name. "
-    "Mount it (mount -t proc proc /proc), or start the ranks yourself with MASTER_ADDR and MASTER_PORT: they will not "
-    "share memory."
+    "there is no /proc, through which the ranks open the job's store, which has no port and no name. Mount it "
+    "(mount -t proc proc /proc), or start the ranks yourself with MASTER_ADDR and MASTER_PORT; then they do not share "
+    "memory."
 )
-_NO_GPU = "this host has no GPU that CUDA could use (the driver shows none, or CUDA_VISIBLE_DEVICES hides them). "
+_NO_GPU = "this host has no GPU for CUDA (the driver finds none, or CUDA_VISIBLE_DEVICES hides them). "
 _RANKS_PER_CORE = 64  # more is a typing error: each rank is a process that needs memory and time
 
 
@@ -99,7 +99,7 @@ def count_ranks(nproc_per_node: str, cores: int, gpus: int, problems: list[str])
     if nproc_per_node == "gpu" and gpus == 0:
         problems.append(
             f"--nproc-per-node gpu: {_NO_GPU}"
-            f"Use --nproc-per-node cpu for {cores} ranks, one per core; `nvidia-smi` shows what the driver sees."
+            f"Use --nproc-per-node cpu for {cores} ranks, one per core; `nvidia-smi` shows the driver's GPUs."
         )
         return 0
     if nproc_per_node in ("auto", "cpu", "gpu"):
@@ -118,17 +118,13 @@ def count_ranks_on_gpus(nproc_per_node: str, gpus: int, ranks_per_gpu: int, prob
     """Return the number of ranks on a host with `gpus` GPUs; append to `problems` if they do not fit on the GPUs."""
     option, most = f"--ranks-per-gpu {ranks_per_gpu}", gpus * ranks_per_gpu
     if gpus == 0:
-        problems.append(
-            f"{option}: {_NO_GPU}Leave it out for ranks on the CPU; `nvidia-smi` shows what the driver sees."
-        )
+        problems.append(f"{option}: {_NO_GPU}Leave it out for ranks on the CPU; `nvidia-smi` shows the driver's GPUs.")
     elif nproc_per_node == "cpu":
-        problems.append(
-            f"{option} and --nproc-per-node cpu: ranks are counted by GPUs or by cores. Give one of the two."
-        )
+        problems.append(f"{option} and --nproc-per-node cpu: ranks are counted by GPUs or by cores. Give only one.")
     elif nproc_per_node.isdecimal() and int(nproc_per_node) > most:
         have = "1 GPU has" if gpus == 1 else f"{gpus} GPUs have"
         problems.append(
-            f"{option}: {have} room for {most} ranks, and --nproc-per-node asks for {nproc_per_node}. "
+            f"{option}: {have} room for {most} ranks, but --nproc-per-node is {nproc_per_node}. "
             f"Give --ranks-per-gpu {-(-int(nproc_per_node) // gpus)}."
         )
     else:

@@ -47,7 +47,7 @@ class LogFile:
 def explain_gap(problem: OSError | None) -> bytes:
     """Return the text that replaces lost lines; it also ends a partly written line."""
     why = (problem.strerror if problem is not None else None) or os.strerror(0)
-    return encode(f"\n[phalanx run: lines are missing here: {why}]\n")
+    return encode(f"\n[phalanx run: lines were lost here: {why}]\n")
 
 
 class Logs:
@@ -120,7 +120,7 @@ class Logs:
             if log.problem is not None:
                 said = (
                     f"phalanx run: --log-dir: cannot write {log.path}: {log.problem.strerror}. The job continues; "
-                    "lines are missing in the logs until they can be written again."
+                    "lines are lost until the logs can be written again."
                 )
         return said
 

@@ -56,7 +56,7 @@ class TracebackBuffer:
                 released += [(rank, line) for line in self._echoes.pop(rank).release()]
             else:
                 self._named.add(rank)
-                released.append((rank, encode(f"the same traceback as rank {like}'s, but perhaps for numbers in it")))
+                released.append((rank, encode(f"the same traceback as rank {like}'s, perhaps with other numbers")))
         return released
 
     def forget(self) -> None:

@@ -200,7 +200,7 @@ class SshJob:
         address, interface, _ = candidates[chosen]
         port = self._request.port or self._first.port
         where = f"{address} ({interface} of {self._first.name})" if interface else address
-        self._show(f"phalanx run: {len(self._connections)} hosts over ssh; they meet at {where}")
+        self._show(f"phalanx run: {len(self._connections)} hosts over ssh; rendezvous at {where}")
         endpoint = join_endpoint(address, port)
         if self._request.is_elastic:  # also without a terminal
             self._show(f"phalanx run: a host that has the job's key may join by hand: phalanx join {endpoint}")

@@ -95,7 +95,7 @@ def _opened_folder() -> Iterator[str]:
     folder = JobFolder(os.environ)
     if not folder.path:
         raise LaunchError(
-            "phalanx.launch: no folder can be made in TMPDIR, /tmp or /var/tmp. Set TMPDIR to one of yours."
+            "phalanx.launch: cannot create a folder in TMPDIR, /tmp or /var/tmp. Set TMPDIR to a folder of yours."
         )
     try:
         yield folder.path
@@ -124,10 +124,12 @@ def _read_options(options: Mapping[str, object]) -> Settings:
     Raises:
         ValueError: lists all problems, with the names of Python arguments.
     """
-    refused = [f"{name}=: it is for a script; a call runs a function" for name in options if name in _OF_A_SCRIPT]
+    refused = [
+        f"{name}=: only for scripts; phalanx.launch calls a function" for name in options if name in _OF_A_SCRIPT
+    ]
     refused += [
-        f"{name}=: ranks are started on this host only. Put the call into a script, and start that on each host with "
-        "`phalanx run --nnodes`"
+        f"{name}=: phalanx.launch starts ranks only on this host. Put the call into a script, and start the script on "
+        "each host with `phalanx run --nnodes`"
         for name in options
         if name in _OF_SEVERAL_HOSTS
     ]
@@ -279,7 +281,7 @@ def _show(agent: subprocess.Popen[bytes], pipes: Sequence[_Pipe]) -> None:
 def _collect(call: str, folder: str, result: JobResult | None, code: int) -> list[Any]:
     """Return the ranks' results, or raise the first failure; `code` is the agent's exit code."""
     if result is None or not result.world_size:
-        how = result.text if result else f"its agent ended before it began: {_describe_exit(code)}"
+        how = result.text if result else f"its agent exited before the job began: {_describe_exit(code)}"
         raise LaunchError(how.replace("phalanx run:", f"{call}:") if result else f"{call}: {how}", exit_code=code)
     if result.failed_rank >= 0 or code:
         raise _failure(call, folder, result, code)
@@ -288,7 +290,7 @@ def _collect(call: str, folder: str, result: JobResult | None, code: int) -> lis
         ended = outcome.read(outcome_path(folder, rank))
         if ended is None:
             raise LaunchError(
-                f"{call}: rank {rank} of {result.world_size} ended, with exit code 0, before its function returned "
+                f"{call}: rank {rank} of {result.world_size} exited with code 0 before its function returned "
                 "(sys.exit, os._exit)."
             )
         if ended.failed:
@@ -300,7 +302,7 @@ def _collect(call: str, folder: str, result: JobResult | None, code: int) -> lis
 def _failure(call: str, folder: str, result: JobResult, code: int) -> BaseException:
     rank = result.failed_rank
     ended = outcome.read(outcome_path(folder, rank)) if rank >= 0 else None
-    text = result.text or f"the job ended before its function had returned everywhere: {_describe_exit(code)}"
+    text = result.text or f"the job ended before the function had returned in every rank: {_describe_exit(code)}"
     if ended is not None and isinstance(ended.error, Exception):
         error = ended.error
         error.__cause__ = RankTraceback(f"{call}: {text}")

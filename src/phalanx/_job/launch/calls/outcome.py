@@ -73,7 +73,7 @@ def _pickled(outcome: RankOutcome, dumps: Callable[[Any], bytes]) -> bytes:
 def describe_exit(exit_code: int) -> str:
     """Describe an exit code of `multiprocessing`, a negative one by the signal's name."""
     if exit_code >= 0:
-        return f"left with exit code {exit_code} before its function returned"
+        return f"exited with code {exit_code} before its function returned"
     try:
         return f"died by {signal.Signals(-exit_code).name}"
     except ValueError:
