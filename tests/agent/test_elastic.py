@@ -291,7 +291,7 @@ def test_a_rank_that_is_killed_before_all_have_come_costs_nobody_anything() -> N
     elastic.began_at = -STARTING_S  # it mentions what it does not call
     assert not elastic.lost_early
     elastic = job(3, joined=0)
-    elastic.note_early_loss(Exit(2, 102, -9, 1.0))  # another rank has told of its own end before
+    elastic.record_early_loss(Exit(2, 102, -9, 1.0))  # another rank has told of its own end before
     say(elastic, 0, "elastic")
     assert elastic.lost_early
     elastic = job(3)

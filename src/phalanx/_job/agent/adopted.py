@@ -67,14 +67,14 @@ class AdoptedRanks:
         for pid, status in reap_children(spared=zygote):
             if pid in self._ranks and status != 0:
                 signal_children([pid], signal.SIGKILL, group=True)
-            yield from self._bury(pid, status)
+            yield from self._remove(pid, status)
 
     def sweep(self, zygote: int) -> Iterator[AdoptedExit]:
         """Kill the adopted ranks and all other descendants outside `zygote`; yield the exits of the ranks."""
         for pid, status in kill_descendants(list(self._ranks), spared=zygote).items():
-            yield from self._bury(pid, os.waitstatus_to_exitcode(status))
+            yield from self._remove(pid, os.waitstatus_to_exitcode(status))
 
-    def _bury(self, pid: int, status: int) -> Iterator[AdoptedExit]:
+    def _remove(self, pid: int, status: int) -> Iterator[AdoptedExit]:
         rank = self._ranks.pop(pid, None)
         if rank is None:
             return

@@ -79,7 +79,7 @@ class Attempt:
         self._requests = Requests(self)
         self._silent = SilentRanks(self)
         self._report_end_at: float | None = None
-        self._asked: set[str] = set()  # the hosts that have received a signal that ends the job
+        self._signalled_hosts: set[str] = set()  # the hosts that have received a signal that ends the job
         self.link.attach(self)
 
     def run(self) -> None:
@@ -144,8 +144,8 @@ class Attempt:
         return self._control_fds() if self.host.zygote.control.waiting else ()
 
     def _find_due(self) -> float | None:
-        look = self._silent.due if self.state.phase == "running" else None
-        times = (self.state.next_due, self.elastic.next_due, self.ranks.sweep_due, self._report_end_at, look)
+        check = self._silent.due if self.state.phase == "running" else None
+        times = (self.state.next_due, self.elastic.next_due, self.ranks.sweep_due, self._report_end_at, check)
         return min((at for at in times if at is not None), default=None)
 
     def _read_output(self, ready: set[int]) -> None:
@@ -189,8 +189,8 @@ class Attempt:
         self.do(self.state.on_time(now))
         self.do_elastic(self.elastic.on_time(now))
         if self.state.phase == "running" and now >= self._silent.due:
-            self._silent.look(now)
-        if self.state.phase not in ("running", "settling"):
+            self._silent.check(now)
+        if self.state.phase not in ("running", "failing"):
             self._release_tracebacks()
             if self._report_end_at is None and self.state.interrupted is None:
                 self._report_end_at = now + _REPORT_END_AFTER_S
@@ -212,8 +212,8 @@ class Attempt:
 
     def _release_tracebacks(self) -> None:
         """Show the buffered tracebacks, unless a failure will be printed at the end."""
-        is_told = self.state.interrupted is None and not self.state.overdue and bool(self.state.failures)
-        if not is_told:
+        will_report = self.state.interrupted is None and not self.state.overdue and bool(self.state.failures)
+        if not will_report:
             self.host.display.release()
 
     def on_own_start(self, rank: int, pid: int) -> None:
@@ -230,7 +230,7 @@ class Attempt:
         self.state.on_started(rank)
         self.elastic.on_started(rank, pid)
         self.link.on_started(rank, pid)
-        self._requests.admit_early()
+        self._requests.accept_early()
 
     def on_ended(self, rank: int, pid: int, status: int, at: float) -> None:
         """Process the exit of a process of this host, after reading its last messages."""
@@ -258,8 +258,8 @@ class Attempt:
             if progress is not None and progress.state is not None:
                 self.elastic.on_step(progress.state.steps)
         actions = self.elastic.on_exit(exit, time.monotonic()) if self.state.phase == "running" else None
-        if self.state.phase == "settling":  # another rank has reported a failure first
-            self.elastic.note_early_loss(exit)
+        if self.state.phase == "failing":  # another rank has reported a failure first
+            self.elastic.record_early_loss(exit)
         if actions is None:
             if self.elastic.has_trained:  # the others no longer need this rank; they may be saving, which takes time
                 self.state.report_grace_s = self.state.shutdown_timeout_s
@@ -276,7 +276,7 @@ class Attempt:
             self.do_elastic(actions)
             return
         if report.traceback and not self.plan.settings.traceback:
-            if self.state.phase in ("running", "settling"):
+            if self.state.phase in ("running", "failing"):
                 self.host.display.expect(report.rank, report.traceback)
             elif self.state.is_stopped_by_user(report):
                 self.host.display.expect(report.rank, report.traceback, quiet=True)
@@ -306,7 +306,7 @@ class Attempt:
         if number in ENDING_SIGNALS:
             if not where and self.link.intercept_signal(number):
                 return
-            is_again, self._asked = where in self._asked, {*self._asked, where}
+            is_again, self._signalled_hosts = where in self._signalled_hosts, {*self._signalled_hosts, where}
             if self.state.phase == "stopping" and number == signal.SIGTERM == self.state.interrupted and not is_again:
                 return  # a scheduler signals all hosts itself
             self.ranks.abandon_rest()
@@ -408,7 +408,7 @@ class Attempt:
 
     def send_signal(self, signum: int, ranks: tuple[int, ...], *, group: bool, is_relayed: bool = False) -> None:
         """Send a signal to ranks of any host; skip ranks that have received a relayed signal themselves."""
-        delay_s = decide_delay_s(signum, came_here=signum in self.host.received) if is_relayed else None
+        delay_s = decide_delay_s(signum, received_here=signum in self.host.received) if is_relayed else None
         self.ranks.send_signal(signum, ranks, group=group, delay_s=delay_s)
         if not is_relayed or signum in ENDING_SIGNALS:  # other relayed signals concern only the host that received them
             self.link.send_signal(signum, ranks, group=group, is_relayed=is_relayed)

@@ -42,18 +42,18 @@ def close_devices() -> None:
 def describe(use: str, *, preloads: bool) -> str:
     """Return the message for the user. `preloads`: CUDA was initialised by the zygote's import of torch, an option."""
     suspects = _plugins()
-    who = f" Suspects: {', '.join(suspects)}." if suspects else ""
-    said = (
+    suspected = f" Suspects: {', '.join(suspects)}." if suspects else ""
+    text = (
         f"phalanx run: CUDA was initialised ({use}) in the process that forks the ranks, "
-        f"{'during the import of torch' if preloads else 'when Python started'}; its forks can't use a GPU.{who}"
+        f"{'during the import of torch' if preloads else 'when Python started'}; its forks can't use a GPU.{suspected}"
     )
     if preloads:
         return (
-            f"{said} So each rank imports torch itself, which takes longer. Initialise CUDA when first used, not in an "
+            f"{text} So each rank imports torch itself, which takes longer. Initialise CUDA when first used, not in an "
             "import, or start with --no-preload, which does the same without this message."
         )
     return (
-        f"{said} Check sitecustomize, usercustomize and .pth files. Ranks that use no GPU are not affected; for ranks "
+        f"{text} Check sitecustomize, usercustomize and .pth files. Ranks that use no GPU are not affected; for ranks "
         "that do, start the script without `phalanx run`, or initialise CUDA later."
     )
 

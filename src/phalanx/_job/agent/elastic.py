@@ -90,16 +90,16 @@ class Elastic:
         self.has_trained = False  # a rank has reported that it has finished training
         self.finished = False  # a rank has finished its training, or has exited with success
         self._over: ElasticPhase | None = None  # ENDING or GIVEN_UP, once that was decided
-        self._outrun = False  # ranks finished in the previous generation, so the newest will never form
+        self._newest_never_forms = False  # ranks finished in the previous generation, so the newest will never form
         self.is_script_elastic = False  # according to its source; the ranks confirm it later
         self.began_at = 0.0
         self._has_joined = False  # a rank has reached its first `elastic.run`
         self._killed_early_at: float | None = None  # when a rank was killed before all had joined
-        self._ending: dict[str, Any] = {}  # the message that asks the ranks to save and exit
+        self._end_message: dict[str, Any] = {}  # the message that asks the ranks to save and exit
         self.next_due: float | None = None
         self._exits: list[tuple[Exit, ExceptionReport | None]] = []  # losses since the last generation
-        self._newest: list[LostRank] = []  # the same losses, for messages
-        self._gone: set[int] = set()  # slots lost with their host since the last generation
+        self._undecided_losses: list[LostRank] = []  # the same losses, for messages
+        self._lost_slots: set[int] = set()  # slots lost with their host since the last generation
         self._refuses_forks = False  # whether the system has refused to fork
         self._forking: set[int] = set()  # slots whose process was requested, and has not started
         self._repetition = Repetition()
@@ -110,7 +110,7 @@ class Elastic:
             return self._over
         if self.finished:
             return ElasticPhase.FINISHED
-        if self._exits or self._gone:
+        if self._exits or self._lost_slots:
             return ElasticPhase.LOSING
         if not self.generation.number:
             return ElasticPhase.TRAINING if self._all_have_joined else ElasticPhase.STARTING
@@ -121,7 +121,7 @@ class Elastic:
         """Return whether every started process has reached `elastic.run`; a replacement may still be starting."""
         return (
             any(member.joined for member in self.members.values())
-            and len({*self.members, *self._forking, *self._gone}) + len(self._exits) >= self.generation.world_size
+            and len({*self.members, *self._forking, *self._lost_slots}) + len(self._exits) >= self.generation.world_size
             and all(member.joined or self.generation.number for member in self.members.values())
         )
 
@@ -184,14 +184,14 @@ class Elastic:
             return self._finish(member)
         return []
 
-    def claims(self, slot: int, pid: int) -> bool:
+    def survives_loss_of(self, slot: int, pid: int) -> bool:
         """Return whether the job survives the loss of this process."""
         member = self.members.get(slot)
         return member is not None and member.pid == pid and self.active
 
     def on_report(self, report: ExceptionReport, now: float) -> list[ElasticAction] | None:
         """Process the uncaught exception of a rank that is about to exit; return None for an ordinary failure."""
-        if not self.claims(report.rank, report.pid):
+        if not self.survives_loss_of(report.rank, report.pid):
             return None
         self.members[report.rank].report = report
         self._set_due(report.rank, now + ENDING_S, f"it did not end within {ENDING_S:g} s of its exception")
@@ -205,7 +205,7 @@ class Elastic:
         if exit.is_orderly and member.report is None:
             self._finish(member)
         if not self.active:
-            self.note_early_loss(exit)
+            self.record_early_loss(exit)
             self._forget(exit.rank)
             return None
         self._forget(exit.rank)
@@ -213,7 +213,7 @@ class Elastic:
         why = member.evicted or summarise(RankFailure(exit.rank, member.report, exit))
         step = max(self.step, member.step)
         lost = LostRank(exit.rank, self.rank_of(exit.rank), exit.pid, why, exit.at, self.generation.number, step)
-        self._newest.append(lost)
+        self._undecided_losses.append(lost)
         self._repetition.on_loss()
         return self._decide(now)
 
@@ -227,7 +227,7 @@ class Elastic:
             return False
         return self._has_joined or (self.is_script_elastic and self._killed_early_at - self.began_at < STARTING_S)
 
-    def note_early_loss(self, exit: Exit) -> None:
+    def record_early_loss(self, exit: Exit) -> None:
         """Record a process that was killed before all ranks had reached their first `elastic.run`."""
         member = self.members.get(exit.rank)
         if member is None or member.pid != exit.pid or exit.status >= 0 or member.report is not None:
@@ -244,7 +244,7 @@ class Elastic:
         return [Print(f"phalanx run: rank {self.rank_of(slot)} could not be replaced: {why}"), *self._decide(now)]
 
     @property
-    def awaited(self) -> tuple[int, ...]:
+    def forking(self) -> tuple[int, ...]:
         """Return the slots whose process was requested, and has not started."""
         return tuple(sorted(self._forking))
 
@@ -291,31 +291,31 @@ class Elastic:
     def give_up(self) -> GiveUp:
         """Treat the losses since the last generation, and all later ones, as ordinary failures."""
         self._over = self._over or ElasticPhase.GIVEN_UP
-        self._kill_nobody()
+        self._cancel_kills()
         exits, self._exits = self._exits, []
         return GiveUp(tuple(e for e, _ in exits), tuple(r for _, r in exits if r is not None))
 
     def _finish(self, finisher: ElasticRank) -> list[ElasticAction]:
         """Continue as an ordinary job, and refuse ranks that wait for a generation."""
         self.finished = True
-        self._kill_nobody()
+        self._cancel_kills()
         if self.phase is ElasticPhase.ENDING:
             return []
         members = self.members.values()
         actions: list[ElasticAction] = [
             refuse(member.slot, _HAS_ENDED) for member in members if member.lost_generation >= self.generation.number
         ]
-        if finisher.generation < self.generation.number and not self._outrun:
-            self._outrun = True
+        if finisher.generation < self.generation.number and not self._newest_never_forms:
+            self._newest_never_forms = True
             late = [member for member in members if member.joined and not member.holds_state]
-            actions += [action for member in late for action in self._turn_away(member)]
+            actions += [action for member in late for action in self._reject(member)]
         return actions
 
-    def _turn_away(self, member: ElasticRank) -> list[ElasticAction]:
+    def _reject(self, member: ElasticRank) -> list[ElasticAction]:
         """Answer a rank that waits for a generation that will never form: a new rank leaves; a replacement fails, as
         the rank that it replaces did.
         """
-        if any(lost.slot == member.slot for lost in self._newest_losses):
+        if any(lost.slot == member.slot for lost in self._last_losses):
             return [refuse(member.slot, _HAS_ENDED)]
         said = f"phalanx run: rank {self.rank_of(member.slot)} leaves: it joined after the training had ended"
         return [Print(said), SendToRank(member.slot, LEAVE)]
@@ -328,9 +328,9 @@ class Elastic:
         wait_s = message.get("wait_s")
         member.wait_s = float(wait_s) if isinstance(wait_s, int | float) else 0.0
         if self.phase is ElasticPhase.ENDING:  # the others have already received this message
-            return [SendToRank(member.slot, self._ending)]
-        if self._outrun and not member.holds_state:
-            return self._turn_away(member)
+            return [SendToRank(member.slot, self._end_message)]
+        if self._newest_never_forms and not member.holds_state:
+            return self._reject(member)
         return [SendGeneration(member.slot)] if self.generation.number and not self._exits else []
 
     def _on_regrouped(self, member: ElasticRank, generation: int, now: float) -> list[ElasticAction]:
@@ -340,16 +340,16 @@ class Elastic:
             return []
         if self.phase is ElasticPhase.GIVEN_UP:
             return []
-        lost = self._newest_losses
+        lost = self._last_losses
         return [Print(describe_regrouped(lost, len(self.members), now))] if lost else []
 
     @property
-    def _newest_losses(self) -> tuple[LostRank, ...]:
+    def _last_losses(self) -> tuple[LostRank, ...]:
         number = self.generation.number
         return tuple(lost for lost in self.losses if lost.generation == number - 1)
 
     def _on_reported_loss(
-        self, member: ElasticRank, generation: int, told: tuple[bool, str], now: float
+        self, member: ElasticRank, generation: int, report: tuple[bool, str], now: float
     ) -> list[ElasticAction]:
         """Process a rank's report that it has left its group after an error.
 
@@ -360,12 +360,12 @@ class Elastic:
             return [refuse(member.slot, why)]
         if generation != self.generation.number or self._exits or not self.active:
             return []
-        member.told = member.told or told
+        member.loss_report = member.loss_report or report
         silent = [other for other in self.members.values() if other.lost_generation < generation]
         if not silent:
             self._repetition.on_loss()
-            all_told = [other.told for other in self.members.values() if other.told is not None]
-            if disagreement := next((error for disagrees, error in all_told if disagrees), ""):
+            all_reports = [other.loss_report for other in self.members.values() if other.loss_report is not None]
+            if disagreement := next((error for disagrees, error in all_reports if disagrees), ""):
                 self._repetition.on_disagreement(disagreement)
             return self._decide(now, ALL_LEFT)
         self._set_due_silent(member, silent, now)
@@ -401,9 +401,9 @@ class Elastic:
             return "`phalanx run` has given up the job"
         if self.phase is ElasticPhase.FINISHED:
             return _HAS_ENDED
-        strangers = [slot for slot, other in self.members.items() if not other.joined]
-        if strangers and not self.generation.number:
-            return f"{name_ranks(strangers)} never called phalanx.elastic.run"
+        absent = [slot for slot, other in self.members.items() if not other.joined]
+        if absent and not self.generation.number:
+            return f"{name_ranks(absent)} never called phalanx.elastic.run"
         return ""
 
     def _decide(self, now: float, without_loss: str = "") -> list[ElasticAction]:
@@ -414,7 +414,7 @@ class Elastic:
             why = "no remaining rank has the training state"
             said = Print(f"phalanx run: the job ends: {why}. Start again from a checkpoint.")
             return [*([said] if self.losses else []), *self._fail(why)]  # without earlier losses, the ranks say why
-        if why := self._repetition.find_hopeless(self._exits, self.rank_of):
+        if why := self._repetition.find_futile(self._exits, self.rank_of):
             return [Print(f"phalanx run: {why}"), *self._fail(why)]
         living = frozenset(self.members) | self._forking
         all_living = {host.member: living & frozenset(host.slots) for host in self.slot_plan.hosts}
@@ -422,10 +422,12 @@ class Elastic:
         missing = slot_plan.find_missing(replace(self.limits, min_ranks=max(self.limits.min_ranks, self._min_ranks)))
         if missing:
             return self._end(missing, now)
-        lost, self._newest = self._newest, []
+        lost, self._undecided_losses = self._undecided_losses, []
         generation = plan_generation(self.generation.number + 1, slot_plan)
         if without_loss == ALL_LEFT:
-            slot, error = next((slot, told.told[1]) for slot, told in self.members.items() if told.told is not None)
+            slot, error = next(
+                (slot, each.loss_report[1]) for slot, each in self.members.items() if each.loss_report is not None
+            )
             without_loss = f"{ALL_LEFT} (rank {self.rank_of(slot)}: {error})"
         forked = {slot for part in generation.parts for slot in part.forked}
         self.num_replaced += len(forked)
@@ -433,10 +435,10 @@ class Elastic:
         self.losses += lost
         retired = tuple(slot for slot in self.generation.slots if slot not in generation.slots)
         self.generation = generation
-        self._exits, self._gone = [], set()
+        self._exits, self._lost_slots = [], set()
         for member in self.members.values():
-            member.told = None
-        self._kill_nobody()
+            member.loss_report = None
+        self._cancel_kills()
         holders = tuple(member.slot for member in self.members.values() if member.holds_state)
         self._forking |= forked
         return [
@@ -447,8 +449,10 @@ class Elastic:
 
     def _fail(self, why: str) -> list[ElasticAction]:
         """Fail the job because of the lost ranks; without any, because of the errors for which the ranks left."""
-        told = [] if self._exits or self._gone else [refuse(member.slot, why) for member in self.members.values()]
-        return [*told, self.give_up()]
+        refusals = (
+            [] if self._exits or self._lost_slots else [refuse(member.slot, why) for member in self.members.values()]
+        )
+        return [*refusals, self.give_up()]
 
     def silence_s(self, slot: int) -> float:
         """Return for how long the process in a slot may make the others wait."""
@@ -476,9 +480,9 @@ class Elastic:
 
     def _save_and_end(self, why: str) -> list[ElasticAction]:
         """End the job after the remaining ranks have saved their state."""
-        self.losses += self._newest
-        self._newest = []
-        message = self._ending = {"kind": "end", "code": BELOW_MINIMUM_EXIT_CODE, "why": why}
+        self.losses += self._undecided_losses
+        self._undecided_losses = []
+        message = self._end_message = {"kind": "end", "code": BELOW_MINIMUM_EXIT_CODE, "why": why}
         retired = tuple(slot for slot in self.generation.slots if slot not in {*self.members, *self._forking})
         self._exits = []
         self._over = ElasticPhase.ENDING
@@ -502,7 +506,7 @@ class Elastic:
         self.members[slot].due = (at, why)
         self._plan_due()
 
-    def _kill_nobody(self) -> None:
+    def _cancel_kills(self) -> None:
         """Cancel pending kills: the time limits start again, now or with the next generation."""
         for member in self.members.values():
             member.due = None
@@ -540,9 +544,9 @@ def describe_regrouped(lost: Sequence[LostRank], num_ranks: int, now: float) -> 
     )
 
 
-_MAX_IN_VAIN = 20  # the most losses without a completed step between them
-_MAX_DISAGREED = 3  # how often ranks may call different operations; a loss may cause this once or twice
-_MAX_ALIKE = 2  # how often the same exception may be raised at the same step
+_MAX_WITHOUT_STEP = 20  # the most losses without a completed step between them
+_MAX_DISAGREEMENTS = 3  # how often ranks may call different operations; a loss may cause this once or twice
+_MAX_REPEATED = 2  # how often the same exception may be raised at the same step
 
 
 class Repetition:
@@ -580,11 +584,11 @@ class Repetition:
         for (types, place), slot in alike.items():
             key = (types, place, self.best_step)
             self._raised[key] = self._raised.get(key, 0) + 1
-            if self._raised[key] >= _MAX_ALIKE:
+            if self._raised[key] >= _MAX_REPEATED:
                 return slot
         return None
 
-    def find_hopeless(self, exits: Sequence[tuple[Exit, ExceptionReport | None]], rank_of: Callable[[int], int]) -> str:
+    def find_futile(self, exits: Sequence[tuple[Exit, ExceptionReport | None]], rank_of: Callable[[int], int]) -> str:
         """Return why replacing the ranks that exited would not help; empty if it may."""
         reports = {exit.rank: report for exit, report in exits if report is not None}
         slot = self.find_repeated(reports)
@@ -594,8 +598,8 @@ class Repetition:
 
     def describe(self) -> str:
         """Return why the job makes no progress; empty if it may."""
-        if self._disagreements >= _MAX_DISAGREED:
+        if self._disagreements >= _MAX_DISAGREEMENTS:
             return f"the ranks have disagreed {self._disagreements} times at the same step: {self._disagreement}"
-        if self._losses > _MAX_IN_VAIN:
+        if self._losses > _MAX_WITHOUT_STEP:
             return f"{self._losses} ranks were lost without a completed step between the losses"
         return ""

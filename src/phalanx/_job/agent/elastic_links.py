@@ -29,7 +29,8 @@ class ElasticLinks:
 
     def __init__(self) -> None:
         self._links: dict[int, _Link] = {}  # by descriptor
-        self._leashes: dict[int, list[int]] = {}  # by process: the write ends of its pipes; it exits when one is closed
+        # by process: the write ends of its pipes; the process exits when one is closed
+        self._death_pipes: dict[int, list[int]] = {}
 
     @property
     def fds(self) -> tuple[int, ...]:
@@ -41,14 +42,14 @@ class ElasticLinks:
         """Return the descriptors to poll for writing, because messages are queued."""
         return tuple(fd for fd, link in self._links.items() if link.channel.waiting)
 
-    def admit(self, channel: Channel, slot: int, pid: int, welcome: dict[str, Any]) -> None:
+    def accept(self, channel: Channel, slot: int, pid: int, welcome: dict[str, Any]) -> None:
         """Accept the connection of a process, close its earlier ones, and send it `welcome`."""
         for fd in [fd for fd, link in self._links.items() if link.pid == pid]:
             self._close(fd)
         self._links[channel.fileno()] = _Link(slot, pid, channel)
         theirs, ours = os.pipe()
         # closing the pipe of an earlier connection would kill the process
-        self._leashes.setdefault(pid, []).append(ours)
+        self._death_pipes.setdefault(pid, []).append(ours)
         try:
             channel.put(welcome, [theirs])
         finally:
@@ -74,31 +75,31 @@ class ElasticLinks:
         link = self._links.get(fd)
         if link is None:
             return []
-        taken = link.channel.receive_available()
-        for message in taken:
+        received = link.channel.receive_available()
+        for message in received:
             message.close()
         if link.channel.gone:
             self._close(fd)
-        return [(link.slot, link.pid, message.content) for message in taken]
+        return [(link.slot, link.pid, message.content) for message in received]
 
     def drop(self, pid: int) -> list[tuple[int, int, dict[str, Any]]]:
         """Return the last messages of a process that has exited, and close its connection."""
-        said: list[tuple[int, int, dict[str, Any]]] = []
+        messages: list[tuple[int, int, dict[str, Any]]] = []
         for fd in [fd for fd, link in self._links.items() if link.pid == pid]:
-            said += self.read(fd)
+            messages += self.read(fd)
             if fd in self._links:
                 self._close(fd)
-        for leash in self._leashes.pop(pid, []):
-            os.close(leash)
-        return said
+        for pipe in self._death_pipes.pop(pid, []):
+            os.close(pipe)
+        return messages
 
     def close(self) -> None:
         """Close all connections; processes that have not exited do so now."""
         for fd in tuple(self._links):
             self._close(fd)
-        for leash in [leash for leashes in self._leashes.values() for leash in leashes]:
-            os.close(leash)
-        self._leashes.clear()
+        for pipe in [pipe for pipes in self._death_pipes.values() for pipe in pipes]:
+            os.close(pipe)
+        self._death_pipes.clear()
 
     def _close(self, fd: int) -> None:
         self._links.pop(fd).channel.close()

@@ -26,7 +26,7 @@ class ElasticRank:
     lost_generation: int = -1  # the latest generation that it has left after an error
     progress: dict[str, Any] = field(default_factory=dict)
     report: ExceptionReport | None = None  # its exception, if it is about to exit
-    told: tuple[bool, str] | None = None  # why it left its group: whether the ranks disagreed, and its error
+    loss_report: tuple[bool, str] | None = None  # why it left its group: whether the ranks disagreed, and its error
     due: tuple[float, str] | None = None  # when to kill it, and why
     evicted: str = ""  # why it was killed; it has not exited yet
     abandon_at: float | None = None  # when the job continues although the killed process has not exited

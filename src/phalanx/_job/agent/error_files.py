@@ -42,7 +42,7 @@ class ErrorFiles:
         """Return the path of the rank's error file; empty, as under torchrun, if it has none."""
         return os.path.join(self._attempt, str(local_rank), "error.json") if self._attempt else ""
 
-    def renew(self, local_rank: int) -> None:
+    def remove(self, local_rank: int) -> None:
         """Remove the error file of a rank's previous process, which was already read."""
         with contextlib.suppress(OSError):
             os.unlink(self.path_of(local_rank))

@@ -220,8 +220,8 @@ def _fold(failures: Sequence[RankFailure]) -> list[tuple[list[int], str]]:
     """Group the ranks whose texts differ only in numbers, and whose place is the same."""
     folded: dict[tuple[bytes, str], tuple[list[int], list[str]]] = {}
     for failure in failures:
-        text, said = summarise(failure), failure.report.summary if failure.report is not None else ""
-        key = without_numbers(said.encode(errors="replace")), text.removeprefix(said)
+        text, summary = summarise(failure), failure.report.summary if failure.report is not None else ""
+        key = without_numbers(summary.encode(errors="replace")), text.removeprefix(summary)
         ranks, texts = folded.setdefault(key, ([], []))
         ranks.append(failure.rank)
         texts.append(text)

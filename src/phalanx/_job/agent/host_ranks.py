@@ -121,8 +121,8 @@ class HostRanks:
 
     def abandon_rest(self) -> None:
         """Stop forking, and abandon the ranks that were not forked."""
-        if self._zygote_is_new and self._elastic.awaited:  # it need not finish its imports
-            for rank in self._elastic.awaited:
+        if self._zygote_is_new and self._elastic.forking:  # it need not finish its imports
+            for rank in self._elastic.forking:
                 self._state.on_retired(rank)
             self._host.zygote.kill()
         for rank in self._place.ranks[self._next :]:
@@ -135,7 +135,7 @@ class HostRanks:
         Raises:
             OSError: no descriptors are left.
         """
-        self._host.errors.renew(rank - self._place.first_rank)
+        self._host.errors.remove(rank - self._place.first_rank)
         environment = self._numbers.plan_environment(rank)
         cpus = self._plan.pinning.cpus[rank - self._place.first_rank]
         reports = self._rank_reports.fileno()
@@ -167,7 +167,7 @@ class HostRanks:
         self._sweep_due = time.monotonic() + SWEEP_S
         zygote, adopted = self._host.zygote, self._host.adopted
         if adopted.used:
-            self._bury(list(adopted.sweep(zygote.pid)))
+            self._report_exits(list(adopted.sweep(zygote.pid)))
         if zygote.has_forked and not zygote.control.gone:
             zygote.wake()
             zygote.sweep()
@@ -258,7 +258,7 @@ class HostRanks:
         zygote, adopted = self._host.zygote, self._host.adopted
         ranks = {pid: rank for rank, pid in self.processes.pids.items() if self._state.is_running(rank)}
         # A lost rank counts as started even if its replacement is not decided yet.
-        expected = {*self._state.started, *self._elastic.awaited}
+        expected = {*self._state.started, *self._elastic.forking}
         unstarted = any(rank not in expected and self._state.is_running(rank) for rank in self._place.ranks)
         outlive = any(member.outlives for member in self._elastic.members.values())
         if self._state.phase != "running" and adopted.used and all(pid in adopted for pid in ranks):
@@ -272,7 +272,7 @@ class HostRanks:
         how = name_signal(-status) if status < 0 else f"exit code {status}"
         self._num_failed_zygotes = 0 if zygote.has_forked else self._num_failed_zygotes + 1
         who = f"the zygote (pid {zygote.pid}), which forks the ranks,"
-        said = f"phalanx run: {who} exited: {how}. The ranks continue"
+        text = f"phalanx run: {who} exited: {how}. The ranks continue"
         adopted.adopt(zygote.pid, {pid: rank for pid, rank in ranks.items() if pid not in adopted})
         adopted.signal(
             signal.SIGKILL, [rank for pid, rank in ranks.items() if self._elastic.is_evicted(pid)], group=True
@@ -284,12 +284,12 @@ class HostRanks:
             self._host.zygote = zygote.start_another(adopted.sessions)
             self._zygote_is_new = True
         except OSError as error:
-            self._host.display.print(f"{said}, but lost ranks cannot be replaced: {error.strerror or error}")
+            self._host.display.print(f"{text}, but lost ranks cannot be replaced: {error.strerror or error}")
             self._listener.do_elastic(self._elastic.on_no_forks(time.monotonic()))
         else:
             then = "its spare replaces it" if self._host.zygote.was_spare else "starting another"
-            self._host.display.print(f"{said}; {then}")
-            for rank in self._elastic.awaited:  # the old zygote has not reported these forks
+            self._host.display.print(f"{text}; {then}")
+            for rank in self._elastic.forking:  # the old zygote has not reported these forks
                 self.fork(rank)
                 self._host.zygote.continue_without(rank)
             self._host.zygote.keep_spare()
@@ -309,11 +309,11 @@ class HostRanks:
     def _reap_adopted(self) -> None:
         """Reap adopted ranks, of whose exit only this process is notified."""
         sessions = self._host.adopted.sessions
-        self._bury(list(self._host.adopted.reap(self._host.zygote.pid)))
+        self._report_exits(list(self._host.adopted.reap(self._host.zygote.pid)))
         if sessions != self._host.adopted.sessions:
             self._host.zygote.guard(self._host.adopted.sessions)
 
-    def _bury(self, ends: list[AdoptedExit]) -> None:
+    def _report_exits(self, ends: list[AdoptedExit]) -> None:
         for end in ends:
             self._listener.on_ended(end.rank, end.pid, end.status, end.at)
 
@@ -329,7 +329,7 @@ class HostRanks:
         """
         self._checks_exits = False
         for rank, pid in list(self.processes.pids.items()):
-            survives = self._state.phase == "running" and self._elastic.claims(rank, pid)
+            survives = self._state.phase == "running" and self._elastic.survives_loss_of(rank, pid)
             status = find_exit_status(read_stat(pid)) if survives else None
             if status is not None:
                 self._listener.on_ended(rank, pid, os.waitstatus_to_exitcode(status), time.monotonic())

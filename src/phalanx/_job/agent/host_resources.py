@@ -42,7 +42,7 @@ class HostResources:
         is the same request.
         """
 
-        def hear(ready: set[int]) -> None:
+        def receive(ready: set[int]) -> None:
             now = time.monotonic()
             for number in read_signals(self.signals) if self.signals in ready else ():
                 self.received.add(number)
@@ -51,7 +51,7 @@ class HostResources:
                 del self.arrived[number]
                 on_signal(number)
 
-        return Source(hear, lambda: (self.signals,), due=lambda: min(self.arrived.values(), default=None))
+        return Source(receive, lambda: (self.signals,), due=lambda: min(self.arrived.values(), default=None))
 
     def watch_display(self) -> Source:
         """Return the loop's source that writes queued output as fast as its reader reads."""

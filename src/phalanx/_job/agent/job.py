@@ -417,6 +417,6 @@ def _describe_places(state: Supervision) -> str:
             places.setdefault(report.place, []).append(rank)
     if not places:
         return ""
-    told = [f"{name_ranks(ranks)} at {place}" for place, ranks in list(places.items())[:_MAX_PLACES]]
+    shown = [f"{name_ranks(ranks)} at {place}" for place, ranks in list(places.items())[:_MAX_PLACES]]
     more = f", {len(places) - _MAX_PLACES} more places" if len(places) > _MAX_PLACES else ""
-    return f"; {', '.join(told)}{more} (--traceback shows tracebacks)"
+    return f"; {', '.join(shown)}{more} (--traceback shows tracebacks)"

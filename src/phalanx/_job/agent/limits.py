@@ -9,15 +9,15 @@ from phalanx._base.control_groups import find_groups, read_number
 from phalanx._base.descriptors import raise_limit
 
 _FDS_PER_RANK = 5  # the read ends of two pipes, the files for its dump and its stacks, and its log
-_FDS_ON_THEIR_WAY = 40  # five for each fork that may be requested ahead
+_FDS_IN_TRANSIT = 40  # five for each fork that may be requested ahead
 _FDS_OF_JOB = 24  # libraries, signals, the zygote, the store, reports, the agent's socket
 # flight recorders of groups and connections of `phalanx top`; without room for them the job still runs
-_FDS_OF_VISITORS = 256
+_FDS_OF_CLIENTS = 256
 
 
 def needed_open_files(num_ranks: int) -> int:
     """Return the fewest descriptors that the agent needs for `num_ranks` ranks."""
-    return (_FDS_PER_RANK - 1) * num_ranks + min(_FDS_ON_THEIR_WAY, 5 * num_ranks) + _FDS_OF_JOB
+    return (_FDS_PER_RANK - 1) * num_ranks + min(_FDS_IN_TRANSIT, 5 * num_ranks) + _FDS_OF_JOB
 
 
 def find_problem(num_ranks: int) -> str | None:
@@ -35,7 +35,7 @@ def find_problem(num_ranks: int) -> str | None:
 
 def raise_open_files(num_ranks: int) -> None:
     """Raise this process's soft limit for `num_ranks` ranks; running processes keep their limits."""
-    raise_limit((_FDS_PER_RANK + 1) * num_ranks + _FDS_ON_THEIR_WAY + _FDS_OF_JOB + _FDS_OF_VISITORS)
+    raise_limit((_FDS_PER_RANK + 1) * num_ranks + _FDS_IN_TRANSIT + _FDS_OF_JOB + _FDS_OF_CLIENTS)
 
 
 def explain_start(rank: int, num_ranks: int, error: OSError) -> str:

@@ -14,7 +14,7 @@ from phalanx._comm.control.client import Client
 from phalanx._comm.control.key import Key
 from phalanx.errors import PhalanxError
 
-_TELL_S = 15.0  # later the first host detects the loss by itself, by a timeout
+_NOTIFY_TIMEOUT_S = 15.0  # later the first host detects the loss by itself, by a timeout
 
 
 def describe_membership(client: Client) -> dict[str, Any]:
@@ -28,7 +28,7 @@ def notify_first_host(membership: Mapping[str, Any], agent: int) -> None:
     key = Key.parse(membership["key"]) if membership["key"] else None
     with (
         contextlib.suppress(PhalanxError, OSError, ValueError),
-        Client(membership["address"], key, timeout=_TELL_S, job=membership["job"]) as client,
+        Client(membership["address"], key, timeout=_NOTIFY_TIMEOUT_S, job=membership["job"]) as client,
     ):
         client.join({"kind": "orphaned", "host": socket.gethostname()}, watch=())
         client.expel(membership["member"], f"`phalanx run` (pid {agent}) was killed there, and its ranks with it")

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from phalanx._job.agent.attempt import Attempt
 
 # requests that only ranks may send, which have the token
-_OF_RANKS = ("group", PROGRESS_PAGE, "elastic", "store", REPORT)
-_MAX_KNOCKING = 256  # the most connections of processes that the zygote has not reported yet
+_ONLY_FROM_RANKS = ("group", PROGRESS_PAGE, "elastic", "store", REPORT)
+_MAX_EARLY = 256  # the most connections of processes that the zygote has not reported yet
 
 
 class Requests:
@@ -26,7 +26,7 @@ class Requests:
 
     def __init__(self, attempt: Attempt) -> None:
         self._attempt = attempt
-        self._knocking: list[ClientRequest] = []
+        self._early: list[ClientRequest] = []
         self._started_ns = time.monotonic_ns()
 
     @property
@@ -47,7 +47,7 @@ class Requests:
     def _answer(self, request: ClientRequest) -> None:
         attempt = self._attempt
         kind = request.message.get("kind")
-        if kind in _OF_RANKS and not self._socket.has_token(request):
+        if kind in _ONLY_FROM_RANKS and not self._socket.has_token(request):
             request.close()
         elif kind == "group":
             request.channel.close()
@@ -59,7 +59,7 @@ class Requests:
             attempt.report_folder = attempt.report_folder or str(request.message.get("folder", ""))
             request.close()
         elif kind == "elastic":
-            self._admit(request)
+            self._accept(request)
         elif kind == "stacks of other hosts":
             attempt.link.request_stacks(request)
         else:
@@ -70,7 +70,7 @@ class Requests:
                 self._answer_snapshot(request)
             request.close()
 
-    def _admit(self, request: ClientRequest) -> None:
+    def _accept(self, request: ClientRequest) -> None:
         """Accept the connection of an elastic rank.
 
         The kernel identifies its process: children of a rank have the token, too.
@@ -79,9 +79,9 @@ class Requests:
         pid = request.channel.peer.pid
         rank = attempt.ranks.rank_of(pid)
         if rank is None and attempt.ranks.awaits_start:
-            self._knocking.append(request)  # the zygote may report the process soon
-            if len(self._knocking) > _MAX_KNOCKING:
-                self._knocking.pop(0).close()
+            self._early.append(request)  # the zygote may report the process soon
+            if len(self._early) > _MAX_EARLY:
+                self._early.pop(0).close()
             return
         if rank is None:
             self._refuse(request, pid)
@@ -92,14 +92,14 @@ class Requests:
         zygote.warm_up()
         zygote.keep_spare()
         welcome = {"kind": "welcome", "generation": attempt.numbers.generation}
-        attempt.links.admit(request.channel, rank, pid, welcome)
+        attempt.links.accept(request.channel, rank, pid, welcome)
         attempt.on_rank_message(rank, pid, request.message)
 
-    def admit_early(self) -> None:
+    def accept_early(self) -> None:
         """Process the connections that arrived before the zygote reported their process."""
-        knocking, self._knocking = self._knocking, []
-        for request in knocking:
-            self._admit(request)
+        early, self._early = self._early, []
+        for request in early:
+            self._accept(request)
 
     def _refuse(self, request: ClientRequest, pid: int) -> None:
         """Refuse a process that is not a rank, such as a child in `phalanx run bash train.sh`."""
@@ -142,6 +142,6 @@ class Requests:
 
     def close(self) -> None:
         """Close the connections that were not accepted."""
-        for request in self._knocking:
+        for request in self._early:
             request.close()
-        self._knocking.clear()
+        self._early.clear()

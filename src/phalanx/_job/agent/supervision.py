@@ -1,9 +1,9 @@
 """Decide how to react to the events of a job: a state machine, without clock or process.
 
                        a rank fails            time is over, or the user's signal     all have exited
-    running ──────────────────────────▶ settling ────────────────────▶ stopping ─────────────▶ finished
+    running ──────────────────────────▶ failing ─────────────────────▶ stopping ─────────────▶ finished
        │                                                                  │ grace over, or a second signal
-       ├── all ranks exit with 0 ─▶ finished                            └──▶ killing ─▶ finished
+       ├── all ranks exit with 0 ─▶ finished                              └──▶ killing ─▶ finished
        └── some exit with 0, others not within the exit timeout ─▶ stopping
 
 After a failure the other ranks have a moment to report their own errors before they are stopped: these distinguish a
@@ -21,7 +21,7 @@ from phalanx._base.loss_detection import HOST_LOSS_GRACE_S, REPORT_GRACE_S, SAME
 from phalanx._base.processes import ENDING_SIGNALS, RELAYED_SIGNALS
 from phalanx._job.agent.failure import ExceptionReport, Exit, HostLoss, RankFailure, decide_failures
 
-_TELL_AFTER_S = (10.0, 60.0, 600.0, 3600.0)  # then every hour
+_REPORT_AFTER_S = (10.0, 60.0, 600.0, 3600.0)  # then every hour
 
 
 @dataclass(frozen=True)
@@ -52,12 +52,12 @@ class ReportStragglers:
 Action = Signal | Kill | ReportStragglers
 
 
-def decide_delay_s(signum: int, *, came_here: bool) -> float:
+def decide_delay_s(signum: int, *, received_here: bool) -> float:
     """Return how long a host delays relaying a signal from outside, which may reach every process of the job anyway.
 
     A scheduler may send SIGTERM to other hosts a moment later.
     """
-    return SAME_SIGNAL_S if came_here or signum != signal.SIGTERM else SAME_SIGTERM_S
+    return SAME_SIGNAL_S if received_here or signum != signal.SIGTERM else SAME_SIGTERM_S
 
 
 @dataclass
@@ -84,8 +84,8 @@ class Supervision:
     next_due: float | None = None
     _first_end: float | None = None
     _last_end: float = 0.0
-    _told: int = 0  # the reports of the remaining ranks since the last exit
-    _witness: int = 0  # a rank that was running at the last check
+    _num_reports: int = 0  # the reports of the remaining ranks since the last exit
+    _running_rank: int = 0  # a rank that was running at the last check
 
     @property
     def running(self) -> tuple[int, ...]:
@@ -100,10 +100,10 @@ class Supervision:
     @property
     def has_running(self) -> bool:
         """Return whether any rank is running; constant time while the rank found last is running."""
-        if not self.is_running(self._witness):
-            others = itertools.chain(range(self._witness, self.world_size), range(self._witness))
-            self._witness = next(filter(self.is_running, others), self._witness)
-        return self.is_running(self._witness)
+        if not self.is_running(self._running_rank):
+            others = itertools.chain(range(self._running_rank, self.world_size), range(self._running_rank))
+            self._running_rank = next(filter(self.is_running, others), self._running_rank)
+        return self.is_running(self._running_rank)
 
     @property
     def finished(self) -> bool:
@@ -145,7 +145,7 @@ class Supervision:
             return self._await_reports(exit.at)
         if self._first_end is None:
             self._first_end = exit.at
-        self._last_end, self._told = exit.at, 0
+        self._last_end, self._num_reports = exit.at, 0
         if self.phase == "running":
             self._wait_for_rest()
         return []
@@ -173,7 +173,7 @@ class Supervision:
         self.interrupted = signum
         if signum == signal.SIGPIPE:
             return self._stop(signal.SIGTERM, now)
-        delay_s = decide_delay_s(signum, came_here=self.is_alone)
+        delay_s = decide_delay_s(signum, received_here=self.is_alone)
         return self._stop(signum, now, delay_s)
 
     def on_time(self, now: float) -> list[Action]:
@@ -181,8 +181,8 @@ class Supervision:
         if self.next_due is None or now < self.next_due:
             return []
         if self.phase == "running":
-            return self._notice(now)
-        if self.phase == "settling":
+            return self._report_rest(now)
+        if self.phase == "failing":
             return self._stop(signal.SIGTERM, now)
         if self.phase == "stopping":
             self.killed = self.running
@@ -192,24 +192,24 @@ class Supervision:
     def _wait_for_rest(self) -> None:
         """Plan when to report the remaining ranks to the user, or to stop them after the exit timeout."""
         assert self._first_end is not None
-        often = len(_TELL_AFTER_S) - 1
-        times = [self._last_end + _TELL_AFTER_S[min(self._told, often)] * max(1, self._told - often + 1)]
+        last = len(_REPORT_AFTER_S) - 1
+        times = [self._last_end + _REPORT_AFTER_S[min(self._num_reports, last)] * max(1, self._num_reports - last + 1)]
         if self.exit_timeout_s is not None:
             times.append(self._first_end + self.exit_timeout_s)
         self.next_due = min(times) if self.has_running else None
 
-    def _notice(self, now: float) -> list[Action]:
+    def _report_rest(self, now: float) -> list[Action]:
         assert self._first_end is not None
         if self.exit_timeout_s is not None and now >= self._first_end + self.exit_timeout_s:
             self.overdue = self.running
             return [ReportStragglers(now - self._last_end), *self._stop(signal.SIGTERM, now)]
-        self._told += 1
+        self._num_reports += 1
         self._wait_for_rest()
         return [ReportStragglers(now - self._last_end)]
 
     def _await_reports(self, now: float, span_s: float = 0.0) -> list[Action]:
         if self.phase == "running" and not self.is_saving:
-            self.phase, self.next_due = "settling", now + max(span_s, self.report_grace_s)
+            self.phase, self.next_due = "failing", now + max(span_s, self.report_grace_s)
         return []
 
     def _stop(self, signum: int, now: float, delay_s: float | None = None) -> list[Action]:

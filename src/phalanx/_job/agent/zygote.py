@@ -72,7 +72,7 @@ from phalanx._job.agent.zygote_command import plan_zygote_code
 
 # The modules that a rank imports to train. The first takes half a second or more, and every optimizer of torch imports
 # it: the others would wait for a replacement to import it.
-_FOR_TRAINING = (
+_TRAINING_MODULES = (
     "torch._dynamo", "torch.nn.parallel.distributed", "torch.utils.data", "phalanx.ddp.module", "phalanx.data.sampler",
     "phalanx.optim.zero", "phalanx.elastic.run",
 )  # fmt: skip
@@ -109,18 +109,18 @@ def main(
     if use := find_own_cuda_use():
         print(describe(use, preloads=preload), file=sys.stderr, flush=True)
         if preload:
-            _begin_again(control, agent, sessions, reports_death, preload=False)
+            _restart(control, agent, sessions, reports_death, preload=False)
     elif warm:
         _import_for_training()
         if find_own_cuda_use():  # then each rank imports these modules itself, as under any other launcher
-            _begin_again(control, agent, sessions, reports_death, preload=preload)
+            _restart(control, agent, sessions, reports_death, preload=preload)
     gc.freeze()  # so that the ranks' garbage collection does not copy the shared pages
     gc.enable()
     assignment = _Zygote(Channel(socket.socket(fileno=control)), agent, sessions).serve(reports_death=reports_death)
     run_worker(assignment)
 
 
-def _begin_again(control: int, agent: int, sessions: Sequence[int], reports_death: bool, *, preload: bool) -> None:
+def _restart(control: int, agent: int, sessions: Sequence[int], reports_death: bool, *, preload: bool) -> None:
     """Restart this zygote with fewer imports: forks of a process with CUDA initialised cannot use a GPU."""
     close_devices()
     own, room = sys.orig_argv.index("-c"), sys.orig_argv[-1]
@@ -147,7 +147,7 @@ def _import_torch() -> None:
 
 def _import_for_training() -> None:
     before = set(os.environ)
-    for name in _FOR_TRAINING:
+    for name in _TRAINING_MODULES:
         try:
             importlib.import_module(name)
         except Exception:
@@ -308,7 +308,7 @@ class _Zygote:
         except OSError:
             self._spare = 0
         if self._spare == 0 and os.getpid() != self._pid:
-            self._leave()
+            self._undo_setup()
             adopt_orphans()  # a fork does not inherit this
             os.setsid()  # a session of its own, which identifies its ranks
             set_command([sys.executable, f"(phalanx run {self._agent}: the spare zygote)"])
@@ -340,7 +340,7 @@ class _Zygote:
             self._send_event({"event": "unforked", "rank": rank, "errno": error.errno})
             return None
         if pid == 0:
-            self._leave()
+            self._undo_setup()
             stdout, stderr, reports, dump, stacks = fds
             environment, cpus = message["environment"], message["cpus"]
             assert self._target is not None
@@ -358,7 +358,7 @@ class _Zygote:
         self._send_event({"event": "started", "rank": rank, "pid": pid})
         return None
 
-    def _leave(self) -> None:
+    def _undo_setup(self) -> None:
         """Undo, in the child, the setup that made this process a zygote."""
         self._caught.close()
         self._control.close()

@@ -200,7 +200,7 @@ class ZygoteProcess:
         self.has_forked = True
         self.control.put({"command": "fork", "rank": rank, "environment": environment, "cpus": cpus}, fds)
 
-    def remember(self, membership: Mapping[str, Any]) -> None:
+    def send_membership(self, membership: Mapping[str, Any]) -> None:
         """Send the zygote the membership with which it notifies the first host if this process is killed."""
         self._send({"command": "membership", "membership": membership})
 
