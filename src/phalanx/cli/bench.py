@@ -54,16 +54,16 @@ def _collectives(device: str, world_size: int, rounds: int, in_json: bool) -> No
     where = f"{min(gpus, world_size)} x {torch.cuda.get_device_name(0)}" if device == "cuda" else "the CPU"
     try:
         with _Progress() as progress:
-            progress.say(f"five collectives of 4 KiB to 64 MiB, {world_size} ranks on {where}, {rounds} rounds each")
+            progress.show(f"five collectives of 4 KiB to 64 MiB, {world_size} ranks on {where}, {rounds} rounds each")
             seconds = collectives.measure(world_size, device, rounds)
     except RankFailed as failure:
         raise click.ClickException(str(failure)) from failure
-    told = (
+    lines = (
         [collectives.as_json(seconds, world_size, where)]
         if in_json
         else collectives.as_text(seconds, world_size, where)
     )
-    for line in told:
+    for line in lines:
         click.echo(line)
 
 
@@ -99,7 +99,7 @@ class _Progress:
     def __init__(self) -> None:
         self._redraws = sys.stderr.isatty()
 
-    def say(self, text: str) -> None:
+    def show(self, text: str) -> None:
         """Show `text`, which on a terminal replaces the previous text."""
         if self._redraws:
             click.echo(f"\r\x1b[K{text}", nl=False, err=True)

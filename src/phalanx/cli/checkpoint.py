@@ -43,8 +43,8 @@ def inspect(ctx: click.Context, path: str, verify: bool, as_json: bool) -> None:
         _print_table(contents)
     else:
         for item in contents.items:
-            told = [item.name, item.dtype, _shape(item.shape), _size(item.nbytes)] if item.dtype else [item.name]
-            click.echo("\t".join([*told, item.value] if item.value else told))
+            fields = [item.name, item.dtype, _shape(item.shape), _size(item.nbytes)] if item.dtype else [item.name]
+            click.echo("\t".join([*fields, item.value] if item.value else fields))
         click.echo(_summary(contents, verify))
     for problem in contents.damage:
         click.echo(problem, err=True)

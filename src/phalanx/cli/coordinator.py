@@ -27,7 +27,7 @@ def command(ctx: click.Context, bind: str, key_file: str | None, job: str, lost_
     from phalanx.errors import CoordinationError
 
     try:
-        run_coordinator(bind, key_file, job=job, lost_after_s=lost_after, say=lambda line: click.echo(line, err=True))
+        run_coordinator(bind, key_file, job=job, lost_after_s=lost_after, log=lambda line: click.echo(line, err=True))
     except (CoordinationError, ValueError) as error:
         click.echo(error, err=True)
         ctx.exit(1)

@@ -71,9 +71,9 @@ def command(
         if web:
             _serve(watch, port)
         elif as_data:
-            click.echo(as_json(watch.look_once()))
+            click.echo(as_json(watch.sample_once()))
         elif once or not console.is_terminal or console.is_dumb_terminal:
-            lines = all_lines(watch.look_once(), console.width if console.is_terminal else None)
+            lines = all_lines(watch.sample_once(), console.width if console.is_terminal else None)
             if console.is_terminal:
                 console.print(*lines, sep="\n")
             else:

@@ -48,7 +48,7 @@ class Metrics:
             if job is None:
                 raise LaunchError(f"{_COMMAND}: not supported on this system: the agent has no socket")
             self._watch = JobWatch(job)
-        return Page(CONTENT_TYPE, as_prometheus(self._watch.look()).encode())
+        return Page(CONTENT_TYPE, as_prometheus(self._watch.sample()).encode())
 
     def close(self) -> None:
         self._server.close()

@@ -37,7 +37,7 @@ from phalanx._job.hosts.generation_message import generation_from_json
 from phalanx._job.hosts.job_membership import JobMembership
 from phalanx._job.hosts.succession.follower_succession import FollowerSuccession, Leadership
 from phalanx._job.inspect.stacks.report import report_own_stacks
-from phalanx._job.inspect.top.look import look_at_own
+from phalanx._job.inspect.top.look import read_own_host
 from phalanx._job.inspect.top.memory import MemoryReader
 from phalanx._job.output.display import Display
 
@@ -268,7 +268,9 @@ class FollowerLink(HostLink):
             self._attempt.links.send(rank, LEAVE)
         if self._succession.is_open and message.get("kind") == "waiting":
             self._attempt.links.send(rank, _WAIT)
-        self._channel.put(self._channel.first, "rank says", attempt=self._number, rank=rank, pid=pid, message=message)
+        self._channel.put(
+            self._channel.first, "rank message", attempt=self._number, rank=rank, pid=pid, message=message
+        )
 
     def end(self, attempt: Attempt) -> None:
         """Report to the leader that no process is left here, after all other reports."""
@@ -324,7 +326,7 @@ class FollowerLink(HostLink):
         elif message.member == self._channel.first and message.kind == "host lost":
             show_host_lost(message, self._host.display)
             self._notify_ranks(message.body["gone"], describe_loss(message.body["host"], message.body["why"]))
-        elif message.member == self._channel.first and message.kind == "hands over":
+        elif message.member == self._channel.first and message.kind == "transfer leadership":
             self._is_led_by_another = state.leaves
             self._lose_leader("it leaves (SIGTERM)", has_left=True)
         elif message.member == self._channel.first and message.kind == "end":
@@ -347,7 +349,7 @@ class FollowerLink(HostLink):
                 self._attempt.do(state.on_remote_signal(signum, message.body["ranks"], group, is_relayed))
             elif message.kind == "generation":
                 self._attempt.begin_generation(generation_from_json(message.body["begun"]))
-            elif message.kind == "tell generation":
+            elif message.kind == "send generation":
                 self._attempt.send_generation(int(message.body["rank"]))
             elif message.kind == "to rank":
                 self._attempt.send_to_rank(int(message.body["rank"]), message.body["message"])
@@ -360,7 +362,7 @@ class FollowerLink(HostLink):
 
     def _send_stacks(self, request: Any, what: Any) -> None:
         """Send the leader the stacks of this host's ranks, which have a second to answer; this runs in a thread."""
-        text = look_at_own(self._memory) if what == "top" else report_own_stacks()
+        text = read_own_host(self._memory) if what == "top" else report_own_stacks()
         self._channel.put(self._channel.first, "stacks", attempt=self._number, request=request, text=text)
 
     def _lose_leader(self, why: str, *, has_left: bool = False) -> None:

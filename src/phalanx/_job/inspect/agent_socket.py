@@ -55,7 +55,7 @@ class AgentSocket:
         self.token = os.urandom(16).hex()
         self._connections: OrderedDict[int, Channel] = OrderedDict()
         self._listener: socket.socket | None = None
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         self._notices: list[str] = []
         if sys.platform != "linux":
             return
@@ -92,8 +92,8 @@ class AgentSocket:
 
     def notice(self, kind: str, text: str) -> None:
         """Record for the user that a client was refused; once for each kind, however often it happens."""
-        if kind not in self._told:
-            self._told.add(kind)
+        if kind not in self._reported:
+            self._reported.add(kind)
             self._notices.append(text)
 
     def _notice_unheard(self, kind: str, peer: Peer, what: str) -> None:

@@ -106,7 +106,7 @@ def _join(endpoint: str, settings: Settings) -> int:
             "~/.config/phalanx/key to this host (mode 600), or name another file: --key-file, PHALANX_KEY_FILE.",
             exit_code=USAGE_EXIT_CODE,
         )
-    joined = connect([endpoint], key, _JOIN_TIMEOUT_S, is_over=threading.Event().is_set, say=_print)
+    joined = connect([endpoint], key, _JOIN_TIMEOUT_S, is_over=threading.Event().is_set, log=_print)
     job_spec = joined.job_spec
     try:
         if os.path.isdir(job_spec.folder):

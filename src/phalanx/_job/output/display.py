@@ -43,7 +43,7 @@ class Display:
         self._redrawn_at = 0.0
         self._prefixes: dict[frozenset[int], bytes] = {}
         self._tracebacks = TracebackBuffer()
-        self._told: set[str] = set()  # the texts that `print_once` has printed
+        self._printed_once: set[str] = set()  # the texts that `print_once` has printed
 
     def begin(self, ranks: Iterable[int]) -> None:
         """Expect output from these ranks, which start or restart, perhaps on another host than before."""
@@ -122,8 +122,8 @@ class Display:
         self._err.put(encode(text) + b"\n")
 
     def print_once(self, what: str, text: str) -> None:
-        if what not in self._told:
-            self._told.add(what)
+        if what not in self._printed_once:
+            self._printed_once.add(what)
             self.print(text)
 
     def expect(self, rank: int, traceback: str, *, quiet: bool = False) -> None:

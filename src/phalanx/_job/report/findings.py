@@ -13,7 +13,7 @@ from statistics import median
 from phalanx._comm.diagnostics.rank_list import name_ranks
 from phalanx._job.report.finding import FEW_STEPS, ReportFinding, Severity
 from phalanx._job.report.measurements import Measurements
-from phalanx._job.report.time_findings import LOOKS as TIME_LOOKS
+from phalanx._job.report.time_findings import CHECKS as TIME_CHECKS
 from phalanx._job.report.units import percent, seconds, size, three_digits
 
 _ORDER: dict[Severity, int] = {"bad": 0, "warn": 1, "note": 2, "good": 3}
@@ -21,7 +21,7 @@ _ORDER: dict[Severity, int] = {"bad": 0, "warn": 1, "note": 2, "good": 3}
 
 def find(run: Measurements) -> list[ReportFinding]:
     """Return all that is worth telling of a run; there is at least one finding."""
-    found = [finding for look in _LOOKS for finding in look(run)]
+    found = [finding for check in _CHECKS for finding in check(run)]
     if not any(finding.severity in ("bad", "warn") for finding in found) and run.steps >= FEW_STEPS:
         found.append(ReportFinding("good", _nothing_wrong(run)))
     return sorted(found, key=lambda finding: (_ORDER[finding.severity], -finding.weight))
@@ -231,6 +231,6 @@ def _times(number: int) -> str:
     return {1: "once", 2: "twice"}.get(number, f"{number} times")
 
 
-_LOOKS: tuple[Callable[[Measurements], Iterator[ReportFinding]], ...] = (
-    _how_it_ended, _lost_records, _no_steps, _loss, *TIME_LOOKS, _slowing_down, _memory, _slow_start,
+_CHECKS: tuple[Callable[[Measurements], Iterator[ReportFinding]], ...] = (
+    _how_it_ended, _lost_records, _no_steps, _loss, *TIME_CHECKS, _slowing_down, _memory, _slow_start,
 )  # fmt: skip

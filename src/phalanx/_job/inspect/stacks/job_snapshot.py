@@ -117,9 +117,9 @@ class HostAnswer(NamedTuple):
     offset_s: float
 
 
-def answer_others(channel: Channel, told: Sequence[HostAnswer]) -> None:
+def answer_others(channel: Channel, answers: Sequence[HostAnswer]) -> None:
     """Answer `ask_others` as the agent, which never waits."""
-    with suppress(OSError), _file(json.dumps(told).encode()) as description:
+    with suppress(OSError), _file(json.dumps(answers).encode()) as description:
         channel.put({}, [description])
 
 

@@ -34,9 +34,9 @@ def report_stacks(wanted: str | None) -> str:
     text, num_others = _report_here(job)
     if num_others == 0:
         return text
-    told = ask_others(job.name, _OTHERS_TIMEOUT_S)
-    parts = [text, *(f"On {host.name}:\n\n{host.text}" for host in told)]
-    if not told:
+    answers = ask_others(job.name, _OTHERS_TIMEOUT_S)
+    parts = [text, *(f"On {host.name}:\n\n{host.text}" for host in answers)]
+    if not answers:
         parts.append(
             f"Ranks of {num_others} other host{'s' * (num_others > 1)} are shown on the host that leads the job, the "
             "first one if it is there."
