@@ -388,7 +388,7 @@ def train(machines: list[Host], folder: Path, what: str = "") -> list[str]:
             await_standbys(made, 0)
             made.jobs[0].running.process.send_signal(signal.SIGTERM if what == "left" else signal.SIGKILL)
             if what == "left":
-                made.wait_for(0, "the ranks of this host finish their step and end")
+                made.wait_for(0, "the ranks of this host finish their step and exit")
                 made.first.order("go-3")
                 made.first.order("go-6")
             leader, hosts_left = find_leader(made, 1, 2), {1, 2, 3}
