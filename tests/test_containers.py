@@ -49,7 +49,7 @@ def _ending(rank, world_size):
 
 
 def test_its_end_is_the_caller_s_end() -> None:
-    with pytest.raises(RankFailed, match="left with exit code 7"):
+    with pytest.raises(RankFailed, match="exited with code 7"):
         run_ranks(_ending, 1, init=False)
 
 

@@ -1,4 +1,4 @@
-"""`python -m phalanx` is the command `phalanx`."""
+"""Run the command `phalanx`, as `python -m phalanx`."""
 
 from phalanx.cli.__main__ import main
 

@@ -178,7 +178,7 @@ if TYPE_CHECKING:
         """A process of the group died, or left the group. `ranks` names which, in the group's numbering.
 
         What to do: look for that rank's own error; `phalanx run` prints it last. SIGKILL without an error usually means
-        that memory ran out. If the job shall go on without a restart, put its loop into `phalanx.elastic.run`.
+        that memory ran out. To continue without a restart, put the training loop into `phalanx.elastic.run`.
         """
 
         ranks: tuple[int, ...]
@@ -213,7 +213,7 @@ def _define_torch_errors() -> None:
         """A process of the group died, or left the group. `ranks` names which, in the group's numbering.
 
         What to do: look for that rank's own error; `phalanx run` prints it last. SIGKILL without an error usually means
-        that memory ran out. If the job shall go on without a restart, put its loop into `phalanx.elastic.run`.
+        that memory ran out. To continue without a restart, put the training loop into `phalanx.elastic.run`.
         """
 
         def __init__(self, message: str, *, ranks: tuple[int, ...] = ()) -> None:

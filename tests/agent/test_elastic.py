@@ -80,8 +80,8 @@ def test_a_lost_rank_is_replaced_and_keeps_its_number() -> None:
     assert (generation.number, generation.slots, generation.replacements) == (1, (0, 1, 2), (1,))
     assert begun(actions).holders == (0, 2)
     assert words(actions).startswith("phalanx run: rank 1 (pid 101) is lost: SIGKILL")
-    assert words(actions).endswith("A replacement is started")
-    assert recover(elastic, 1, 201) == "phalanx run: 3 ranks go on, 0.50 s after the loss"
+    assert words(actions).endswith("Starting a replacement")
+    assert recover(elastic, 1, 201) == "phalanx run: 3 ranks continue, 0.50 s after the loss"
     assert elastic.members[1].holds_state
     assert [(loss.rank, loss.pid, loss.replaced) for loss in elastic.losses] == [(1, 101, True)]
 
@@ -121,7 +121,7 @@ def test_one_more_lost_while_the_others_regroup_begins_the_next_generation() -> 
     elastic.on_started(1, 201)
     assert say(elastic, 1, "elastic", generation=1) == [SendGeneration(1)]
     assert say(elastic, 1, "regrouped", generation=1) == []
-    assert recover(elastic, 2, 202).startswith("phalanx run: 3 ranks go on")
+    assert recover(elastic, 2, 202).startswith("phalanx run: 3 ranks continue")
 
 
 def test_a_replacement_that_dies_before_it_holds_the_state_is_replaced() -> None:
@@ -139,8 +139,7 @@ def test_when_nobody_is_left_who_holds_the_state_the_job_fails_of_all_that_was_l
     elastic.on_started(1, 201)
     actions = lose(elastic, 0)  # the replacement has nothing yet
     assert words(actions) == (
-        "phalanx run: the job ends: no rank that is left holds the state of the training. "
-        "Start again from a checkpoint."
+        "phalanx run: the job ends: no remaining rank has the training state. Start again from a checkpoint."
     )
     (given_up,) = [action for action in actions or () if not isinstance(action, Print)]
     assert isinstance(given_up, GiveUp)
@@ -189,7 +188,7 @@ def test_what_a_replacement_raises_again_at_the_same_step_fails_the_job() -> Non
     raise_in(elastic, 1)
     said, given_up = lose(elastic, 1, 1) or ()
     assert isinstance(said, Print)
-    assert "has raised the same as before at the same step" in said.text
+    assert "has raised the same exception at the same step again" in said.text
     assert isinstance(given_up, GiveUp)
 
 
@@ -209,7 +208,7 @@ def test_losses_in_a_row_without_a_step_in_between_end_the_job() -> None:
         recover(elastic, 1, 201 + attempt)
     said, given_up = lose(elastic, 1) or ()
     assert isinstance(said, Print)
-    assert "no step was completed in between" in said.text
+    assert "ranks were lost without a completed step between" in said.text
     assert isinstance(given_up, GiveUp)
     elastic = job(2)
     for attempt in range(100):
@@ -219,13 +218,13 @@ def test_losses_in_a_row_without_a_step_in_between_end_the_job() -> None:
 
 def test_without_replacements_the_others_go_on_as_fewer_ranks() -> None:
     elastic = job(4, max_replacements=1)
-    assert "A replacement is started (of 1: 1)" in words(lose(elastic, 2))
+    assert "Starting a replacement (1 of 1)" in words(lose(elastic, 2))
     recover(elastic, 2, 202)
     actions = lose(elastic, 1)
     assert Retire((1,)) in (actions or ())
     generation = begun(actions).generation
     assert (generation.slots, generation.world_size, generation.replacements) == ((0, 2, 3), 3, ())
-    assert words(actions).endswith("3 ranks go on without")
+    assert words(actions).endswith("3 ranks continue without it")
     assert elastic.rank_of(3) == 2
     for slot in (0, 2, 3):
         say(elastic, slot, "regrouped", generation=2)
@@ -273,7 +272,7 @@ def test_who_is_silent_when_the_others_have_given_up_on_it_is_replaced() -> None
     assert isinstance(evict, Evict)
     assert evict.slot == 1
     actions = lose(elastic, 1, now=12.0)
-    assert "rank 1 (pid 101) is lost: killed: rank 0 has given up on their group" in words(actions)
+    assert "rank 1 (pid 101) is lost: killed: rank 0 has left their group" in words(actions)
     assert begun(actions).generation.replacements == (1,)
 
 
@@ -292,7 +291,7 @@ def test_a_rank_that_is_killed_before_all_have_come_costs_nobody_anything() -> N
     elastic.began_at = -STARTING_S  # it mentions what it does not call
     assert not elastic.lost_early
     elastic = job(3, joined=0)
-    elastic.note_early_loss(Exit(2, 102, -9, 1.0))  # another rank has told of its own end before
+    elastic.record_early_loss(Exit(2, 102, -9, 1.0))  # another rank has told of its own end before
     say(elastic, 0, "elastic")
     assert elastic.lost_early
     elastic = job(3)
@@ -307,7 +306,7 @@ def test_the_only_rank_that_holds_the_state_is_let_go_on_before_it_is_killed() -
     elastic.on_started(0, 200)
     actions = elastic.evict(1, "it is stopped", 1.0)
     assert Continue(1) in actions
-    assert "it alone holds the state of the training" in words(actions)
+    assert "no other rank has the training state" in words(actions)
     assert elastic.next_due is None
     assert elastic.evict(0, "it is stopped", 1.0) == [Evict(0, "it is stopped")]
     assert elastic.evict(1, "it is stopped", 9.0) == [Evict(1, "it is stopped")]
@@ -358,7 +357,7 @@ def test_ranks_that_disagree_at_a_step_again_and_again_each_fail_of_their_own_er
     """All waited for a generation that nobody began, until one was killed for silence: "out of memory?", it said."""
     elastic = job(2)
     for _ in range(2):
-        assert "(rank 0: MismatchError: they differ): they form it again" in words(disagree(elastic, 3))
+        assert "(rank 0: MismatchError: they differ): they form a new one" in words(disagree(elastic, 3))
     said = disagree(elastic, 3)
     assert "the ranks have disagreed 3 times at the same step: MismatchError: they differ" in words(said)
     assert refused(said) == {0, 1}

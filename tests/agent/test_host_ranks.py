@@ -42,7 +42,7 @@ class Decided(Attempt):
         self.theirs[rank] = Channel(theirs)
         self.ranks.processes.pids[rank] = pid
         self.on_started(rank, pid)
-        self.links.admit(Channel(ours), rank, pid, {"kind": "welcome"})
+        self.links.accept(Channel(ours), rank, pid, {"kind": "welcome"})
         self.say(rank, "elastic")
         self.receive_from_ranks()
 

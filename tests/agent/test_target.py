@@ -44,7 +44,7 @@ def test_a_program_given_as_a_script_is_pointed_out() -> None:
 
 def test_a_script_behind_the_word_python_is_told_to_stand_alone() -> None:
     """A fresh reader typed `phalanx run python train.py`, and was told to use --no-python."""
-    assert "Leave 'python3' out" in problem("script", "python3")
+    assert "Leave out 'python3'" in problem("script", "python3")
 
 
 def test_a_file_given_as_a_module_is_pointed_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,7 +74,7 @@ def test_what_can_be_read_only_once_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     read, write = os.pipe()
     for name in (tmp_path / "fifo", "-", f"/dev/fd/{read}"):
-        assert "can be read only once. Write the script into a file" in problem("script", name)
+        assert "can be read only once. Write the script to a file" in problem("script", name)
     os.close(read)
     os.close(write)
 
@@ -118,7 +118,7 @@ def test_what_is_no_modules_name_is_refused(name: str) -> None:
 
 
 def test_a_missing_program_says_where_to_look() -> None:
-    assert "look at PATH" in problem("program", "no-such-program")
+    assert "check PATH" in problem("program", "no-such-program")
 
 
 @pytest.mark.parametrize(

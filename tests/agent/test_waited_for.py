@@ -8,7 +8,14 @@ from dataclasses import replace
 from phalanx._base.core_numbers import ALL_REDUCE, GRADIENTS
 from phalanx._comm.diagnostics.flight_recorder import Record
 from phalanx._comm.diagnostics.observer import GroupLog, RankLog
-from phalanx._job.agent.watch import LatenessCounter, RankWatch, Silent, describe_slow, describe_wait, find_silent
+from phalanx._job.agent.watch import (
+    LatenessCounter,
+    RankWatch,
+    SilentProcess,
+    describe_slow,
+    describe_wait,
+    find_silent,
+)
 
 S = 1_000_000_000
 
@@ -23,16 +30,16 @@ def group(*ranks: list[Record], name: str = "dp", world_size: int | None = None)
     return GroupLog(name, world_size or len(ranks), logs)
 
 
-def silent(*groups: GroupLog, now_s: float, standing: dict[int, float] | None = None) -> list[Silent]:
+def silent(*groups: GroupLog, now_s: float, stuck: dict[int, float] | None = None) -> list[SilentProcess]:
     pids = {rank.pid for group in groups for rank in group.ranks} or {100, 101}
-    since = {pid: int(at * S) for pid, at in (standing or {}).items()}
+    since = {pid: int(at * S) for pid, at in (stuck or {}).items()}
     return find_silent(groups, pids, since, {}, int(now_s * S))
 
 
 def test_who_has_not_come_to_an_operation_is_waited_for_since_the_first_came() -> None:
     past = record(6, 1, 2)
     log = group([past, record(7, 3)], [past, record(7, 4)], [past])
-    assert silent(log, now_s=10) == [Silent(102, 7.0, (100, 101), "all_reduce #7 (train.py:7)")]
+    assert silent(log, now_s=10) == [SilentProcess(102, 7.0, (100, 101), "all_reduce #7 (train.py:7)")]
 
 
 def test_who_did_something_in_another_group_meanwhile_is_silent_since_then() -> None:
@@ -60,26 +67,26 @@ def test_a_round_of_an_earlier_reducer_with_the_same_number_is_not_the_one_that_
     first = record(1, 1, 2, kind=GRADIENTS)
     log = group([first, record(1, 3, kind=GRADIENTS)], [first])
     assert [s.pid for s in silent(log, now_s=10)] == [101]
-    assert silent(log, now_s=10, standing={101: 4}) == [Silent(101, 6.0, (100,), "gradients #1 (train.py:1)")]
+    assert silent(log, now_s=10, stuck={101: 4}) == [SilentProcess(101, 6.0, (100,), "gradients #1 (train.py:1)")]
     done = record(1, 2.5, 4, kind=GRADIENTS)
     assert silent(group([first, record(1, 3, kind=GRADIENTS)], [first, done]), now_s=10) == []
     # who is stopped there himself keeps nobody waiting who has been there and gone
     log = group([record(1, 5, kind=GRADIENTS)], [done])
-    assert silent(log, now_s=10, standing={100: 6}) == []
+    assert silent(log, now_s=10, stuck={100: 6}) == []
 
 
 def test_a_process_that_is_stopped_inside_an_operation_holds_up_the_others_there() -> None:
     log = group([record(7, 3)], [record(7, 2)])
     assert silent(log, now_s=10) == []
-    assert silent(log, now_s=10, standing={101: 4}) == [Silent(101, 6.0, (100,), "all_reduce #7 (train.py:7)")]
+    assert silent(log, now_s=10, stuck={101: 4}) == [SilentProcess(101, 6.0, (100,), "all_reduce #7 (train.py:7)")]
     log = group([record(7, 3)], [record(7, 2, 5)])  # it has done its part
-    assert silent(log, now_s=10, standing={101: 4}) == []
+    assert silent(log, now_s=10, stuck={101: 4}) == []
 
 
 def test_without_a_recorder_a_process_that_is_stopped_is_silent_since_anybody_did_a_step() -> None:
-    assert silent(now_s=10, standing={101: 4}) == [Silent(101, 6.0, (), "")]
+    assert silent(now_s=10, stuck={101: 4}) == [SilentProcess(101, 6.0, (), "")]
     steps = {100: 9 * S}
-    assert find_silent([], {100, 101}, {101: 4 * S}, steps, 10 * S) == [Silent(101, 1.0, (), "")]
+    assert find_silent([], {100, 101}, {101: 4 * S}, steps, 10 * S) == [SilentProcess(101, 1.0, (), "")]
 
 
 def test_a_group_that_has_lost_a_member_is_history() -> None:
@@ -102,7 +109,7 @@ def test_a_rank_that_comes_last_and_costs_time_is_slower_than_the_others() -> No
     assert slow is not None
     assert (slow.pid, slow.times, slow.num_operations) == (101, 150, 150)
     assert 0.27 < slow.share < 0.30  # 0.28 s of each second
-    assert "rank 1 (pid 101) is slower than the others: in 148 s it came last to 150 of 150" in describe_slow(slow, 1)
+    assert "rank 1 (pid 101) is slower than the others: in 148 s it entered 150 of 150" in describe_slow(slow, 1)
 
 
 def test_the_slow_rank_is_the_one_that_comes_last_to_a_round_and_not_the_one_in_the_next_reducers_round() -> None:
@@ -134,15 +141,15 @@ def test_a_silent_rank_is_told_ever_more_rarely_and_killed_only_if_asked_for() -
     pids = {0: 100, 1: own}
     watch = RankWatch(None, 0.0)
     assert watch.is_due(15.0)
-    (accused,) = watch.look(pids, [log], {}, {}, 15.0)  # the times in the log are long past
-    assert (accused.rank, accused.evict) == (1, False)
-    assert "rank 0 waits for rank 1 (pid" in describe_wait(accused, {100: 0, own: 1}, [log])
-    assert watch.look(pids, [log], {}, {}, 30.0) == []  # it was asked, and has not been judged
-    assert watch.judge(pids, [log], {}, 15.1) == []
-    (judged,) = watch.judge(pids, [log], {}, 16.0)
-    assert judged.silent.silent_s >= accused.silent.silent_s
-    (accused,) = RankWatch(2.0, 0.0).look(pids, [log], {}, {}, 15.0)
-    assert accused.evict
+    (suspect,) = watch.check(pids, [log], {}, {}, 15.0)  # the times in the log are long past
+    assert (suspect.rank, suspect.evict) == (1, False)
+    assert "rank 0 waits for rank 1 (pid" in describe_wait(suspect, {100: 0, own: 1}, [log])
+    assert watch.check(pids, [log], {}, {}, 30.0) == []  # it was asked, and has not been confirmed
+    assert watch.confirm(pids, [log], {}, 15.1) == []
+    (confirmed,) = watch.confirm(pids, [log], {}, 16.0)
+    assert confirmed.silent.silent_s >= suspect.silent.silent_s
+    (suspect,) = RankWatch(2.0, 0.0).check(pids, [log], {}, {}, 15.0)
+    assert suspect.evict
 
 
 def test_who_comes_while_it_is_asked_is_acquitted() -> None:
@@ -151,5 +158,5 @@ def test_who_comes_while_it_is_asked_is_acquitted() -> None:
     log = replace(log, ranks=(log.ranks[0], replace(log.ranks[1], pid=own)))
     come = replace(log, ranks=(log.ranks[0], replace(log.ranks[1], records=(record(7, 2),))))
     watch = RankWatch(2.0, 0.0)
-    assert watch.look({0: 100, 1: own}, [log], {}, {}, 1.0)
-    assert watch.judge({0: 100, 1: own}, [come], {}, 2.0) == []
+    assert watch.check({0: 100, 1: own}, [log], {}, {}, 1.0)
+    assert watch.confirm({0: 100, 1: own}, [come], {}, 2.0) == []

@@ -211,7 +211,7 @@ def test_a_wait_with_a_limit_ends_nothing(rank):
     if rank == 0:
         tensor = torch.zeros(1)
         work = dist.irecv(tensor, 1)
-        with pytest.raises(TimeoutError, match=r"the operation was not over after 0\.05 s; it goes on"):
+        with pytest.raises(TimeoutError, match=r"the operation had not completed after 0\.05 s; it continues"):
             work.wait(timedelta(seconds=0.05))
         dist.send(torch.zeros(1), 1)
         work.wait()

@@ -41,7 +41,7 @@ def test_a_wait_for_a_message_that_does_not_come_takes_its_limit_once():
     """It took the limit to bring the message about, and then as long again: 6 s where the error said 3.0 s."""
     work = ReceiveWork(_Never(), _Never(), torch.zeros(1))
     work._done = _Recorded()
-    with pytest.raises(TimeoutError, match=r"the operation was not over after 0\.05 s; it goes on"):
+    with pytest.raises(TimeoutError, match=r"the operation had not completed after 0\.05 s; it continues"):
         work.wait(timedelta(seconds=0.05))
     assert work._done.limits[-1] == 0.0
 

@@ -16,13 +16,13 @@ def bench(*args):
 def test_without_an_argument_it_lists_what_there_is():
     result = bench()
     assert result.exit_code == 0
-    assert "collectives  How long collectives take between ranks of this host." in result.output
+    assert "collectives  Measure collectives between ranks of this host." in result.output
 
 
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["linc"], "nothing called 'linc' to measure. Did you mean 'link'? There are: collectives, link."),
+        (["linc"], "no benchmark 'linc'. Did you mean 'link'? Benchmarks: collectives, link."),
         (["collectives", "--world-size", "0"], "0 is not in the range 1<=x<=64"),
         (["collectives", "--rounds", "few"], "'few' is not a valid integer range"),
         (["collectives", "--device", "tpu"], "'tpu' is not one of 'cpu', 'cuda'"),

@@ -245,7 +245,7 @@ def test_single_files_are_saved_loaded_and_shown(s3):
     (code, output), (code_of_file, output_of_file), (code_of_none, output_of_none) = alone(work)
     assert (code, code_of_file, code_of_none) == (0, 0, 1)
     assert "model.weight\tfloat32\t1 × 2\t8 B" in output.splitlines()  # noqa: RUF001
-    assert "all checksums right, older ones: 00000001-step-7-" in output.splitlines()[-1]
+    assert "all checksums match, older ones: 00000001-step-7-" in output.splitlines()[-1]
     assert "epoch\t4" in output_of_file.splitlines()
     assert output_of_none == "inspect: s3://runs/nothing: there is no checkpoint there.\n"
 

@@ -45,7 +45,7 @@ def test_a_checkpoint_of_a_run_is_shown(tmp_path, sharded):
     assert "model.weight\tfloat32\t300 × 20\t24 kB" in lines  # noqa: RUF001
     assert "epoch\t3" in lines
     assert "step 9, saved by 1 rank, " in lines[-1]
-    assert lines[-1].endswith("all checksums right, older ones: 00000001-step-7")
+    assert lines[-1].endswith("all checksums match, older ones: 00000001-step-7")
     assert json.loads(run(path, "--json").output)["step"] == 9
     loaded = load_checkpoint(tmp_path / "run")
     assert torch.equal(loaded["model"]["weight"], STATE["model"]["weight"])

@@ -45,7 +45,7 @@ def test_the_version_is_the_packages() -> None:
 
 @pytest.mark.parametrize(
     ("word", "advice"),
-    [("rnu", "Did you mean 'run'?"), ("train.py", "phalanx run train.py"), ("zzz", "There are: ")],
+    [("rnu", "Did you mean 'run'?"), ("train.py", "phalanx run train.py"), ("zzz", "Commands: ")],
 )
 def test_a_mistyped_command_is_answered_with_the_right_one(word: str, advice: str) -> None:
     result = CliRunner().invoke(group, [word])

@@ -71,8 +71,8 @@ def test_a_current_folder_that_has_been_removed_is_named(tmp_path):
     for words in ("train.py", "-m train"):
         done = inside(f'"$0" -m phalanx.cli run {words}')
         assert done.stderr == (
-            "phalanx run: the current folder has been removed, and PyTorch cannot be loaded in it. "
-            "cd to one that is there.\n"
+            "phalanx run: the current folder was removed, and PyTorch cannot be loaded in it. "
+            "cd to an existing folder.\n"
         )
         assert done.returncode == 2
     assert inside('"$0" -m phalanx.cli run --nproc-per-node 1 --no-python echo here').stdout == "[0] here\n"

@@ -69,7 +69,7 @@ def test_the_hierarchy_takes_hosts_of_unequal_size() -> None:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["rnig"], "nothing called 'rnig' to explain. Did you mean 'ring'? There are: direct, "),
+        (["rnig"], "no explanation of 'rnig'. Did you mean 'ring'? Explanations: direct, "),
         (["ring", "--world-size", "0"], "world size '0' must be a number of ranks, at least 1"),
         (["ring", "--world-size", "many"], "world size 'many' must be a number of ranks"),
         (["ring", "--world-size", "100"], "at most 64 ranks can be shown step by step, got 100"),

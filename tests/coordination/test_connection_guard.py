@@ -144,7 +144,7 @@ def test_the_oldest_connections_of_strangers_go_first(monkeypatch):
 def test_where_members_have_taken_all_connections_another_waits_and_a_line_says_what_to_raise(monkeypatch):
     said = []
     monkeypatch.setattr(service_module, "connections_allowed", lambda: 3)
-    with Service("127.0.0.1:0", KEY, say=said.append) as service, contextlib.ExitStack() as stack:
+    with Service("127.0.0.1:0", KEY, log=said.append) as service, contextlib.ExitStack() as stack:
         place = str(service.address)
         members = [stack.enter_context(Client(place, KEY)) for _ in range(3)]
         for member in members:

@@ -159,7 +159,7 @@ def fork(work):
 @pytest.mark.slow
 def test_a_member_that_stops_is_lost_the_others_hear_why_and_so_does_it_when_it_goes_on():
     said = []
-    with Service("127.0.0.1:0", KEY, lost_after_s=2.0, say=said.append) as service, Client(service.local) as near:
+    with Service("127.0.0.1:0", KEY, lost_after_s=2.0, log=said.append) as service, Client(service.local) as near:
         near.join({"host": "near"})
 
         def follow(writer):

@@ -153,7 +153,7 @@ def test_members_work_while_one_who_knows_the_key_sends_rubbish_and_floods(effor
     num_frames = 1_500 * effort
     rng = random.Random(7)
     said = []
-    with Service("127.0.0.1:0", KEY, say=said.append) as service:
+    with Service("127.0.0.1:0", KEY, log=said.append) as service:
         work = Work(service)
         with insider(service) as dealer:
             flood = pack(Op.SET, 1, b"x", b"y" * 1000) * 200
@@ -206,7 +206,7 @@ def test_strangers_do_not_get_in_and_members_go_on(effort, seed):
     num_strangers = 200 * effort
     rng = random.Random(seed)
     said = []
-    with Service("127.0.0.1:0", KEY, say=said.append) as service:
+    with Service("127.0.0.1:0", KEY, log=said.append) as service:
         work = Work(service)
         open_ones = []
         place = ("127.0.0.1", service.address.port)

@@ -115,7 +115,7 @@ def test_hosts_meet_over_ipv4_and_ipv6_and_a_pulled_cable_is_named():
             words = ["ip", "-n", host.name, "address", "add", f"fd77::{number}/64", "dev", "eth0", "nodad"]
             subprocess.run(words, check=True)
         said = []
-        service = on(anna, lambda: Service(":0", KEY, lost_after_s=3.0, say=said.append))
+        service = on(anna, lambda: Service(":0", KEY, lost_after_s=3.0, log=said.append))
         stack.callback(service.close)
         port = service.address.port
         far = on(bert, lambda: Client(f"{anna.address}:{port}", KEY))

@@ -24,7 +24,7 @@ def service(bind="127.0.0.1:0", key=KEY, **options):
     """A service, what it said, and a way to make clients of it that are closed at the end."""
     said = []
     with contextlib.ExitStack() as stack:
-        running = stack.enter_context(Service(bind, key, say=said.append, **options))
+        running = stack.enter_context(Service(bind, key, log=said.append, **options))
 
         def connect(local=False, key=KEY, **options):
             place = running.local if local else running.address

@@ -102,7 +102,7 @@ def test_after_some_steps_the_first_batches_are_no_longer_waited_for():
     order = EpochOrder()
     for batch in itertools.islice(itertools.cycle(_numbered(range(MOST_STEPS))), MOST_STEPS + NUM_BATCHES):
         assert not order.repeats([batch])
-    assert order.blind
+    assert order.disabled
 
 
 def _train(rank, sampler, **options):

@@ -283,7 +283,7 @@ def test_an_error_in_the_watch_ends_the_watch_of_its_rank_alone():
         with logged("phalanx.ddp") as lines:
             if rank == 1:
                 ddp._reducer.watch.on_gradient(100)  # there is no such parameter
-                assert ddp._reducer.watch.blind
+                assert ddp._reducer.watch.disabled
             for _ in range(5):
                 ddp(torch.ones(4, 3))[0].sum().backward()
         return lines

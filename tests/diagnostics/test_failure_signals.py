@@ -152,7 +152,7 @@ def test_who_hears_nothing_asks_for_nothing():
         ]
         for monitor in monitors:
             open_things.callback(monitor.close)
-        wait_until(lambda: all(monitor._looked for monitor in monitors) and signals._waiting is not None)
+        wait_until(lambda: all(monitor._has_checked for monitor in monitors) and signals._waiting is not None)
         service.coordinator._handle = lambda session, message: asked.append(message.what) or handle(session, message)
         rounds, receive = [], signals.receive
         signals.receive = lambda: rounds.append(1) or receive()

@@ -153,7 +153,7 @@ def test_what_costs_something_is_a_warning_with_advice_and_training_still_works(
         (on("torch", version="2.12.1"), "torch", "2.13 or later is needed", "pip install --upgrade 'torch>=2.13'"),
         (on("torch", version="1.13"), "torch", "2.13 or later is needed", "--upgrade"),
         (on("host", open_files=40, open_files_hard=40), "limits", "no more than 40", "`phalanx run` needs"),
-        (on("host", folder=None), "folder", "has been removed", "cd to one that is there"),
+        (on("host", folder=None), "folder", "was removed", "cd to an existing folder"),
         (on("torch", registered=False), "torch", "does not know the backend 'phalanx'", "entry point"),
         (on("training", works=False, detail="rank 1 hung"), "training", "rank 1 hung", "report"),
     ],

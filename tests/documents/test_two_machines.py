@@ -29,5 +29,5 @@ def test_the_tutorials_line_trains_the_script_of_step_two_on_two_machines(tmp_pa
         with start(run, "--ssh", cluster.ssh, *words, before=cluster.terminal.command) as running:
             ended = running.finish()
     assert ended.code == 0, ended.err
-    assert "phalanx run: 2 hosts over ssh; they meet at 10.77.0.1 (eth0 of node-a)" in ended.err
+    assert "phalanx run: 2 hosts over ssh; rendezvous at 10.77.0.1 (eth0 of node-a)" in ended.err
     assert re.search(r"^\[0[^\]]*\] [\d.]+ % of the answers are right", ended.out, re.M)

@@ -1,4 +1,4 @@
-"""From which step the ranks go on, and whether they train the same, from what they report of themselves."""
+"""From which step the ranks continue, and whether they train the same, from what they report of themselves."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ def test_a_port_where_something_else_listens_is_told_soon_and_at_the_end():
         listener.listen(100)
         place = f"127.0.0.1:{listener.getsockname()[1]}"
         with pytest.raises(LaunchError, match=rf"gave up after \d+ s: .*{place}") as refused:
-            connect([place], Key.generate(), 7.0, is_over=lambda: False, say=said.append)
+            connect([place], Key.generate(), 7.0, is_over=lambda: False, log=said.append)
     assert len(said) == 1
     assert said[0].startswith(
         f"phalanx run: waiting for the first host. Something listens at {place}, and does not answer"

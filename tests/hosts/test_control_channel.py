@@ -98,8 +98,8 @@ def test_a_member_cannot_speak_as_the_coordinator_and_rubbish_does_no_harm() -> 
             {"kind": "report", "report": []}, {"kind": "report", "report": "x"}, {"kind": "lines", "items": [1]},
             {"kind": "swept", "rank": 9}, {"kind": "started", "rank": 0}, {"kind": "flight", "groups": 1},
             {"kind": "signal", "signum": int(signal.SIGTSTP)}, {"kind": "signal", "signum": int(signal.SIGSTOP)},
-            {"kind": "rank says", "rank": 1, "pid": 1, "message": 7}, {"kind": "rank says", "rank": 0, "pid": 1},
-            {"kind": "rank says", "rank": 1, "pid": 1, "message": {"kind": "lost", "generation": "x"}},
+            {"kind": "rank message", "rank": 1, "pid": 1, "message": 7}, {"kind": "rank message", "rank": 0, "pid": 1},
+            {"kind": "rank message", "rank": 1, "pid": 1, "message": {"kind": "lost", "generation": "x"}},
             {"kind": "signal", "signum": "x"}, {"kind": "signal"}, {"kind": "signal", "signum": int(signal.SIGINT)},
             {"kind": "done"},
         ]  # fmt: skip

@@ -133,7 +133,7 @@ def test_the_others_go_on_without_a_lost_host() -> None:
     assert job.begun is not None
     assert job.slots == [0, 1, 3, 4]
     assert [(each.slot, each.rank, each.host) for each in job.begun.lost] == [(2, 2, "n1")]
-    assert "4 ranks on 2 hosts go on" in job.said
+    assert "4 ranks on 2 hosts continue" in job.said
 
 
 def test_a_host_that_comes_keeps_nobody_waiting_and_is_taken_in_when_it_is_ready() -> None:
@@ -163,7 +163,7 @@ def test_who_is_taken_in_when_the_others_have_just_finished_leaves() -> None:
     job.told.clear()
     job.say(0, "finished")
     job.say(1, "finished")
-    assert job.said == "phalanx run: rank 2 leaves: it came when the training had ended"
+    assert job.said == "phalanx run: rank 2 leaves: it joined after the training had ended"
     assert job.take(SendToRank) == [SendToRank(2, LEAVE)]
 
 
@@ -250,7 +250,7 @@ def test_a_host_that_leaves_in_order_is_no_loss_and_its_slots_are_kept_for_it() 
     assert job.begun is not None
     assert job.begun.lost == ()
     assert job.begun.holders == (0, 3)
-    assert "n1, with ranks 1, 2, leaves after this step (SIGTERM); 2 ranks on 2 hosts go on" in job.said
+    assert "n1, with ranks 1, 2, leaves after this step (SIGTERM); 2 ranks on 2 hosts continue" in job.said
     job.regroup()
     job.come(7, 2, "n1")
     assert job.prepared[7].slots == range(1, 3)
@@ -262,7 +262,7 @@ def test_a_spare_takes_the_place_of_a_host_that_leaves_and_too_few_wait_for_one(
     job.come(5, 1)
     assert job.leave(1)
     assert job.slots == [0, 1]
-    assert "leaves after this step (SIGTERM); 2 ranks on 2 hosts go on: rank 1 is started anew" in job.said
+    assert "leaves after this step (SIGTERM); 2 ranks on 2 hosts continue: rank 1 is restarted" in job.said
     job = Job(1, 1, limits=Limits(2, 2))
     assert job.leave(1)
     assert job.elastic.is_waiting
@@ -275,7 +275,7 @@ def test_the_host_that_leads_leaves_as_others_do() -> None:
     job = Job(1, 1, 1, limits=Limits(1, 3))
     assert job.leave(0)
     assert job.slots == [1, 2]
-    assert "n0, with rank 0, leaves after this step (SIGTERM); 2 ranks on 2 hosts go on" in job.said
+    assert "n0, with rank 0, leaves after this step (SIGTERM); 2 ranks on 2 hosts continue" in job.said
     assert not job.elastic.is_regrouped
     job.regroup()
     assert job.elastic.is_regrouped

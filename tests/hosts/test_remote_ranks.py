@@ -34,7 +34,7 @@ class Heard:
 MESSAGES = {
     "started": {"rank": 1, "pid": 31},
     "exit": {"rank": 1, "pid": 31, "status": -9, "at": 1.0, "dump": ""},
-    "rank says": {"rank": 1, "pid": 31, "message": {"kind": "lost"}},
+    "rank message": {"rank": 1, "pid": 31, "message": {"kind": "lost"}},
     "abandoned": {"rank": 1},
     "report": {"report": asdict(ExceptionReport(1, 31, 1.0, ("ValueError",), "no data", "here", ""))},
 }

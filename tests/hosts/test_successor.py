@@ -58,9 +58,9 @@ class Agents:
     def hear(self, number, message):
         if number == 0 and self.is_leader_deaf:
             return
-        if message.kind == "stands by":
+        if message.kind == "standby ready":
             self.proposer.on_standby(message.member, message.body["ticket"], message.body["address"])
-        elif message.kind == "stand by":
+        elif message.kind == "become standby":
             self.successors[number].stand_by(self.channels[number].endpoint, message.body)
         elif number == 0:
             self.proposer.process(message.member, message.body)

@@ -14,11 +14,11 @@ from phalanx._comm.diagnostics.progress_page import RankProgress, Track
 from phalanx._job.inspect.top.as_json import as_json
 from phalanx._job.inspect.top.look import (
     MAX_OPERATIONS,
-    GroupLook,
-    HostLook,
-    MemberLook,
-    RankLook,
+    GroupSnapshot,
+    HostSnapshot,
+    MemberSnapshot,
     RankOperation,
+    RankSnapshot,
     from_json,
     to_json,
 )
@@ -56,7 +56,7 @@ def host(
     size = len(numbers) if world_size is None else world_size
     pages = list(progress) or [None] * len(numbers)
     letters = list(states) or ["S"] * len(numbers)
-    return HostLook(
+    return HostSnapshot(
         name=f"host{node}",
         node=node,
         num_nodes=num_nodes,
@@ -71,14 +71,14 @@ def host(
         ended=tuple(ended),
         lost=tuple(lost),
         ranks=tuple(
-            RankLook(rank, 100 + rank, state, Memory(300 << 20, True), said)
+            RankSnapshot(rank, 100 + rank, state, Memory(300 << 20, True), said)
             for rank, state, said in zip(numbers, letters, pages, strict=True)
         ),
         groups=(
-            GroupLook(
+            GroupSnapshot(
                 group,
                 size,
-                tuple(MemberLook(rank, 100 + rank, tuple(o)) for rank, o in zip(numbers, operations, strict=True)),
+                tuple(MemberSnapshot(rank, 100 + rank, tuple(o)) for rank, o in zip(numbers, operations, strict=True)),
             ),
         ),
     )
@@ -197,7 +197,7 @@ def test_recorders_that_hold_a_moment_are_looked_at_for_that_moment():
 def test_groups_that_follow_each_other_under_one_name_are_not_mixed_up():
     """After a loss the ranks form their group anew: its operations count from 1 again."""
     old, new = host([[all_reduce(1, 100, 200)]] * 2), host([[all_reduce(1, 4000, 4400)], [all_reduce(1, 4300, 4400)]])
-    both = HostLook(**{**vars(new), "groups": (*old.groups, *new.groups)})
+    both = HostSnapshot(**{**vars(new), "groups": (*old.groups, *new.groups)})
     assert measure([both], 0).times[0, 100] == Times(NOW, 300 * MS, 200 * MS)
 
 

@@ -102,7 +102,7 @@ def test_what_cannot_be_raised_here_is_told():
         "words": "TwoWords: one at test_calls.py",
         "exit": r"rank 1 of 2 on .*: sys.exit\(3\) at test_calls.py",
         "kill": r"rank 1 of 2 on .*: SIGKILL \(killed",
-        "leave": "rank 1 of 2 ended, with exit code 0, before its function returned",
+        "leave": "rank 1 of 2 exited with code 0 before its function returned",
     }.items():
         with pytest.raises(LaunchError, match=words) as caught:
             phalanx.launch(fail, (how,), nproc_per_node=2)
@@ -134,9 +134,11 @@ def test_what_makes_no_sense_is_refused_before_anything_is_started():
         phalanx.launch("train.py")
     with pytest.raises(ValueError, match=r"phalanx.launch: nproc_per_node=: must be at least 1, got 0"):
         phalanx.launch(print, nproc_per_node=0)
-    with pytest.raises(ValueError, match=r"phalanx.launch: help=: it is for a script"):
+    with pytest.raises(ValueError, match=r"phalanx.launch: help=: only for scripts"):
         phalanx.launch(print, help=True)
-    with pytest.raises(ValueError, match=r"phalanx.launch: nnodes=: ranks are started on this host only.*--nnodes"):
+    with pytest.raises(
+        ValueError, match=r"phalanx.launch: nnodes=: phalanx.launch starts ranks only on this host.*--nnodes"
+    ):
         phalanx.launch(print, nnodes=2)
     with pytest.raises(ValueError, match=r"phalanx.launch: nprocs=: no such option"):
         phalanx.launch(print, nprocs=2)

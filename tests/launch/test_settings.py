@@ -112,21 +112,21 @@ def test_torchruns_flags_that_are_missing_say_what_to_do_instead(flag: str) -> N
         ("--shutdown-timeout -1 a.py", "--shutdown-timeout: must be zero or more seconds, got '-1'"),
         ("--shutdown-timeout nan a.py", "--shutdown-timeout: must be zero or more seconds, got 'nan'"),
         ("--shutdown-timeout 3e8 a.py", "--shutdown-timeout: must be at most 31536000 seconds, a year, got '3e8'"),
-        ("--max-restarts 9999999999 a.py", "--max-restarts: must be below a thousand million, got '9999999999'"),
-        ("--nproc-per-node 9999999999 a.py", "--nproc-per-node: must be below a thousand million, got 9999999999"),
+        ("--max-restarts 9999999999 a.py", "--max-restarts: must be below 1,000,000,000, got '9999999999'"),
+        ("--nproc-per-node 9999999999 a.py", "--nproc-per-node: must be below 1,000,000,000, got 9999999999"),
         ("--max-restarts -1 a.py", "--max-restarts: must be a number, zero or more, got '-1'"),
         ("--master-port 70000 a.py", "--master-port: must be a port number, from 0 to 65535, got '70000'"),
         ("--nnodes 0 a.py", "--nnodes: must be at least 1, and MIN at most MAX, got '0'"),
         ("--nnodes 3:2 a.py", "--nnodes: must be at least 1, and MIN at most MAX, got '3:2'"),
         ("--nnodes two a.py", "--nnodes: must be a number of hosts, or MIN:MAX, got 'two'"),
-        ("--nnodes 2 --node-rank 1 a.py", "--node-rank 1: where is node 0? Give --master-addr HOST"),
+        ("--nnodes 2 --node-rank 1 a.py", "--node-rank 1: needs the address of node 0. Give --master-addr HOST"),
         (
             "--nnodes 2 --node-rank 2 --master-addr h a.py",
             "--node-rank: hosts are numbered from 0 to 1 with --nnodes 2",
         ),
         ("--nnodes 1:2 --master-addr h a.py", "--nnodes 1:2 with --node-rank or --master-addr"),
         ("--nnodes 2 --standalone a.py", "--standalone and --nnodes: a standalone job runs on one host"),
-        ("--rdzv-backend etcd --rdzv-endpoint h:1 a.py", "--rdzv-backend etcd: hosts meet at the first of them"),
+        ("--rdzv-backend etcd --rdzv-endpoint h:1 a.py", "--rdzv-backend etcd: hosts connect to the first host"),
         ("--rdzv-backend zeus a.py", "--rdzv-backend: must be static or c10d, got 'zeus'"),
         ("--rdzv-endpoint h:99999 a.py", "--rdzv-endpoint: must be HOST or HOST:PORT, with a port"),
         ("--rdzv-conf timeout a.py", "--rdzv-conf: must be KEY=VALUE,KEY=VALUE, got 'timeout'"),
@@ -142,7 +142,7 @@ def test_torchruns_flags_that_are_missing_say_what_to_do_instead(flag: str) -> N
         ("--tee 0:1,x a.py", "--tee: must be 0 (nothing)"),
         ("--local-ranks-filter a a.py", "--local-ranks-filter: must be local ranks, such as 0,1,2, got 'a'"),
         ("--start-method thread a.py", "--start-method: must be spawn, fork or forkserver, got 'thread'"),
-        ("--signals-to-handle SIGUSR1 a.py", "SIGUSR1 and SIGUSR2 are passed on"),
+        ("--signals-to-handle SIGUSR1 a.py", "SIGUSR1 and SIGUSR2 are relayed"),
         ("--no-python=yes a.py", "--no-python: takes no value, got 'yes'"),
         ("--log-dir", "--log-dir: needs a value: --log-dir DIR"),
         ("-m --no-python a", "-m and --no-python: a job is a module or a program, not both"),
@@ -191,10 +191,10 @@ def test_ranks_that_share_gpus_are_counted_by_gpus(nproc_per_node: str, gpus: in
 @pytest.mark.parametrize(
     ("nproc_per_node", "gpus", "message"),
     [
-        ("auto", 0, "--ranks-per-gpu 2: this host has no GPU that CUDA could use"),
+        ("auto", 0, "--ranks-per-gpu 2: this host has no GPU for CUDA"),
         ("cpu", 1, "--ranks-per-gpu 2 and --nproc-per-node cpu: ranks are counted by GPUs or by cores"),
-        ("5", 1, "1 GPU has room for 2 ranks, and --nproc-per-node asks for 5. Give --ranks-per-gpu 5."),
-        ("5", 2, "2 GPUs have room for 4 ranks, and --nproc-per-node asks for 5. Give --ranks-per-gpu 3."),
+        ("5", 1, "1 GPU has room for 2 ranks, but --nproc-per-node is 5. Give --ranks-per-gpu 5."),
+        ("5", 2, "2 GPUs have room for 4 ranks, but --nproc-per-node is 5. Give --ranks-per-gpu 3."),
     ],
 )
 def test_more_ranks_than_the_gpus_are_to_have_are_refused(nproc_per_node: str, gpus: int, message: str) -> None:
@@ -210,7 +210,7 @@ def test_no_gpu_has_no_ranks_at_all() -> None:
 def test_gpu_without_a_gpu_is_refused() -> None:
     problems: list[str] = []
     assert count_ranks("gpu", 4, 0, problems) == 0
-    assert re.search(r"no GPU that CUDA could use.*--nproc-per-node cpu for 4 ranks", problems[0])
+    assert re.search(r"no GPU for CUDA.*--nproc-per-node cpu for 4 ranks", problems[0])
 
 
 def test_an_absurd_number_of_ranks_is_refused() -> None:

@@ -184,7 +184,7 @@ def test_a_logger_that_fails_is_told_of_once_and_the_others_go_on(tmp_path, capl
             loggers.log_metrics({"loss": 1.0}, step)
     (record,) = caplog.records
     assert record.getMessage().startswith(
-        "Failing.log_metrics failed: ConnectionError: the server is gone. Training goes"
+        "Failing.log_metrics failed: ConnectionError: the server is gone. Training continues"
     )
     assert failing.calls == 3  # each further call may have been a timeout
     assert len(rows_of(tmp_path)) == 6

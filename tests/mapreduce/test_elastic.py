@@ -16,5 +16,5 @@ def test_a_call_that_a_loss_has_ended_is_made_again(tmp_path):
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=600)
     assert done.returncode == 0, done.stdout
     assert "rank 1 (pid" in done.stdout
-    assert "A replacement is started" in done.stdout
+    assert "Starting a replacement" in done.stdout
     assert done.stdout.count("has all 7 keys") == 2

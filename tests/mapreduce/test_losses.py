@@ -94,4 +94,4 @@ def keeper_is_killed(rank, world_size, folder):
 def test_without_the_store_nobody_goes_on_and_all_say_why(tmp_path):
     ranks = run_ranks(keeper_is_killed, 3, tmp_path, init=False, lost=(0,))
     for text in ranks[1:]:
-        assert "the store of the group has ended, probably with its host rank" in text
+        assert "the store of the group has closed, probably with its host rank" in text

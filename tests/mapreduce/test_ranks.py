@@ -367,7 +367,7 @@ def problem_after_the_last_task(rank, world_size, folder):
 
 def test_a_problem_that_is_found_when_all_tasks_are_done_is_heard_on_every_rank(tmp_path):
     """The others had gone on to tell each other what they have, and waited there for the one that had raised."""
-    assert run_ranks(problem_after_the_last_task, 2, tmp_path) == ["said late\n(It was found on rank 1.)"] * 2
+    assert run_ranks(problem_after_the_last_task, 2, tmp_path) == ["said late\n(Raised on rank 1.)"] * 2
 
 
 def test_what_an_idle_rank_does():

@@ -32,7 +32,7 @@ def test_a_log_goes_on_when_there_is_room_again_and_says_that_lines_are_missing(
     log.put([b"later"])
     log.close()
     text = (tmp_path / "log").read_text()
-    assert text == "first\nsecond\ntor\n[phalanx run: lines are missing here: File too large]\nlater\n"
+    assert text == "first\nsecond\ntor\n[phalanx run: lines were lost here: File too large]\nlater\n"
 
 
 def test_our_own_output_goes_on_when_there_is_room_again(tmp_path: Path) -> None:
@@ -47,7 +47,7 @@ def test_our_own_output_goes_on_when_there_is_room_again(tmp_path: Path) -> None
         writer.put(b"later\n")
         writer.write_some()
         assert writer.problem is not None
-    assert (tmp_path / "out").read_text() == "tor\n[phalanx run: lines are missing here: File too large]\nlater\n"
+    assert (tmp_path / "out").read_text() == "tor\n[phalanx run: lines were lost here: File too large]\nlater\n"
 
 
 def test_text_never_fails() -> None:

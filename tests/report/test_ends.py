@@ -199,7 +199,7 @@ def test_the_loss_of_an_elastic_rank_is_on_the_time_line(tmp_path):
     assert began < loss.at < went_on
     assert [generation for generation, _ in newcomer.generations] == [1]
     assert (stayed.reached, newcomer.reached) == (60, 60)
-    assert "Rank 1 was lost and the others went on" in sentences
+    assert "Rank 1 was lost, and the others continued" in sentences
 
 
 @pytest.mark.slow
@@ -215,7 +215,7 @@ def test_a_restart_of_all_is_on_the_time_line_between_its_attempts(tmp_path):
     assert [rank.steps for rank in measured.ranks if rank.attempt] == [20, 20]
     restarted = measured.events[-1].at
     assert all((rank.begin >= restarted) == bool(rank.attempt) for rank in measured.ranks)
-    assert "The job was started again once" in sentences
+    assert "The job was restarted once" in sentences
 
 
 @pytest.mark.slow

@@ -105,7 +105,7 @@ def test_moving_data_takes_long(rows, hosts, advice):
             {"end": "failed", "events": (RunEvent(3.0, "failure", "ValueError: no", 1),)},
             "Rank 1 failed first: ValueError",
         ),
-        ({"events": (RunEvent(3.0, "loss", "SIGKILL; replaced", 1),)}, "Rank 1 was lost and the others went on"),
+        ({"events": (RunEvent(3.0, "loss", "SIGKILL; replaced", 1),)}, "Rank 1 was lost, and the others continued"),
     ],
 )
 def test_what_happened_to_the_run(changes, said):
@@ -135,7 +135,7 @@ def test_the_same_cause_on_many_hosts_is_told_once():
         ({"peak_bytes": 31 * GIB}, "have taken 97 % of its memory"),
         ({"longest_s": 4.0}, "The longest step took 4.00 s"),
         ({"first_step": 40.0}, "The script took 39.0 s to its first step"),
-        ({"attempt": 2}, "started again twice"),
+        ({"attempt": 2}, "restarted twice"),
     ],
 )
 def test_what_is_wrong_with_every_rank(changes, said):

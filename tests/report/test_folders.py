@@ -69,7 +69,7 @@ def test_a_report_without_a_name_is_refused():
     """An empty name was the working directory: `--report "$UNSET"` wrote there, and deleted."""
     done = run("--nproc-per-node", "1", "--report", "", "x.py")
     assert done.code == 2
-    assert "--report: needs the name of a directory" in done.err
+    assert "--report: must be a directory" in done.err
 
 
 @pytest.mark.slow

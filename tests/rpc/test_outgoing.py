@@ -158,5 +158,5 @@ def test_a_worker_that_ends_after_its_answer_to_the_hello_is_lost(
         assert asking.arrived == [b"x"]
         asked.network.close()
         asking.await_change()
-        assert asking.lost == ["its connection broke: its process has ended, or its host does not answer any more."]
+        assert asking.lost == ["its connection broke: its process has exited, or its host does not answer any more."]
     assert (DealerState.ACCEPTED, DealerState.BROKEN) in taken

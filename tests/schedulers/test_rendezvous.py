@@ -117,7 +117,7 @@ def test_where_nobody_says_that_it_was_started_on_every_host_the_line_says_how(h
     lsf = {"LSB_JOBID": "5", "LSB_HOSTS": f"{socket.gethostname()} other other"}
     adopted([], {**lsf, **home})
     (line,) = capfd.readouterr().err.splitlines()
-    assert ", if that port is free. It is to be started" in line
+    assert ", if that port is free. Start it" in line
     assert line.endswith(f'on every host: blaunch -z "{socket.gethostname()} other" phalanx run …')
 
 
@@ -125,6 +125,6 @@ def test_a_command_that_is_started_once_says_if_hosts_are_left_over(capfd):
     settings, _ = adopted([], JOB)
     assert settings.rendezvous is None
     assert capfd.readouterr().err == (
-        "phalanx run: Slurm gave this job 3 hosts, and this command, started once, uses one. On all of them: "
+        "phalanx run: Slurm gave this job 3 hosts, but this command, started once, uses only one. To use all: "
         "srun --ntasks-per-node=1 phalanx run …\n"
     )

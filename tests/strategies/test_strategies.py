@@ -415,17 +415,17 @@ def test_wrong_names_numbers_and_devices_are_refused():
         (lambda: strategies.get("fsdp"), "you may mean 'sharded' with shard='model'"),
         (lambda: strategies.MirroredStrategy(0), "devices must be 1 or more, got 0"),
         (lambda: strategies.MirroredStrategy(["cpu:0", "oven"]), "devices=.*oven"),
-        (lambda: strategies.MirroredStrategy([]), "must name one or more of one kind"),
+        (lambda: strategies.MirroredStrategy([]), "must name one or more devices of the same type"),
         (
             lambda: strategies.MirroredStrategy(["cpu", "meta"]),
             "device 'meta': strategies train on 'cpu' and on 'cuda'",
         ),
-        (lambda: strategies.MirroredStrategy(["cpu", "cuda:99"]), "device 'cuda:99' is not there: this host has"),
+        (lambda: strategies.MirroredStrategy(["cpu", "cuda:99"]), "device 'cuda:99' does not exist: this host has"),
         (
             lambda: strategies.PipelineStrategy(devices=["/gpu:0"]),
             "device '/gpu:0': PyTorch's name of a GPU is 'cuda:0'",
         ),
-        (lambda: strategies.OneDeviceStrategy("cuda:99"), "SingleDeviceStrategy: device 'cuda:99' is not there"),
+        (lambda: strategies.OneDeviceStrategy("cuda:99"), "SingleDeviceStrategy: device 'cuda:99' does not exist"),
         (lambda: strategies.ShardedStrategy("all"), "shard must be 'optimizer' or 'model'"),
         (lambda: strategies.ParameterServerStrategy(0), "num_servers must be 1 or more, got 0"),
     ]:
@@ -435,21 +435,21 @@ def test_wrong_names_numbers_and_devices_are_refused():
         strategies.get("mirrored", num_gpus=2)
     with pytest.raises(TypeError, match=r"no option 'device'; you may mean 'devices'"):
         strategies.get("multi_worker_mirrored", device=2)
-    with pytest.raises(TypeError, match=r"devices must be how many, or a list of names as .* got 'cpu'"):
+    with pytest.raises(TypeError, match=r"devices must be a number, or a list of names such as .* got 'cpu'"):
         strategies.MirroredStrategy("cpu")
-    with pytest.raises(RuntimeError, match=r"2 ranks are asked for, and a .* cannot be started again"):
+    with pytest.raises(RuntimeError, match=r"2 ranks were requested, but a .* cannot be started again"):
         strategies.MirroredStrategy(2)
 
 
 @on_ranks(2)
 def test_what_does_not_go_with_the_ranks_that_were_launched_is_refused(rank):
-    with pytest.raises(ValueError, match="3 devices are asked for, and the launcher has started 2 ranks"):
+    with pytest.raises(ValueError, match="3 devices were requested, but the launcher has started 2 ranks"):
         strategies.MirroredStrategy(3)
     with pytest.raises(ValueError, match=f"this is rank {rank} of 2: start the script with `python`"):
         strategies.SingleDeviceStrategy()
     with pytest.raises(ValueError, match="2 ranks do not divide into data=3 pipelines"):
         strategies.PipelineStrategy(data=3)
-    with pytest.raises(ValueError, match="3 devices are asked for, and the launcher has started 2 ranks"):
+    with pytest.raises(ValueError, match="3 devices were requested, but the launcher has started 2 ranks"):
         strategies.PipelineStrategy(devices=["cpu"] * 3)
     pipeline = strategies.PipelineStrategy()
     with pytest.raises(ValueError, match="loss_of calls the whole model, of which each rank has a part"):

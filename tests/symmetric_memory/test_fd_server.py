@@ -169,7 +169,7 @@ def test_who_waits_for_a_leader_hears_that_it_has_ended():
 
 
 def test_a_leader_that_does_not_answer_is_late():
-    with FdServer(new_token()) as server, pytest.raises(DeadlineError, match="did not hand over the shared memory in"):
+    with FdServer(new_token()) as server, pytest.raises(DeadlineError, match="did not send the shared memory in"):
         receive_fds(server.address, 1, 1, Deadline.after(0.1))
     with pytest.raises(DeadlineError, match="in time"):
         receive_fds(LocalAddress(new_token()), 1, 1, Deadline.after(0.1))

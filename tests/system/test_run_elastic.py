@@ -29,7 +29,7 @@ def test_lost_ranks_are_replaced_one_after_the_other_and_the_job_ends_well(tmp_p
     assert finished.code == 0, finished.err
     assert f"rank 1 (pid {first}) is lost: SIGKILL" in finished.err
     assert f"rank 2 (pid {second}) is lost: exit code 7" in finished.err
-    assert finished.err.count("3 ranks go on, ") == 3
+    assert finished.err.count("3 ranks continue, ") == 3
 
 
 @pytest.mark.slow
@@ -42,8 +42,8 @@ def test_without_replacements_fewer_ranks_go_on_and_below_the_minimum_they_save_
         finished = job.running.finish()
         assert job.running.survivors() == []
     assert finished.code == 75, finished.err
-    assert "2 ranks go on without" in finished.err
-    assert "1 of at least 2 ranks, and no replacement can be made (--max-restarts 0 are used up)" in finished.err
+    assert "2 ranks continue without" in finished.err
+    assert "1 of at least 2 ranks, and no rank can be replaced (--max-restarts 0 is used up)" in finished.err
     assert "2 ranks were lost during the run:\n  rank 0 (pid " in finished.err
     assert "First failure" not in finished.err
 
@@ -58,7 +58,7 @@ def test_an_exception_that_a_replacement_raises_again_is_told_and_ends_the_job(t
         finished = job.running.finish()
         assert job.running.survivors() == []
     assert finished.code == 1
-    assert "rank 1 has raised the same as before at the same step, and is not replaced" in finished.err
+    assert "rank 1 has raised the same exception at the same step again, and is not replaced" in finished.err
     assert "First failure: rank 1 of 3" in finished.err
     assert finished.err.rstrip().endswith("ValueError: the sample is bad")
 
@@ -107,7 +107,7 @@ def test_a_zygote_that_is_killed_together_with_a_rank_has_a_spare_which_imports_
             zygote = spare
         finished = job.finish()
     assert finished.code == 0, finished.err
-    assert finished.err.count("The ranks go on; its spare takes its place") == 2
+    assert finished.err.count("The ranks continue; its spare replaces it") == 2
 
 
 def wait_gone(pid: int) -> None:
@@ -146,7 +146,7 @@ def test_a_stopped_rank_is_evicted_and_replaced(tmp_path: Path) -> None:
     assert finished.code == 0, finished.err
     assert "stopped (SIGSTOP or Ctrl-Z)" in finished.err
     assert re.search(
-        r"rank 1 \(pid \d+\) is lost: killed: it had done nothing for .* s \(--evict-after 0.5\)", finished.err
+        r"rank 1 \(pid \d+\) is lost: killed: it was inactive for .* s \(--evict-after 0.5\)", finished.err
     )
 
 

@@ -1,4 +1,4 @@
-"""An elastic job goes on when the host that leads it is lost or told to leave, and takes it in when it comes back.
+"""An elastic job continues when the host that leads it is lost or told to leave, and takes it in when it comes back.
 
 Real processes in network namespaces; the ranks are those of `elastic_rank.py`, which speak the protocol and do nothing
 else; the last tests train.
@@ -101,7 +101,7 @@ def test_two_of_five_hosts_are_lost_at_once_the_first_one_and_its_successor(tmp_
         for number in (0, 1):
             made.kill(number)
         leader = find_leader(made, 2, 3, 4)
-        made.wait_for(leader, "3 ranks go on, ")
+        made.wait_for(leader, "3 ranks continue, ")
         made.jobs[leader].order("finish")
         ends = made.ended(2, 3, 4)
     assert [end.code for end in ends] == [0, 0, 0], ends[0].out
@@ -169,7 +169,7 @@ def test_a_spare_takes_the_place_of_the_first_host_and_another_one_goes_on_waiti
         for number in (3, 4):
             made.wait_for(number, "leads the job now; this host waits there")
         ends = finish(made, leader, 3 - leader, 3, 4)
-    assert "3 ranks on 3 hosts go on" in ends[0].out
+    assert "3 ranks on 3 hosts continue" in ends[0].out
 
 
 @pytest.mark.slow
@@ -191,7 +191,7 @@ def test_a_host_whose_ranks_start_as_the_first_host_is_lost_comes_to_the_one_tha
         leader = find_leader(made, 1, 2)
         made.wait_for(3, "leads the job now; this host waits there")
         (tmp_path / "come").open("w").close()
-        made.wait_for(leader, "accepted; 3 ranks on 3 hosts go on")
+        made.wait_for(leader, "accepted; 3 ranks on 3 hosts continue")
         made.wait_for(leader, "as 2 of 3")
         finish(made, leader, 3 - leader, 3)
 
@@ -209,7 +209,7 @@ def test_the_first_host_is_told_to_leave_and_the_others_go_on_in_the_same_proces
         made.jobs[leader].order("finish")
         ends = made.ended(leader, *({0, 1, 2} - {leader}))
     require_in_order(left, *ends)
-    assert "with ranks 0, 1, leaves after this step (SIGTERM); 2 ranks on 2 hosts go on" in left.out
+    assert "with ranks 0, 1, leaves after this step (SIGTERM); 2 ranks on 2 hosts continue" in left.out
     assert "the host that leads the job leaves (SIGTERM). The others choose another one" in ends[0].out
     assert "finished" in ends[0].out
     started = re.findall(r"joined 2 as (\d) of 4", ends[0].out)  # of the others nobody was started again
@@ -288,10 +288,10 @@ def test_hosts_that_wait_at_the_address_of_the_first_are_sent_on_when_that_is_ba
         await_standbys(made, 0)
         made.kill(0)
         leader = find_leader(made, 1, 2, 3)
-        made.wait_for(leader, "3 ranks on 3 hosts go on")
+        made.wait_for(leader, "3 ranks on 3 hosts continue")
         other = next(number for number in (1, 2, 3) if number != leader)
         made.kill(other)
-        made.wait_for(leader, "2 ranks on 2 hosts go on")
+        made.wait_for(leader, "2 ranks on 2 hosts continue")
         before = json.loads((report / "job.json").read_text())
         made.start(other, 1)
         made.wait_for(other, "waiting for the first host")
@@ -388,7 +388,7 @@ def train(machines: list[Host], folder: Path, what: str = "") -> list[str]:
             await_standbys(made, 0)
             made.jobs[0].running.process.send_signal(signal.SIGTERM if what == "left" else signal.SIGKILL)
             if what == "left":
-                made.wait_for(0, "the ranks of this host finish their step and end")
+                made.wait_for(0, "the ranks of this host finish their step and exit")
                 made.first.order("go-3")
                 made.first.order("go-6")
             leader, hosts_left = find_leader(made, 1, 2), {1, 2, 3}

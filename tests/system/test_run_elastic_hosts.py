@@ -34,7 +34,7 @@ def test_ranks_of_any_host_are_replaced_also_the_only_one_and_the_first(tmp_path
         made.first.wait_generation(2, 3)
         first, second = made.finish(0, 1)
     assert (first.code, second.code) == (0, 0), first.out
-    assert first.out.count("3 ranks go on, ") == 2
+    assert first.out.count("3 ranks continue, ") == 2
     assert re.search(r"rank 2 \(pid \d+\) is lost: SIGKILL", first.out)
 
 
@@ -48,8 +48,8 @@ def test_a_job_goes_on_without_a_lost_host_and_takes_it_in_when_it_comes_back(tm
         made.first.wait_generation(2, 3)
         first, back, third = made.finish(0, 1, 2)
     assert [first.code, back.code, third.code] == [0, 0, 0], first.out
-    assert "2 ranks on 2 hosts go on" in first.out
-    assert "accepted; 3 ranks on 3 hosts go on" in first.out
+    assert "2 ranks on 2 hosts continue" in first.out
+    assert "accepted; 3 ranks on 3 hosts continue" in first.out
     assert "1 rank was lost during the run" in first.out
     assert "First failure" not in first.out
 
@@ -69,7 +69,7 @@ def test_a_spare_that_dies_while_it_waits_is_told_at_once_and_another_one_has_it
         made.first.wait_generation(1, 2)
         first, spare = made.finish(0, 3)
     assert (first.code, spare.code) == (0, 0), first.out
-    assert "2 ranks on 2 hosts go on: rank 1 is started anew" in first.out
+    assert "2 ranks on 2 hosts continue: rank 1 is restarted" in first.out
 
 
 @pytest.mark.slow
@@ -89,8 +89,8 @@ def test_a_host_that_is_told_to_leave_comes_back_into_the_same_job_and_no_other_
         first, *others = made.finish(0, 1, 2)
     assert left.code == 128 + signal.SIGTERM, left.out
     assert [first.code, *(other.code for other in others)] == [0, 0, 0], first.out
-    assert "with ranks 1, 2, leaves after this step (SIGTERM); 2 ranks on 2 hosts go on" in first.out
-    assert "accepted; 4 ranks on 3 hosts go on" in first.out
+    assert "with ranks 1, 2, leaves after this step (SIGTERM); 2 ranks on 2 hosts continue" in first.out
+    assert "accepted; 4 ranks on 3 hosts continue" in first.out
     assert "is lost" not in first.out
     assert "was lost during the run" not in first.out
 

@@ -90,7 +90,7 @@ def test_keyboard_interrupt_runs_the_scripts_own_clean_up(tmp_path: Path) -> Non
     finished = interrupt(script)
     assert finished.by_rank == [(0, "saved"), (1, "saved")]
     assert finished.code == 0  # as `python script.py` would return
-    assert "stopping 2 ranks, with 30 s to end by themselves (again: kill at once)" in finished.err
+    assert "stopping 2 ranks, with 30 s to exit by themselves (again: kill at once)" in finished.err
 
 
 # All in one line: where the signal comes right behind "ready", it is in the same place.
@@ -140,7 +140,7 @@ def test_a_rank_that_ignores_ctrl_c_is_killed_after_the_grace_period(tmp_path: P
     )
     finished = interrupt(script, "--shutdown-timeout", "0.2")
     assert finished.code == 130
-    assert "rank 1 did not end within 0.2 s and had to be killed (--shutdown-timeout gives them more)" in finished.err
+    assert "rank 1 did not exit within 0.2 s and had to be killed (--shutdown-timeout sets the time)" in finished.err
 
 
 def test_the_second_ctrl_c_does_not_wait(tmp_path: Path) -> None:
@@ -214,7 +214,7 @@ def test_a_stopped_zygote_keeps_nothing_alive(tmp_path: Path, number: int) -> No
         os.kill(zygote, signal.SIGSTOP)
         assert running.process.stderr is not None
         told = running.process.stderr.readline()
-        assert f"somebody has stopped the zygote (pid {zygote})" in told
+        assert f"the zygote (pid {zygote}), which forks the ranks, was stopped" in told
         assert f"kill -CONT {zygote}" in told
         running.process.send_signal(number)
         running.process.wait()
@@ -261,10 +261,10 @@ def test_a_rank_that_is_still_there_is_named_with_its_state_and_stopped_after_th
         finished = running.finish()
         assert running.survivors() == []
     assert finished.code == 124
-    assert f"  rank 1 (pid {pid}): stopped (SIGSTOP or Ctrl-Z); `kill -CONT {pid}` lets it go on; " in finished.err
+    assert f"  rank 1 (pid {pid}): stopped (SIGSTOP or Ctrl-Z); `kill -CONT {pid}` continues it; " in finished.err
     assert "last finished all_reduce #" in finished.err
     assert "script.py:5)" in finished.err
-    assert "rank 1 did not end within 0.2 s of the first (--exit-timeout), and had to be stopped" in finished.err
+    assert "rank 1 did not exit within 0.2 s after the first (--exit-timeout), and had to be stopped" in finished.err
     assert "First failure" not in finished.err
 
 

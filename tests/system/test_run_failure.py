@@ -108,7 +108,7 @@ def test_a_rank_that_hangs_after_its_exception_does_not_hang_the_job(tmp_path: P
     )
     finished = run("--no-preload", "--shutdown-timeout", "0.3", "--nproc-per-node", "2", script)
     assert finished.code == 1
-    assert "ValueError: then hang at script.py:4 (did not end by itself afterwards and was killed)" in finished.err
+    assert "ValueError: then hang at script.py:4 (did not exit by itself and was killed)" in finished.err
 
 
 def test_a_child_that_the_script_forked_does_not_speak_for_its_rank(tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_all_ranks_start_again_until_the_restarts_are_used_up(tmp_path: Path) ->
     works = run("--no-preload", "--max-restarts", "2", "--nproc-per-node", "2", script, "2")
     assert works.code == 0
     assert works.by_rank == [(rank, f"attempt {count} of 2") for rank in range(2) for count in range(3)]
-    assert "starting all 2 ranks again (up to 2 times more)" in works.err
+    assert "starting all 2 ranks again (up to 2 more times)" in works.err
     fails = run("--no-preload", "--max-restarts", "1", "--nproc-per-node", "2", script, "9")
     assert fails.code == 3
     assert fails.by_rank == [(rank, f"attempt {count} of 1") for rank in range(2) for count in range(2)]
@@ -172,7 +172,7 @@ def test_a_program_that_cannot_be_run_says_so(tmp_path: Path) -> None:
         (["nowhere.py"], {}, "script 'nowhere.py': no such file"),
         (["--nproc-per-node", "0", "x.py"], {}, "must be at least 1, got 0"),
         (["--nproc-per-node", "99999", "--no-python", "true"], {}, "more than 64 ranks for each"),
-        (["--nproc-per-node", "gpu", "--no-python", "true"], {"CUDA_VISIBLE_DEVICES": ""}, "has no GPU that CUDA"),
+        (["--nproc-per-node", "gpu", "--no-python", "true"], {"CUDA_VISIBLE_DEVICES": ""}, "has no GPU for CUDA"),
         (["--nproc-per-node", "2", "--no-python", "true"], {"WORLD_SIZE": "8"}, "WORLD_SIZE=8 in the environment"),
         (["--nproc-per-node", "2", "--no-python", "true"], {"RANK": "0"}, "already a rank of another launcher"),
         (["--nporc-per-node", "2", "x.py"], {}, "Did you mean --nproc-per-node?"),
@@ -335,7 +335,7 @@ def test_who_waits_for_the_others_to_end_hears_of_the_failure_and_other_tracebac
         assert running.process.stderr is not None
         said = running.process.stderr.readline()
         assert said.startswith("phalanx run: rank 0 has failed: ValueError: cause at script.py:8 (")
-        assert "More when all have ended: 1 rank may still take up to 600 s" in said
+        assert "The report follows when all have exited: 1 rank may take up to 600 s" in said
         (tmp_path / "f0").open("w").close()
         finished = running.finish()
     before, _, last = finished.err.partition("First failure: rank 0")

@@ -288,7 +288,7 @@ def test_the_others_end_when_the_first_host_goes(tmp_path: Path, how: str) -> No
 @pytest.mark.slow
 @pytest.mark.parametrize("seconds", [3.0, 5.0, 6.0])  # from four on, the kernel has given up the agents' connection
 def test_a_short_cut_is_survived(seconds: float, tmp_path: Path) -> None:
-    """A host without a network is lost after nine seconds: the ranks go on, and all ends well."""
+    """A host without a network is lost after nine seconds: the ranks continue, and all ends well."""
     script = write_script(
         tmp_path,
         "import os, torch, torch.distributed as dist\n"

@@ -86,7 +86,7 @@ def test_a_reader_that_goes_away_ends_the_job_quietly(tmp_path: Path) -> None:
         assert running.process.stderr is not None
         running.process.wait()
         said = running.process.stderr.read()
-        assert "phalanx run: nobody reads its output any more (stdout was closed): stopping 2 ranks" in said
+        assert "phalanx run: stdout was closed by its reader: stopping 2 ranks" in said
         assert "Traceback" not in said.replace("BrokenPipe", "")
         assert running.process.returncode == 141
         assert running.survivors() == []
@@ -216,7 +216,7 @@ def test_a_log_that_cannot_be_written_is_said_once_and_the_job_goes_on(tmp_path:
     finished = run("--no-preload", "--nproc-per-node", "2", "--log-dir", str(logs), script)
     assert finished.code == 0
     assert finished.err.count("phalanx run:") == 1
-    assert f"cannot write {logs}/rank_0.log: No space left on device. The job goes on" in finished.err
+    assert f"cannot write {logs}/rank_0.log: No space left on device. The job continues" in finished.err
     assert (logs / "rank_1.log").read_text() == "0\n1\n2\n"
 
 
@@ -230,5 +230,5 @@ def test_a_full_disk_under_stdout_is_said_and_the_job_goes_on(tmp_path: Path) ->
         done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, timeout=600)
     assert done.returncode == 120  # as `python script.py`, whose output cannot be written
     assert done.stderr.count("phalanx run:") == 1
-    assert "stdout cannot be written: No space left on device. The job goes on" in done.stderr
+    assert "stdout cannot be written: No space left on device. The job continues" in done.stderr
     assert (tmp_path / "done").exists()

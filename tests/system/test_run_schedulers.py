@@ -89,7 +89,7 @@ def test_the_processes_of_mpiexec_on_one_host_are_one_job(work, mpi):
     assert told(out) == everybody(4, 1)
     (line,) = re.findall(r"^phalanx run: .*: node 0 of 4 of job .*$", err, re.MULTILINE)
     variables = "PMI_RANK, PMI_SIZE" if mpi == "mpich" else "OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE"
-    assert f"({variables}); they meet on this host, without a port" in line
+    assert f"({variables}); rendezvous on this host, without a port" in line
     assert "()" not in err, "the agents have no address, and need none"
     assert "phalanx join" not in err, "nobody can join at port 0"
     assert not (folder / ".config").exists()

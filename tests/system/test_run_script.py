@@ -227,7 +227,7 @@ def test_ps_shows_the_command_that_a_rank_is(tmp_path: Path) -> None:
     for arguments in ([], ["a", "b c", "", "--lr", "0.1", "ü" * 500]):
         finished = run("--no-preload", "--nproc-per-node", "1", script, *arguments, "x", env={"LAST": "variable"})
         assert finished.lines[0] == f"[0] True {len(arguments) + 2} variable", finished
-        assert "zygote, from which the ranks are forked" in finished.lines[1]
+        assert "zygote, which forks the ranks" in finished.lines[1]
 
 
 def test_words_that_are_too_long_to_show_are_cut() -> None:
@@ -335,7 +335,7 @@ def test_env_is_there_when_torch_and_modules_are_imported(tmp_path: Path) -> Non
 def test_env_gives_no_rank_the_jobs_key(tmp_path: Path) -> None:
     finished = run("--env", "PHALANX_KEY=plx-secret", write_script(tmp_path, ""))
     assert finished.code == 2
-    assert "--env: PHALANX_KEY is for this command" in finished.err
+    assert "--env: PHALANX_KEY is only for this command" in finished.err
     assert "plx-secret" not in finished.err
 
 

@@ -229,7 +229,7 @@ def test_a_trainer_saves_at_a_sigterm_and_asks_to_be_started_again(tmp_path: Pat
             os.kill(pid, signal.SIGTERM)
         ended = running.finish()
     assert ended.code == os.EX_TEMPFAIL, ended.err
-    assert "ranks 0, 1 ended with exit code 75" in ended.err or "stopped by SIGTERM" in ended.err
+    assert "ranks 0, 1 exited with code 75" in ended.err or "stopped by SIGTERM" in ended.err
     assert "First failure" not in ended.err
     assert f"saved in {tmp_path}/checkpoint: the same command resumes there; exit code 75" in ended.out
     (saved,) = steps_saved(tmp_path)
@@ -264,4 +264,4 @@ def test_ranks_that_end_with_75_are_no_failure_and_are_not_started_again(tmp_pat
         ended = running.finish()
     assert ended.code == os.EX_TEMPFAIL
     assert ended.by_rank == [(0, "begun"), (1, "begun")]
-    assert ended.err == "phalanx run: rank 1 ended with exit code 75 (EX_TEMPFAIL): start the job again later\n"
+    assert ended.err == "phalanx run: rank 1 exited with code 75 (EX_TEMPFAIL): start the job again later\n"

@@ -106,7 +106,7 @@ def test_one_command_starts_the_ranks_of_two_hosts_and_shows_what_they_print(two
         assert (each["MINE"], each["OTHER"], each["PHALANX_KEY"]) == ("it's 1", "2", None)
     assert "on stderr" in err
     assert "on stderr" not in out
-    assert f"2 hosts over ssh; they meet at {two.hosts[0].address} (eth0 of {two.hosts[0].address})" in err
+    assert f"2 hosts over ssh; rendezvous at {two.hosts[0].address} (eth0 of {two.hosts[0].address})" in err
 
 
 def test_a_host_has_the_number_of_ranks_that_the_list_gives_it(two: SshHosts, folder: Path) -> None:
@@ -463,7 +463,7 @@ def test_hosts_meet_at_an_address_that_leads_to_the_first(folder: Path, tmp_path
         code, out, err = on(cluster, *_RANKS, script)
         assert code == 0, err
         assert len(told(out)) == 4
-        assert "they meet at 10.77.0.1 (eth0 of 10.77.0.1)" in err
+        assert "rendezvous at 10.77.0.1 (eth0 of 10.77.0.1)" in err
         code, _, err = on(cluster, *_RANKS, "--master-addr", "192.168.77.1", script)
     assert code == 2
     assert "10.77.0.2  it does not reach 10.77.0.1: 192.168.77.1:" in err
@@ -526,7 +526,7 @@ def test_a_host_of_an_elastic_job_that_was_lost_is_started_again_over_ssh(folder
                 os.kill(pid, signal.SIGKILL)
             running.read_until(f"the connection to {cluster.hosts[2].address} is lost")
             running.read_until(f"{cluster.hosts[2].address} answers again, and is started again")
-            running.read_until("accepted; 3 ranks on 3 hosts go on")
+            running.read_until("accepted; 3 ranks on 3 hosts continue")
             (folder / "enough").touch()
             finished = running.finish()
             assert finished.code == 0, finished.out

@@ -1,4 +1,4 @@
-"""`phalanx run --detach`: the job goes on without the terminal, ssh and sshd. Real sshd's in network namespaces."""
+"""`phalanx run --detach`: the job continues without the terminal, ssh and sshd. Real sshd's in network namespaces."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def kill_all(pids: list[int]) -> None:
 
 
 def detach(cluster: SshHosts, *words: str, hosts: str = "", before: tuple[str, ...] = ()) -> Finished:
-    """How the command ended. No ssh and no session of sshd is left; the job goes on.
+    """How the command ended. No ssh and no session of sshd is left; the job continues.
 
     It is not marked as the command's: it is no leak.
     """

@@ -71,7 +71,7 @@ def check(ended, nodes, ranks, where):
     assert [line[4:6] for _, line in sorted(told.items())] == [[str(r // ranks), str(r % ranks)] for r in range(size)]
     (line,) = re.findall(r"^phalanx run: Slurm: node 0 of .*$", ended.stderr + ended.stdout, re.MULTILINE)
     assert f"node 0 of {nodes} of job slurm-" in line
-    assert f"(SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_STEP_NODELIST); they meet {where}" in line
+    assert f"(SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_STEP_NODELIST); rendezvous {where}" in line
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_in_the_body_of_a_batch_script_it_says_that_hosts_are_left_unused(slurm:
     submitted = slurm.run("sbatch", "body.sh", **home)
     slurm.wait_end(submitted.stdout.split()[-1])
     log = (slurm.folder / "body.log").read_text()
-    assert "Slurm gave this job 2 hosts, and this command, started once, uses one" in log
+    assert "Slurm gave this job 2 hosts, but this command, started once, uses only one" in log
     assert said(log)[0][1] == 1
 
 
@@ -190,16 +190,16 @@ def test_hosts_of_an_elastic_job_that_are_preempted_leave_and_requeued_they_come
     made = Hosts(slurm, tmp_path, home)
     made.wait(0, "without this host, ")
     made.preempt(2)
-    made.wait(0, r"leaves after this step \(SIGTERM\); 2 ranks on 2 hosts go on")
+    made.wait(0, r"leaves after this step \(SIGTERM\); 2 ranks on 2 hosts continue")
     made.requeue(2)
-    made.wait(0, "accepted; 3 ranks on 3 hosts go on")
+    made.wait(0, "accepted; 3 ranks on 3 hosts continue")
     made.wait(0, r"without this host, (?s:.*)without this host, ")
     made.preempt(0)
     made.wait(0, "this host has left the job, which continues on the others")
     made.requeue(0)
     made.wait(0, "this job already runs, and the host at .* leads it: this host joins it there")
     leader = next(number for number in (1, 2) if "this host leads the job now" in made.said(number))
-    made.wait(leader, "accepted; 3 ranks on 3 hosts go on")
+    made.wait(leader, "accepted; 3 ranks on 3 hosts continue")
     (tmp_path / "finish").touch()
     for number, job in enumerate(made.jobs):
         slurm.wait_end(job)

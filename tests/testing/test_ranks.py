@@ -104,7 +104,7 @@ def test_a_rank_that_leaves_without_returning_is_reported_by_its_exit_code():
     def fail(rank, world_size):
         faults.leave(0, exit_code=7).strike(rank)
 
-    with pytest.raises(RankFailed, match="--- rank 0: left with exit code 7 before its function returned"):
+    with pytest.raises(RankFailed, match="--- rank 0: exited with code 7 before its function returned"):
         run_ranks(fail, 2, init=False)
 
 

@@ -75,7 +75,7 @@ def trainer_of(loss):
         ),
         (lambda result, y: 1.0, TypeError, "the loss is a float: it must be a tensor"),
         (lambda result, y: None, TypeError, "the loss is a NoneType"),
-        (lambda result, y: F.mse_loss(result, y).detach(), ValueError, "depends on no parameter that is trained"),
+        (lambda result, y: F.mse_loss(result, y).detach(), ValueError, "depends on no trained parameter"),
     ],
 )
 def test_a_loss_that_cannot_be_differentiated_is_an_error_that_says_why(loss, error, words):

@@ -73,14 +73,14 @@ def test_it_says_where_it_goes_on_why_it_ends_and_that_a_finished_run_has_nothin
     assert lines[4:] == ["stopped after step 6, 1 of 2 epochs: max_steps=6"]
     lines = shown(checkpoint=tmp_path, max_epochs=2, max_steps=6)
     advice = "nothing to train; raise max_steps, or pass another folder"
-    assert lines[1:] == [f"{tmp_path} holds a finished run (max_steps=6): {advice}"]
+    assert lines[1:] == [f"{tmp_path} has a finished run (max_steps=6): {advice}"]
     lines = shown(checkpoint=tmp_path, max_epochs=2)
     assert re.fullmatch(rf"resumes from {tmp_path}/\S+, after step 6, in epoch 2", lines[0])
     assert len(lines) == 3
     lines = shown(checkpoint=tmp_path, max_epochs=2)
     assert len(lines) == 2
     assert lines[1].endswith(
-        "holds a finished run (max_epochs=2): nothing to train; raise max_epochs, or pass another folder"
+        "has a finished run (max_epochs=2): nothing to train; raise max_epochs, or pass another folder"
     )
     stopping = EarlyStopping(patience=1, min_delta=1e9)
     assert re.fullmatch(

@@ -20,13 +20,13 @@ class OwnAddress:
 
     @property
     def is_global(self) -> bool:
-        """Return whether other hosts can use it: it is neither a loopback address nor link-local."""
+        """Return whether other hosts can use this address, which is neither loopback nor IPv6 link-local."""
         ip = ipaddress.ip_address(self.address.partition("%")[0])
         return not (ip.is_loopback or (ip.is_link_local and ip.version == 6))
 
     @property
     def is_loopback(self) -> bool:
-        """Return whether no other host can reach it."""
+        """Return whether this is a loopback address."""
         return ipaddress.ip_address(self.address.partition("%")[0]).is_loopback
 
 
@@ -47,7 +47,7 @@ _IFF_UP = 1
 
 
 def own_addresses() -> list[OwnAddress]:
-    """Return this host's addresses: routable ones first, IPv4 before IPv6, link-local ones and loopback last."""
+    """Return this host's addresses: routable addresses first, IPv4 before IPv6, link-local and loopback last."""
     found = []
     if sys.platform == "linux":
         libc = ctypes.CDLL(None, use_errno=True)
@@ -82,8 +82,8 @@ def _distance(own: OwnAddress) -> int:
 
 
 def _routed_address() -> str:
-    """Return this host's address on its default route, or ""; nothing is sent."""
-    # no host has these: RFC 5737
+    """Return this host's address on its default route, or "". Sends nothing."""
+    # documentation addresses, which no host has (RFC 5737, RFC 3849)
     for family, target in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
         with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as sock:
             sock.connect((target, 9))
@@ -114,6 +114,6 @@ def is_own(host: str) -> bool:
 
 
 def find_interface(address: str) -> str:
-    """Return the interface of this address of ours; "" if unknown."""
+    """Return the interface with this address of this host; "" if unknown."""
     plain = address.partition("%")[0]
     return next((own.interface for own in own_addresses() if own.address.partition("%")[0] == plain), "")

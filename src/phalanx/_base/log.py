@@ -1,4 +1,4 @@
-"""`get_logger` returns a logger whose lines name the rank."""
+"""Log messages of Phalanx through `logging`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _logged: set[str] = set()
 
 
 def get_logger(name: str) -> logging.Logger:
-    """Return the logger for a module of Phalanx; the application decides where its lines go."""
+    """Return the logger for a module of Phalanx, which the application configures."""
     return logging.getLogger(name if name.startswith("phalanx") else f"phalanx.{name}")
 
 

@@ -1,1 +1,1 @@
-"""Tools that a person starts: doctor, bench, explain."""
+"""Implement the command-line tools doctor, bench and explain."""

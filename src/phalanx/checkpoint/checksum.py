@@ -26,18 +26,19 @@ class Crc32:
         self.value = zlib.crc32(data, self.value)
 
     def extend(self, crc32: int, nbytes: int) -> None:
-        """Append `nbytes` of which only the checksum is known."""
+        """Append `nbytes` bytes whose checksum is `crc32`."""
         self.value = _times(_shift(nbytes), self.value) ^ crc32
 
 
-# A CRC-32 is what is left of the bits, read as a polynomial, modulo this one; the lowest power is the highest bit here.
-# (Mark Adler, zlib's crc32_combine: the first part's rest is multiplied by x to the power of the second part's bits.)
+# A CRC-32 is the remainder of the bits, as a polynomial, modulo this polynomial; the highest bit has the lowest power.
+# (Mark Adler, zlib's crc32_combine: the first part's remainder is multiplied by x to the number of the second part's
+# bits.)
 _POLYNOMIAL = 0xEDB88320
 _ONE = 1 << 31
 
 
 def _times(a: int, b: int) -> int:
-    """Return the product of two polynomials, modulo that of CRC-32."""
+    """Return the product of two polynomials, modulo the polynomial of CRC-32."""
     product = 0
     while a:
         if a & _ONE:
@@ -49,7 +50,7 @@ def _times(a: int, b: int) -> int:
 
 @functools.lru_cache(maxsize=256)
 def _shift(nbytes: int) -> int:
-    """Return x to the power of 8 * `nbytes`, modulo that of CRC-32."""
+    """Return x to the power of 8 * `nbytes`, modulo the polynomial of CRC-32."""
     power, square = _ONE, _ONE >> 8
     while nbytes:
         if nbytes & 1:
@@ -66,7 +67,7 @@ def crc32_of_range(file: BinaryIO, begin: int, nbytes: int) -> int:
         from phalanx import _core
 
         if _core.crc32_is_fast():
-            while begin < end:  # in pieces, between which Ctrl-C is answered
+            while begin < end:  # in pieces, so that Ctrl-C is handled between them
                 crc, done = _core.crc32_of_range(file.fileno(), begin, min(end - begin, _PIECE_BYTES), crc)
                 if not done:
                     break
@@ -80,7 +81,7 @@ def crc32_of_range(file: BinaryIO, begin: int, nbytes: int) -> int:
 
 
 def checksum_of(path: Path) -> int:
-    """Return the CRC-32 of a file; reads it once."""
+    """Return the CRC-32 of a file. Reads the file once."""
     with path.open("rb") as file:
         return crc32_of_range(file, 0, os.fstat(file.fileno()).st_size)
 
@@ -115,7 +116,7 @@ def _problem(archive: zipfile.ZipFile, file: BinaryIO, record: zipfile.ZipInfo) 
     if record.external_attr & _FOLDER or record.is_dir():
         return "is marked as a folder"
     try:
-        with archive.open(record) as content:  # it compares the two headers
+        with archive.open(record) as content:  # this compares the two headers of the record
             if record.compress_type == zipfile.ZIP_STORED and record.compress_size == record.file_size:
                 header = os.pread(file.fileno(), _LOCAL_HEADER.size, record.header_offset)
                 begin = record.header_offset + _LOCAL_HEADER.size + sum(_LOCAL_HEADER.unpack(header))

@@ -55,24 +55,24 @@ class Manifest:
         """Return the manifest as text with its own checksum, which detects any change."""
         content = {"title": _TITLE, "version": VERSION, **asdict(self)}
         for name in _NOTES:
-            if not content[name]:  # older manifests do not have such an entry either
+            if not content[name]:  # older manifests do not have these entries
                 del content[name]
         body = json.dumps(content, indent=1, sort_keys=True)
         return json.dumps({**content, "crc32": zlib.crc32(body.encode())}, indent=1, sort_keys=True).encode()
 
     @classmethod
     def decode(cls, text: bytes) -> Manifest:
-        """Parse the text that `encode` returned.
+        """Decode the result of `encode`.
 
         Raises:
-            ValueError: `encode` did not return this text.
+            ValueError: the text is not a result of `encode`.
         """
         try:
             content: dict[str, Any] = json.loads(text)
             if content.get("title") != _TITLE:
                 raise ValueError("it is not the manifest of a checkpoint")
             if content.get("version") != VERSION:
-                raise ValueError(f"it is of version {content.get('version')}, and this Phalanx reads {VERSION}")
+                raise ValueError(f"it has version {content.get('version')}, but this Phalanx reads version {VERSION}")
             names = ("kind", "step", "world_size", "created", "torch")
             files = {name: FileRecord(**record) for name, record in content["files"].items()}
             notes = {name: content.get(name, {}) for name in _NOTES}
@@ -85,7 +85,7 @@ class Manifest:
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Return whether `folder` is one checkpoint with a manifest, intact or damaged."""
+    """Return whether `folder` is a checkpoint: it has a manifest, intact or damaged."""
     return os.path.isfile(folder / MANIFEST)
 
 

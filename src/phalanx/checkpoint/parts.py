@@ -1,4 +1,4 @@
-"""Save the parts of a training run under their keys, and load the states that fit them."""
+"""Save the parts of a training run by name, and load the states that fit them."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ from phalanx.checkpoint.wrappers import (
     wrapper_prefixes,
 )
 
-_SHOWN = 8  # the most keys of a kind in a message
+_SHOWN = 8  # the most keys of one category in a message
 
 
 @dataclass
 class MismatchReport:
-    """`MismatchReport` lists the keys of a saved state that do not fit the parts, each after its part's name."""
+    """A `MismatchReport` lists the keys of a saved state that do not fit the parts, prefixed with the part's name."""
 
     missing: list[str] = field(default_factory=list)  # keys that the part has and the checkpoint lacks
     unexpected: list[str] = field(default_factory=list)  # keys that the checkpoint has and the part lacks
-    # Entries are "model.w: (3, 4) in the checkpoint, (3, 5) here", or a dtype, or why an optimizer refuses its state.
+    # Entries are like "model.w: (3, 4) in the checkpoint, (3, 5) here": shapes, dtypes, or an optimizer's problem.
     misshapen: list[str] = field(default_factory=list)
 
     def __bool__(self) -> bool:
@@ -62,7 +62,7 @@ class MismatchReport:
 
 
 def states_of(parts: Mapping[str, Any], peers: Peers, *, sharded: bool) -> dict[str, Any]:
-    """Return the states to save: the `state_dict()` of each part that has one, and other parts themselves.
+    """Return the states to save: `state_dict()` of each part that has one; other parts are their own state.
 
     A sharded optimizer returns this rank's part if `sharded`; otherwise the whole state on rank 0, nothing elsewhere.
     """
@@ -70,8 +70,9 @@ def states_of(parts: Mapping[str, Any], peers: Peers, *, sharded: bool) -> dict[
 
 
 def describe_optimizers(parts: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Return the parameters of each optimizer that has its whole state on every rank: their names, if it knows them (as
-    for a pipeline's stage), and their shapes.
+    """Return the names and shapes of the parameters of each optimizer that has its whole state on every rank.
+
+    A name is empty unless the parameter knows it, as in a pipeline's stage.
     """
     return {
         name: [(whole_name(p) or "", tuple(p.shape)) for g in part.param_groups for p in g["params"]]
@@ -97,13 +98,13 @@ def _state_of(part: Any, peers: Peers, *, sharded: bool) -> Any:
             return slice_state(part.shard_state_dict())
         part.consolidate_state_dict(to=0)
         return part.state_dict() if peers.is_first else {}
-    if hasattr(part, "loop_state_dict"):  # a sampler: workers of its loader may be ahead of the loop
+    if hasattr(part, "loop_state_dict"):  # a sampler: DataLoader workers may be ahead of the loop
         return part.loop_state_dict()
     return part.state_dict() if hasattr(part, "state_dict") else part
 
 
 def buffer_names(parts: Mapping[str, Any]) -> set[str]:
-    """Return the names of values that may differ between ranks (running statistics, counters): rank 0's are saved."""
+    """Return the names of buffers (running statistics, counters), which may differ by rank; rank 0's are saved."""
     found = set()
     for name, part in parts.items():
         if isinstance(part, nn.Module):
@@ -129,8 +130,9 @@ def module_state(module: nn.Module) -> dict[str, Any]:
 
 
 def fit_stages(parts: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, tuple[dict[str, Any], list[str]]]:
-    """Return, for optimizers of a part of a model, their part of the whole state, and the entries that do not fit. All
-    ranks call it.
+    """Return, for each optimizer of a split model, its part of the whole state, and the entries that do not fit.
+
+    All ranks call this.
     """
     found = {}
     for name, part in parts.items():
@@ -151,7 +153,7 @@ def describe_misfits(
 ) -> MismatchReport:
     """Report the entries of `state` that do not fit `parts`, before anything is loaded; `stages` is from `fit_stages`.
 
-    `notes` are what `note_optimizers` returned for the saved parts.
+    `notes` describe the optimizers of the saved parts.
     """
     report = MismatchReport()
     here = parameter_orders(parts)
@@ -191,8 +193,9 @@ def _compare_module(name: str, module: nn.Module, saved: Any, report: MismatchRe
 
 
 def _changed_by_hooks(module: nn.Module, prefixes: Sequence[str]) -> tuple[str, ...]:
-    """Return the name prefixes of modules with a user's hook, which may change the values to load, so that their fit
-    cannot be checked. Our own hooks (DistributedDataParallel has one) change only names.
+    """Return the name prefixes of modules whose shapes cannot be checked, because a user's hook may change the values.
+
+    Our own hooks (DistributedDataParallel has one) change only names.
     """
     return tuple(
         unwrap_key(f"{name}." if name else "", prefixes)
@@ -202,7 +205,7 @@ def _changed_by_hooks(module: nn.Module, prefixes: Sequence[str]) -> tuple[str, 
 
 
 def _is_ours(hook: Any) -> bool:
-    function = getattr(hook, "hook", hook)  # torch wraps it in an object
+    function = getattr(hook, "hook", hook)  # torch may wrap the hook in an object
     return str(getattr(function, "__module__", "")).startswith("phalanx.")
 
 
@@ -217,7 +220,7 @@ def _misfit(here: Tensor, there: Tensor) -> str:
 
 
 def _can_hold(dtype: torch.dtype, values: Tensor) -> bool:
-    """Return whether a copy loses at most precision, as between floating-point types, and never wraps or cuts off."""
+    """Return whether `dtype` can represent `values`; floating-point types may lose precision."""
     if not torch.can_cast(values.dtype, dtype):
         return False
     if dtype.is_floating_point or dtype.is_complex or values.dtype is torch.bool or values.numel() == 0:
@@ -229,7 +232,7 @@ def _can_hold(dtype: torch.dtype, values: Tensor) -> bool:
 
 
 def _as_named_by(mine: Mapping[str, Any], saved: Mapping[str, Any], prefixes: Sequence[str]) -> Mapping[str, Any]:
-    """Return `saved` under the names of `mine`, without wrappers: other programs save wrapped names."""
+    """Return `saved` with names as in `mine`: other programs save names with the prefixes of wrappers."""
     stripped = without_wrappers(saved, prefixes)
     return stripped if len(stripped.keys() & mine.keys()) > len(saved.keys() & mine.keys()) else saved
 
@@ -244,13 +247,13 @@ def _is_lazy(tensor: Tensor) -> bool:
 
 
 HALF_LOADED = "Some parts may have changed. Create them again before training continues."
-"""The advice in an error when a part has raised while it was loaded."""
+"""The advice if a part raised while it was loaded."""
 
 
 def load_part(part: Any, saved: Any, *, strict: bool) -> None:
     """Load the state of one part."""
     if isinstance(part, nn.Module):
-        # Without the wrappers, a parameter has the same name however it was saved.
+        # Without the prefixes of wrappers, names do not depend on how the state was saved.
         prefixes = wrapper_prefixes(part)
         own: Mapping[str, Any] = {} if isinstance(part, PartOwner) else part.state_dict()
         keys = part.state_names if isinstance(part, PartOwner) else own
@@ -270,7 +273,7 @@ def load_part(part: Any, saved: Any, *, strict: bool) -> None:
 
 
 def _cut_like(mine: Any, value: Any) -> Any:
-    """Return this rank's shard of `value` if `mine` is sharded. A rank may call it alone."""
+    """Return this rank's shard of `value` if `mine` is sharded. Not collective."""
     if not is_dtensor(mine) or not isinstance(value, Tensor) or is_dtensor(value) or value.shape != mine.shape:
         return value
     from torch.distributed.tensor import distribute_tensor
@@ -279,7 +282,7 @@ def _cut_like(mine: Any, value: Any) -> Any:
 
 
 def _fit_optimizer_state(optimizer: torch.optim.Optimizer, saved: Any) -> Any:
-    """Give each parameter's state the parameter's strides and shard: fused optimizers need it."""
+    """Return `saved` with the strides and shards of the parameters, which fused optimizers need."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
     of = dict(zip(numbers, parameters, strict=True))
@@ -300,7 +303,7 @@ def _laid_out_like(parameter: Any, value: Any) -> Any:
 
 
 def _that_fits(module: nn.Module, state: Mapping[str, Any]) -> OrderedDict[str, Any]:
-    """Return the values in `state` whose shape fits: load_state_dict refuses another shape, even if not strict."""
+    """Return the values in `state` whose shape fits: load_state_dict refuses other shapes even if not strict."""
     mine = module_state(module) if isinstance(module, PartOwner) else module.state_dict()
     return OrderedDict(
         (key, value)

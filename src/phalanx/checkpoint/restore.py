@@ -1,4 +1,4 @@
-"""Load one of several checkpoints: all ranks verify and read all of it before anything is loaded into a part."""
+"""Load one of several checkpoints: all ranks verify and read the whole checkpoint before they change any part."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:  # torch.distributed.checkpoint takes most of a second to impo
 
 @dataclass
 class RestoredCheckpoint:
-    """`RestoredCheckpoint` lists what was loaded: step, place, state by name, and (strict=False) the mismatches."""
+    """A `RestoredCheckpoint` is a loaded checkpoint: its step, path, state by name, and mismatches (strict=False)."""
 
     step: int
     path: Path | str
@@ -65,7 +65,7 @@ def restore(
     require_device(map_location, peers.what)
     parts = {} if parts is None else parts
     if not isinstance(parts, Mapping):
-        raise TypeError(f"{peers.what}: parts must be a dict of what to load by name, got a {type(parts).__name__}")
+        raise TypeError(f"{peers.what}: parts must be a dict of objects to load, by name, got a {type(parts).__name__}")
     stateful = {name: part for name, part in parts.items() if hasattr(part, "load_state_dict")}
     for number, name in enumerate(names):
         path = history.shown(name)
@@ -88,7 +88,7 @@ def restore(
 def _read_shown(
     peers: Peers, folder: Path, path: Path | str, stateful: Mapping[str, Any]
 ) -> tuple[Manifest, dict[str, Any]]:
-    """Return the result of `read_state`; errors name the place of the checkpoint, not that of a local copy."""
+    """Return the result of `read_state`; errors name the path of the checkpoint, not of a local copy."""
     try:
         return read_state(peers, folder, stateful)
     except CheckpointError as error:
@@ -117,7 +117,7 @@ def _load(
     try:
         own = {**state, **{name: fitting for name, (fitting, _) in stages.items()}}
         gaps = _load_parts(own, stateful, report, strict=strict)
-    except Exception as error:  # an error of the part itself, which the other ranks do not know
+    except Exception as error:  # raised by a part on this rank only
         problem = f"{peers.what} on rank {peers.rank}: {path}: {type(error).__name__}: {error}.\n{HALF_LOADED}"
         cause = error
     peers.agree(problem, cause)
@@ -127,7 +127,7 @@ def _load(
 
 
 def _load_parts(state: dict[str, Any], parts: Mapping[str, Any], report: MismatchReport, *, strict: bool) -> list[str]:
-    """Load each part; describe the parameters that optimizers would train without a state."""
+    """Load each part; return descriptions of parameters for which an optimizer has no state."""
     gaps = []
     for name, part in parts.items():
         is_optimizer = isinstance(part, torch.optim.Optimizer)
@@ -197,7 +197,7 @@ def _read_sharded(peers: Peers, path: Path, manifest: Manifest, parts: Mapping[s
     problem: str | None = None
     head: tuple[bytes, bytes] | None = None
     files = sorted(manifest.files)
-    if peers.rank in readers:  # these ranks share the work of verifying the checksums
+    if peers.rank in readers:  # each of these ranks verifies the checksums of a share
         mine = readers.index(peers.rank)
         damaged = (find_damaged_file(path, name, manifest.files[name]) for name in files[mine :: len(readers)])
         problem = next(filter(None, damaged), None)
@@ -212,7 +212,7 @@ def _read_sharded(peers: Peers, path: Path, manifest: Manifest, parts: Mapping[s
         raise DamagedError(f"{peers.what}: {problem}.")
     try:
         metadata, (structure, aliases) = decode_metadata(head[0]), decode_structure(head[1])
-    except Exception as error:  # raised on all ranks; the checksum is right, so the file was created like this
+    except Exception as error:  # raised on all ranks; the checksum matches, so the file was written like this
         raise CheckpointError(f"{peers.what}: {path} cannot be read: {type(error).__name__}: {error}") from error
     pieces = LoadedPieces(path, metadata)
     names = [name for name in tensor_names(structure) if name not in aliases]
@@ -229,7 +229,7 @@ def _read_sharded(peers: Peers, path: Path, manifest: Manifest, parts: Mapping[s
 
 
 def _laid_out(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """Return `tensor` with its saved strides; a stranger's file may have strides that would take more memory."""
+    """Return `tensor` with its saved strides, unless these would take more memory, as in a malicious file."""
     if len(strides) != tensor.dim() or any(type(step) is not int or step < 0 for step in strides):
         return tensor
     return lay_out(tensor, strides) if is_dense(torch.empty_strided(tensor.shape, strides, device="meta")) else tensor
@@ -242,7 +242,7 @@ def _refuse_damage(peers: Peers, problem: str | None) -> None:
 
 
 def _shards(pieces: LoadedPieces, structure: Node, parts: Mapping[str, Any]) -> dict[str, DTensor]:
-    """Return new tensors to load into a part, sharded like the part's own tensors."""
+    """Return new tensors, sharded like the tensors of `parts`, into which to read."""
     found: dict[str, DTensor] = {}
     for name, part in parts.items():
         if isinstance(part, nn.Module):

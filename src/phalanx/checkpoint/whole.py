@@ -27,7 +27,7 @@ class UnreadableError(Exception):
 
 
 def refuse_unreadable(saved: bytes | BinaryIO) -> None:
-    """Check that torch.load can open the file with weights_only. This reads only the file's small index.
+    """Check that torch.load can open the file with weights_only. Reads only the file's index.
 
     Raises:
         UnreadableError: torch.load would refuse it.
@@ -59,7 +59,9 @@ def write_whole(folder: Path, state: Mapping[str, Any]) -> dict[str, FileRecord]
 
 
 def share_file(peers: Peers, path: Path, record: FileRecord) -> tuple[str | None, BinaryIO | None]:
-    """Return the problem of the file at `path`, or else the open file, a copy on other ranks. All ranks call it.
+    """Verify the checkpoint file at `path`, and open it on every rank. All ranks call this.
+
+    Return the problem and None, or None and the file: the file itself, or a copy in memory if a rank does not see it.
 
     Cost: if all ranks are on one machine and see the same file, each verifies the checksum of a share, and nothing is
     sent; the file is in the page cache afterwards. Otherwise rank 0 reads it once, and broadcasts it in pieces of 16
@@ -70,7 +72,7 @@ def share_file(peers: Peers, path: Path, record: FileRecord) -> tuple[str | None
     if problem is None:
         if not (is_same or peers.is_first):
             if own is not None:
-                own.close()  # on this rank the name leads to another file than on rank 0
+                own.close()  # this rank sees another file than rank 0
             own = os.fdopen(memfd.create("phalanx-checkpoint"), "w+b")
         assert own is not None
         problem = (_compare_together if is_same else _broadcast_file)(peers, path, record, own)
@@ -94,7 +96,7 @@ def _open(path: Path, record: FileRecord) -> tuple[BinaryIO | None, str | None]:
 
 
 def _compare_together(peers: Peers, path: Path, record: FileRecord, file: BinaryIO) -> str | None:
-    """Return the problem of a file that all ranks see; each rank verifies a share."""
+    """Verify a file that all ranks see, a share on each rank; return its problem, or None."""
     bounds = [record.nbytes * rank // peers.world_size for rank in range(peers.world_size + 1)]
     begin, nbytes = bounds[peers.rank], bounds[peers.rank + 1] - bounds[peers.rank]
     crc, problem = 0, None

@@ -1,1 +1,1 @@
-"""The command line has one file per command, which is loaded when the command is used."""
+"""The command line has one module per command, imported when the command is used."""

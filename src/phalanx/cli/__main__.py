@@ -1,4 +1,4 @@
-"""`main` runs the `phalanx` command."""
+"""Run the `phalanx` command."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import sys
 
 from phalanx._job.output.standard import open_standard_descriptors
 
-open_standard_descriptors()  # first: importing ctypes may open a descriptor, which then gets a closed one's number
+open_standard_descriptors()  # first: importing ctypes may open a descriptor, with the number of a closed one
 if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    # Ctrl-C while modules are loaded: nothing was started, so there is nothing to say, least of all a traceback.
+    # Ctrl-C during the imports exits without a traceback: nothing was started.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
@@ -31,7 +31,7 @@ def main() -> None:
     """Run the `phalanx` script."""
     words = sys.argv[1:]
     if words[:1] == ["run"]:
-        # The one command whose start people wait for does not wait for click.
+        # `run` must start fast, and does not import click.
         sys.exit(run(words[1:]))
     from phalanx._job.output.standard import guarded
     from phalanx.cli.commands import group

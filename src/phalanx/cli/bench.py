@@ -1,4 +1,4 @@
-"""`phalanx bench` measures on the reader's own machine."""
+"""`phalanx bench` measures collectives and links on the user's machine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MOST_RANKS = 64
 
 
 class _Benches(click.Group):
-    """It is a group that suggests the nearest name."""
+    """A group of commands that suggests the nearest name."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -21,7 +21,7 @@ class _Benches(click.Group):
         if not args[0].startswith("-") and args[0] not in names:
             near = difflib.get_close_matches(args[0], names, n=1)
             advice = f"Did you mean {near[0]!r}? " if near else ""
-            ctx.fail(f"nothing called {args[0]!r} to measure. {advice}There are: {', '.join(names)}.")
+            ctx.fail(f"no benchmark {args[0]!r}. {advice}Benchmarks: {', '.join(names)}.")
         return super().resolve_command(ctx, args)
 
 
@@ -33,17 +33,15 @@ def command(ctx: click.Context) -> None:
         click.echo(ctx.get_help())
 
 
-@command.command("collectives", short_help="How long collectives take between ranks of this host.")
-@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Of the tensors.")
+@command.command("collectives", short_help="Measure collectives between ranks of this host.")
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Their device.")
 @click.option("--world-size", type=click.IntRange(1, _MOST_RANKS), default=2, show_default=True, help="Ranks.")
-@click.option(
-    "--rounds", type=click.IntRange(1, 1000), default=5, show_default=True, help="Of each, the median counts."
-)
+@click.option("--rounds", type=click.IntRange(1, 1000), default=5, show_default=True, help="The median is printed.")
 @click.option("--json", "in_json", is_flag=True, help="Print every figure as JSON.")
 def _collectives(device: str, world_size: int, rounds: int, in_json: bool) -> None:
     """Measure collectives of 4 KiB to 64 MiB between ranks that this command starts.
 
-    With --device cuda each rank takes a GPU in turn; ranks that share one exchange through the host's memory.
+    With --device cuda, ranks are assigned to GPUs in turn; ranks on the same GPU exchange through host memory.
     """
     import torch
 
@@ -56,26 +54,26 @@ def _collectives(device: str, world_size: int, rounds: int, in_json: bool) -> No
     where = f"{min(gpus, world_size)} x {torch.cuda.get_device_name(0)}" if device == "cuda" else "the CPU"
     try:
         with _Progress() as progress:
-            progress.say(f"five collectives of 4 KiB to 64 MiB, {world_size} ranks on {where}, {rounds} rounds each")
+            progress.show(f"five collectives of 4 KiB to 64 MiB, {world_size} ranks on {where}, {rounds} rounds each")
             seconds = collectives.measure(world_size, device, rounds)
     except RankFailed as failure:
         raise click.ClickException(str(failure)) from failure
-    told = (
+    lines = (
         [collectives.as_json(seconds, world_size, where)]
         if in_json
         else collectives.as_text(seconds, world_size, where)
     )
-    for line in told:
+    for line in lines:
         click.echo(line)
 
 
-@command.command("link", short_help="Latency and bandwidth between the hosts of a job.")
+@command.command("link", short_help="Measure latency and bandwidth between the hosts of a job.")
 @click.option("--rounds", type=click.IntRange(1, 10_000), default=20, show_default=True, help="Exchanges of each size.")
 @click.option("--json", "in_json", is_flag=True, help="Print every figure as JSON.")
 def _link(rounds: int, in_json: bool) -> None:
-    """Measure the links between hosts, and print the option that tells them to the choice of an algorithm.
+    """Measure the links between hosts, and print the option with which Phalanx uses the result to choose algorithms.
 
-    A job on several hosts runs it, one rank on each is enough:
+    Run it in a job on several hosts; one rank on each is enough:
 
     \b
       phalanx run --nnodes 2 --nproc-per-node 1 -m phalanx bench link
@@ -83,7 +81,7 @@ def _link(rounds: int, in_json: bool) -> None:
     """
     if "RANK" not in os.environ:
         raise click.UsageError(
-            "no launcher has started this as a rank of a job. On several hosts: "
+            "this process is not a rank of a job. On several hosts: "
             "phalanx run --nnodes 2 --nproc-per-node 1 -m phalanx bench link"
         )
     from phalanx._tools.bench.link import run
@@ -96,13 +94,13 @@ def _link(rounds: int, in_json: bool) -> None:
 
 
 class _Progress:
-    """It says on stderr what is being measured: a terminal has one line, which goes away; elsewhere each gets one."""
+    """`_Progress` prints the current measurement to stderr: on a terminal in one line, which is cleared."""
 
     def __init__(self) -> None:
         self._redraws = sys.stderr.isatty()
 
-    def say(self, text: str) -> None:
-        """Show `text`, on a terminal in the place of what was shown before."""
+    def show(self, text: str) -> None:
+        """Show `text`, which on a terminal replaces the previous text."""
         if self._redraws:
             click.echo(f"\r\x1b[K{text}", nl=False, err=True)
         else:

@@ -1,4 +1,4 @@
-"""`phalanx checkpoint` shows what is in a checkpoint."""
+"""`phalanx checkpoint` prints the contents of a checkpoint."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ if TYPE_CHECKING:
     from phalanx.checkpoint.contents import CheckpointContents
 
 
-@click.group("checkpoint", short_help="Look into a checkpoint.")
+@click.group("checkpoint", short_help="Inspect a checkpoint.")
 def command() -> None:
-    """Look into a checkpoint, without loading it."""
+    """Inspect a checkpoint without loading it."""
 
 
-@command.command("inspect", short_help="Print what is in a checkpoint.")
+@command.command("inspect", short_help="Print the contents of a checkpoint.")
 @click.argument("path", type=click.Path())
-@click.option("--verify", is_flag=True, help="Compare all checksums, too; reads everything.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.option("--verify", is_flag=True, help="Also verify all checksums, which reads all files.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.pass_context
 def inspect(ctx: click.Context, path: str, verify: bool, as_json: bool) -> None:
-    """Print what is in PATH: names, types, shapes and sizes of its tensors, and the values of the rest.
+    """Print the contents of PATH: names, types, shapes and sizes of its tensors, and all other values.
 
-    PATH is a checkpoint of a CheckpointManager or the folder that holds them (then the latest), a file of torch.save or
-    save_checkpoint, or a folder of torch.distributed.checkpoint; those of Phalanx may lie at an address such as
-    s3://bucket/runs/a. A damaged file is named, and the exit code is 1.
+    PATH is a checkpoint of a CheckpointManager or the folder of its checkpoints (then the latest), a file of torch.save
+    or save_checkpoint, or a folder of torch.distributed.checkpoint; a checkpoint of Phalanx may have an address such as
+    s3://bucket/runs/a. Damaged files are named, and the exit code is 1.
     """
     from phalanx.checkpoint.contents import inspect as look_into
     from phalanx.errors import CheckpointError
@@ -43,8 +43,8 @@ def inspect(ctx: click.Context, path: str, verify: bool, as_json: bool) -> None:
         _print_table(contents)
     else:
         for item in contents.items:
-            told = [item.name, item.dtype, _shape(item.shape), _size(item.nbytes)] if item.dtype else [item.name]
-            click.echo("\t".join([*told, item.value] if item.value else told))
+            fields = [item.name, item.dtype, _shape(item.shape), _size(item.nbytes)] if item.dtype else [item.name]
+            click.echo("\t".join([*fields, item.value] if item.value else fields))
         click.echo(_summary(contents, verify))
     for problem in contents.damage:
         click.echo(problem, err=True)
@@ -83,7 +83,7 @@ def _summary(contents: CheckpointContents, verified: bool) -> str:
     facts.append(f"{len(tensors)} tensors of {_size(sum(item.nbytes for item in tensors))}")
     facts.append(f"{_size(contents.nbytes)} on disk")
     if verified and not contents.damage:
-        facts.append("all checksums right")
+        facts.append("all checksums match")
     if contents.others:
         facts.append(f"older ones: {', '.join(contents.others)}")
     return ", ".join(facts)

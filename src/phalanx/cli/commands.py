@@ -16,14 +16,14 @@ _NOT_COMMANDS = ("commands", "launch_options", "host_options", "__main__")
 # `phalanx --help` shows these commands under these titles.
 SECTIONS = {
     "Run a job": ("run", "join", "manifest", "key", "coordinator"),
-    "Look at a job": ("top", "stacks", "report", "checkpoint"),
-    "Look at this host": ("doctor", "bench"),
+    "Inspect a job": ("top", "stacks", "report", "checkpoint"),
+    "Inspect this host": ("doctor", "bench"),
     "Learn": ("docs", "explain", "completion"),
 }
 
 
 class _Commands(click.Group):
-    """It is a group that imports a command's module when the command is used, or listed."""
+    """A group that imports a command's module when the command is used or listed."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted(
@@ -31,7 +31,7 @@ class _Commands(click.Group):
         )
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the commands under the titles of their sections."""
+        """Write the commands by section."""
         for title, names in SECTIONS.items():
             commands = [(name, self.get_command(ctx, name)) for name in names]
             with formatter.section(title):
@@ -50,7 +50,7 @@ class _Commands(click.Group):
         names = self.list_commands(ctx)
         if args[0] not in names and not args[0].startswith("-"):
             near = difflib.get_close_matches(args[0], names, n=1)
-            advice = f"Did you mean {near[0]!r}?" if near else f"There are: {', '.join(names)}."
+            advice = f"Did you mean {near[0]!r}?" if near else f"Commands: {', '.join(names)}."
             if args[0].endswith(".py"):
                 advice = f"To run a script: phalanx run {args[0]}"
             ctx.fail(f"no command {args[0]!r}. {advice}")
@@ -60,7 +60,7 @@ class _Commands(click.Group):
 @click.group(
     cls=_Commands,
     context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="`phalanx COMMAND --help` tells more of each. `phalanx docs` prints the address of the documentation.",
+    epilog="`phalanx COMMAND --help` describes a command. `phalanx docs` prints the address of the documentation.",
 )
 @click.version_option(phalanx.__version__, prog_name="phalanx")
 def group() -> None:

@@ -1,10 +1,10 @@
-"""`phalanx docs` says where the documentation is."""
+"""`phalanx docs` prints the address of the documentation."""
 
 from __future__ import annotations
 
 import click
 
-# The pages to which messages and docstrings send their readers, and those that people ask for most.
+# The pages that messages and docstrings mention, and the pages that users need most.
 TOPICS = {
     "articles": "how-to/articles/",
     "checkpoints": "how-to/checkpoints/",
@@ -33,12 +33,12 @@ TOPICS = {
 }
 
 
-@click.command("docs", short_help="Print the address of the documentation, or of a page of it.")
+@click.command("docs", short_help="Print the address of the documentation, or of a page.")
 @click.argument("topic", required=False, type=click.Choice(sorted(TOPICS)), metavar="[TOPIC]")
 def command(topic: str | None) -> None:
-    """Print the address of the documentation. With TOPIC, print the address of the page on it.
+    """Print the address of the documentation. With TOPIC, print the address of its page.
 
-    Error messages name topics: `phalanx docs security` prints where the page on security is.
+    Error messages name topics: `phalanx docs security` prints the address of the page on security.
     """
     address = read_address()
     click.echo(f"{address}{TOPICS[topic]}" if topic else address)
@@ -47,11 +47,11 @@ def command(topic: str | None) -> None:
 
 
 def read_address() -> str:
-    """Return the address of the documentation, as the installed package states it; it ends with a slash."""
+    """Return the address of the documentation from the installed package's metadata, with a slash at the end."""
     from importlib.metadata import metadata
 
     for entry in metadata("phalanx").get_all("Project-URL") or []:
         label, _, address = entry.partition(", ")
         if label == "Documentation":
             return str(address).rstrip("/") + "/"
-    raise click.ClickException("this installation of Phalanx does not say where its documentation is.")
+    raise click.ClickException("the metadata of this installation of Phalanx has no address of the documentation.")

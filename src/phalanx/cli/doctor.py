@@ -1,4 +1,4 @@
-"""`phalanx doctor` says whether training would work on this host, and what is in its way."""
+"""`phalanx doctor` checks whether training would work on this host, and prints what to fix."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ import click
 @click.option("--remote-python", metavar="PYTHON", help="The Python on the hosts.")
 @click.pass_context
 def command(ctx: click.Context, /, in_json: bool, **over_ssh: str | None) -> None:
-    """Examine this host, train for one step on two ranks, and say for each problem what to do.
+    """Examine this host, train for one step on two ranks, and print a fix for each problem.
 
-    The exit code is 0 when training works, warnings or not, and 1 when it does not.
+    The exit code is 0 if training works, even with warnings, and 1 if it does not.
 
-    With --hosts it checks what `phalanx run --hosts` checks before a job, in one table. Then it measures latency and
-    bandwidth between each two hosts, by the engine that a job uses, and marks the slow links.
+    With --hosts, print the checks of `phalanx run --hosts` in one table. Then measure latency and bandwidth between
+    each pair of hosts, with the engine that a job uses, and mark slow links.
     """
     if any(over_ssh.values()):
         from phalanx._job.ssh.job import main as run_over_ssh

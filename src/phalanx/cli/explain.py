@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 def _amount(name: str, parse: Callable[[str], T]) -> Callable[[str], T]:
-    """Return `parse` as the type of an option: what it raises becomes a usage error that names the option."""
+    """Return `parse` as the type of an option: its ValueError becomes a usage error that names the option."""
 
     def convert(text: str) -> T:
         try:
@@ -44,12 +44,12 @@ def _parse_hosts(text: str) -> Topology:
 _WORLD_SIZE = _amount("N", _parse_world_size)
 
 _FILE = click.Path(dir_okay=False, writable=True, path_type=Path)
-_DRAW = "Also draw it into this file, as SVG."
-_WHICH = "Which collective."
+_DRAW = "Also draw it to this SVG file."
+_WHICH = "The collective."
 
 
 class _Explanations(click.Group):
-    """It is a group that suggests the nearest name; dashes and underscores are one."""
+    """A group that suggests the nearest name, and treats dashes and underscores as equal."""
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         return super().get_command(ctx, cmd_name.replace("_", "-"))
@@ -61,7 +61,7 @@ class _Explanations(click.Group):
         if not args[0].startswith("-") and self.get_command(ctx, args[0]) is None:
             near = difflib.get_close_matches(args[0].replace("_", "-"), names, n=1)
             advice = f"Did you mean {near[0]!r}? " if near else ""
-            ctx.fail(f"nothing called {args[0]!r} to explain. {advice}There are: {', '.join(names)}.")
+            ctx.fail(f"no explanation of {args[0]!r}. {advice}Explanations: {', '.join(names)}.")
         return super().resolve_command(ctx, args)
 
 
@@ -69,8 +69,8 @@ class _Explanations(click.Group):
 def command() -> None:
     """Show how a collective or a pipeline works.
 
-    Name an algorithm to see which chunk goes from whom to whom in each step, from the schedule that is executed;
-    `pipeline` draws which stage of a model works on which micro-batch when.
+    For an algorithm, show which rank sends which chunk to which rank in each step, from the schedule that is executed;
+    `pipeline` draws when each stage of a model works on each micro-batch.
     """
 
 
@@ -132,10 +132,10 @@ def _explanation_of(algorithm: Algorithm) -> click.Command:
             ["--operation"], type=click.Choice(operations), default="all_reduce", show_default=True, help=_WHICH
         ),
         click.Option(["--svg"], type=_FILE, help=_DRAW),
-        click.Option(["--all", "whole"], is_flag=True, help="Every step, also of many ranks."),
+        click.Option(["--all", "whole"], is_flag=True, help="Show every step, even for many ranks."),
     ]
     if algorithm.name == "hierarchical":
-        hosts_help = "Ranks on each host.  [default: 2 on each]"
+        hosts_help = "Number of ranks on each host.  [default: 2 on each]"
         params.append(click.Option(["--hosts"], type=_amount("N,N,…", _parse_hosts), help=hosts_help))
     if {"broadcast", "reduce"} & set(operations):
         root_help = "The rank where a broadcast starts or a reduce ends."
@@ -144,7 +144,7 @@ def _explanation_of(algorithm: Algorithm) -> click.Command:
         algorithm.name.replace("_", "-"),
         callback=explain,
         params=params,
-        help=f"Tell {algorithm.title}, step by step: what goes from whom to whom, and what each rank then holds.",
+        help=f"Show {algorithm.title}, step by step: the chunks sent between ranks, and the contents of each rank.",
         short_help=f"{algorithm.title[0].upper()}{algorithm.title[1:]}, step by step.",
     )
 
@@ -153,17 +153,17 @@ for _algorithm in ALGORITHMS.values():
     command.add_command(_explanation_of(_algorithm))
 
 
-@command.command("pipeline", short_help="Which stage of a model works on which micro-batch when.")
-@click.option("--stages", type=_WORLD_SIZE, help="Parts that the model is cut into.  [default: 4]")
-@click.option("--ranks", type=_WORLD_SIZE, help="Processes.  [default: one for each stage, or for two if interleaved]")
-@click.option("--micro-batches", type=_WORLD_SIZE, help="Pieces of a mini-batch.  [default: 8]")
+@command.command("pipeline", short_help="Draw when each stage of a model works on each micro-batch.")
+@click.option("--stages", type=_WORLD_SIZE, help="Number of stages of the model.  [default: 4]")
+@click.option("--ranks", type=_WORLD_SIZE, help="Number of ranks.  [default: one per stage, or per two if interleaved]")
+@click.option("--micro-batches", type=_WORLD_SIZE, help="Micro-batches per mini-batch.  [default: 8]")
 @click.option("--schedule", "name", metavar="NAME", help="gpipe, 1f1b, interleaved or zero_bubble.  [default: 1f1b]")
 @click.option(
     "--backward",
     type=click.FloatRange(min=0, min_open=True),
     default=2.0,
     show_default=True,
-    help="How many times as long as a forward a backward takes.",
+    help="Time of a backward, in forwards.",
 )
 @click.option("--svg", type=_FILE, help=_DRAW)
 def _pipeline(
@@ -174,9 +174,9 @@ def _pipeline(
     backward: float,
     svg: Path | None,
 ) -> None:
-    """Draw the schedule of a pipeline, which is the one that runs, with its bubble: the time in which ranks wait.
+    """Draw the schedule that a pipeline executes, and its bubble: the time in which ranks wait.
 
-    Stages are taken to be equal.
+    All stages are assumed to take the same time.
     """
     from phalanx.pipeline import explanation
     from phalanx.pipeline.schedule import plan_schedule
@@ -200,7 +200,7 @@ def _pipeline(
 
 
 def _as_usage_error(function: Callable[..., T], *arguments: object) -> T:
-    """Call `function`; a ValueError is the user's, and is shown as one line instead of a traceback."""
+    """Call `function`, and turn its ValueError into a usage error, which has no traceback."""
     try:
         return function(*arguments)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""`phalanx join` lets this host take part in a job that another host has begun."""
+"""`phalanx join` adds this host to a job that another host has started."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from phalanx.cli.launch_options import WordsCommand, as_click_option
     "join",
     cls=WordsCommand,
     params=[as_click_option(option) for option in OPTIONS if option.name in OWN_OPTIONS],
-    short_help="Take part in a job that `phalanx run --nnodes` has begun on another host.",
+    short_help="Join a job that `phalanx run --nnodes` has started on another host.",
 )
 @click.argument("words", nargs=-1, metavar="HOST:PORT")
 @click.pass_context
 def command(ctx: click.Context, words: tuple[str, ...]) -> None:
-    """Take part in a job that `phalanx run --nnodes` has begun on another host.
+    """Join a job that `phalanx run --nnodes` has started on another host.
 
-    That command prints the whole line. Script, arguments, folder and options come from the other host.
+    That command prints the line to type here, and sends the script, arguments, folder and options.
     """
     ctx.exit(main(words))

@@ -1,4 +1,4 @@
-"""`phalanx key` makes the secret by which the hosts of a job know each other."""
+"""`phalanx key` creates the key with which the hosts of a job authenticate each other."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import os
 import click
 
 
-@click.command("key", short_help="Make the key by which the hosts of a job know each other.")
+@click.command("key", short_help="Create the key that authenticates the hosts of a job.")
 @click.argument("file", required=False, type=click.Path(dir_okay=False))
-@click.option("--print", "shows_key", is_flag=True, help="Print the key itself, to be typed or pasted elsewhere.")
-@click.option("--path", "shows_path", is_flag=True, help="Print only where the key lies.")
-@click.option("--fingerprint", "shows_fingerprint", is_flag=True, help="Print eight characters by which keys differ.")
+@click.option("--print", "shows_key", is_flag=True, help="Print the key, to paste it elsewhere.")
+@click.option("--path", "shows_path", is_flag=True, help="Print only the path of the key.")
+@click.option("--fingerprint", "shows_fingerprint", is_flag=True, help="Print eight characters that identify the key.")
 @click.pass_context
 def command(ctx: click.Context, file: str | None, shows_key: bool, shows_path: bool, shows_fingerprint: bool) -> None:
-    """Make a key, once, in FILE or in your configuration folder; an existing one is left as it is.
+    """Create a key in FILE or in your configuration folder, unless it exists.
 
-    Every host of a job needs the same key: copy the file (scp), or have it in a home that the hosts share. It is looked
-    for in --key-file, PHALANX_KEY_FILE, PHALANX_KEY, and then your configuration folder.
+    Every host of a job needs the same key: copy the file (scp), or keep it in a home folder that the hosts share.
+    Commands read it from --key-file, PHALANX_KEY_FILE, PHALANX_KEY, or your configuration folder, in this order.
     """
     from phalanx._comm.control.key_file import default_path, make_key
     from phalanx.errors import AuthenticationError

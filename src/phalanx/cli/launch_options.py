@@ -1,6 +1,6 @@
-"""Describe the launcher's options to click, for completion in shells and for the documentation's pages.
+"""Convert the launcher's options to click's, for shell completion and the documentation.
 
-`phalanx run` and `phalanx join` parse their words themselves, because a job must not wait for click.
+`phalanx run` and `phalanx join` parse their words themselves, because importing click would delay a job.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from phalanx._job.launch.options import Option
 
 
 class WordsCommand(click.Command):
-    """It is a command that hands all its words, as they are, to a function; its options are there to be completed."""
+    """A command that passes all its words, unparsed, to a function; its options are only for completion."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         kwargs |= {
@@ -23,7 +23,7 @@ class WordsCommand(click.Command):
         super().__init__(*args, **kwargs)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Keep the words; only completion wants to know which of them are options."""
+        """Keep the words; parse options only for completion."""
         if ctx.resilient_parsing:
             return super().parse_args(ctx, args)
         ctx.params = {"words": tuple(args)}
@@ -31,7 +31,7 @@ class WordsCommand(click.Command):
 
 
 class _OneOf(click.types.StringParamType):
-    """It is a value that may be one of some words, or something else: `N|auto|cpu|gpu`."""
+    """A value that is one of some words or any other text: `N|auto|cpu|gpu`."""
 
     def __init__(self, words: list[str]) -> None:
         self.words = words

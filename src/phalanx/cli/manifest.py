@@ -15,9 +15,9 @@ _WORDS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 
 @click.group("manifest", short_help="Write the file to submit to Slurm or Kubernetes.")
 def command() -> None:
-    """Write the file to submit, complete, for a command of `phalanx run`.
+    """Write the complete file to submit for a `phalanx run` command.
 
-    After the options write what follows `phalanx run`; if that begins with options, write `--` before them:
+    After the options, give the arguments of `phalanx run`; if they begin with options, put `--` before them:
 
     \b
       phalanx manifest slurm --nodes 2 train.py --lr 0.1 > job.sh
@@ -28,12 +28,12 @@ def command() -> None:
 def _common(function: Callable[..., None]) -> Callable[..., None]:
     for option in reversed((
         click.argument("words", nargs=-1, required=True, type=click.UNPROCESSED),
-        click.option("--nodes", type=click.IntRange(min=1), required=True, help="How many nodes."),
+        click.option("--nodes", type=click.IntRange(min=1), required=True, help="Number of nodes."),
         click.option("--name", help="The job's name (default: the script's)."),
         click.option("--cpus", type=click.IntRange(min=1), default=None, help="Cores on each node."),
         click.option("--gpus", type=click.IntRange(min=1), default=None, help="GPUs on each node."),
-        click.option("--memory", default="", help="Memory on each node, as the scheduler writes it."),
-        click.option("-o", "--output", type=click.Path(dir_okay=False), help="Write to this file; else to stdout."),
+        click.option("--memory", default="", help="Memory on each node, in the scheduler's format."),
+        click.option("-o", "--output", type=click.Path(dir_okay=False), help="Write to this file instead of stdout."),
     )):  # fmt: skip
         function = option(function)
     return function
@@ -41,7 +41,7 @@ def _common(function: Callable[..., None]) -> Callable[..., None]:
 
 @command.command("slurm", context_settings=_WORDS, short_help="A batch script for `sbatch`.")
 @_common
-@click.option("--time", "time_limit", default="", help="Time limit, as of sbatch: 2:00:00.")
+@click.option("--time", "time_limit", default="", help="Time limit, in sbatch's format: 2:00:00.")
 @click.option("--partition", default="", help="Partition.")
 @click.option("--log", default="%x-%j.log", show_default=True, help="Where Slurm writes the job's output.")
 @click.pass_context
@@ -60,19 +60,17 @@ def slurm(ctx: click.Context, /, time_limit: str, partition: str, log: str, **as
 
 @command.command("kubernetes", context_settings=_WORDS, short_help="A Job for `kubectl apply`.")
 @_common
-@click.option("--image", required=True, help="The image; it has Phalanx and the script in it.")
+@click.option("--image", required=True, help="The image, with Phalanx and the script.")
 @click.option("--namespace", default="", help="Namespace.")
 @click.option("--secret", default="phalanx-key", show_default=True, help="The Secret with the job's key.")
 @click.option("--folder", default="", help="Working directory in the image.")
-@click.option(
-    "--user", type=click.IntRange(min=0), default=1000, show_default=True, help="Number of the user; 0: root."
-)
-@click.option("--shm", default="", help="Limit on /dev/shm (default: as --memory, else 8Gi).")
+@click.option("--user", type=click.IntRange(min=0), default=1000, show_default=True, help="User ID; 0: root.")
+@click.option("--shm", default="", help="Limit on /dev/shm (default: --memory, or 8Gi).")
 @click.pass_context
 def kubernetes(
     ctx: click.Context, /, image: str, namespace: str, secret: str, folder: str, user: int, shm: str, **asked: Any
 ) -> None:
-    """Write a headless Service and an indexed Job, a pod for each node; the key is in a Secret that they name."""
+    """Write a headless Service and an indexed Job with a pod for each node; the key comes from a Secret."""
     from phalanx._job.manifests.kubernetes import KubernetesCluster, write_manifest
 
     cluster = KubernetesCluster(image, namespace, secret, folder, user, shm)

@@ -1,4 +1,4 @@
-"""`phalanx report` shows what a run left behind, or several runs side by side."""
+"""`phalanx report` shows the report of a run, or compares several runs."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import sys
 import click
 
 
-@click.command("report", short_help="Show the report of a run, or compare those of several.")
+@click.command("report", short_help="Show the report of a run, or compare several runs.")
 @click.argument("folders", metavar="DIR...", nargs=-1, required=True, type=click.Path(exists=True, file_okay=False))
 @click.option("--html", metavar="FILE", type=click.Path(dir_okay=False), help="Also write the comparison as a page.")
 @click.pass_context
 def command(ctx: click.Context, folders: tuple[str, ...], html: str | None) -> None:
-    """Show what `phalanx run --report DIR` has left in each DIR; several are compared, column by column.
+    """Show the report of `phalanx run --report DIR`; compare several reports in columns.
 
-    Where the command was killed before it could write the report, it is written now, from what the ranks have left.
+    If the command was killed before it could write the report, write the report now, from the ranks' records.
     """
     from rich.console import Console
 

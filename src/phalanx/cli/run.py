@@ -1,4 +1,4 @@
-"""Show `phalanx run` in the list of commands; `phalanx._job.launch.command_line` parses its words."""
+"""Add `phalanx run` to the list of commands; `phalanx._job.launch.command_line` parses its words."""
 
 from __future__ import annotations
 
@@ -20,6 +20,6 @@ from phalanx.cli.launch_options import WordsCommand, as_click_option
 def command(ctx: click.Context, words: tuple[str, ...]) -> None:
     """Run a script on every core or GPU of this host, or of several hosts.
 
-    All words behind SCRIPT belong to the script. `phalanx run --help` prints them on two screens.
+    All words after SCRIPT belong to the script. `phalanx run --help` prints the options on two screens.
     """
     ctx.exit(main(words))

@@ -14,8 +14,8 @@ from phalanx.cli.host_options import host_options, run_on_host
 def command(ctx: click.Context, /, job: str | None, **over_ssh: str | None) -> None:
     """Print each rank's current operation and Python stacks, without stopping it.
 
-    JOB is the process number of a `phalanx run` of yours on this host, or the name of its script; it may be left out
-    when only one is running. Of a job on several hosts, name the first one with --host, or type the command there.
+    JOB is the pid of your `phalanx run` on this host, or the name of its script; leave it out if only one job is
+    running. For a job on several hosts, name the first host with --host, or run the command there.
     """
     if any(value is not None for value in over_ssh.values()):
         run_on_host(ctx)

@@ -14,19 +14,17 @@ from phalanx.cli.host_options import host_options, run_on_host
 if TYPE_CHECKING:
     from phalanx._job.inspect.top.watch import JobWatch
 
-_LOOK_S = 0.5  # so often it looks whether the job has ended
+_POLL_S = 0.5  # how often to check whether the job has ended
 
 
 @click.command("top", short_help="Watch a running job: ranks, steps, time, memory.")
 @click.argument("job", required=False)
-@click.option("--once", is_flag=True, help="Print it once and end; also what happens without a terminal.")
-@click.option("--json", "as_data", is_flag=True, help="Print it once, as one JSON object.")
-@click.option("--web", is_flag=True, help="Show it in a browser: serve a page on this machine, and print its address.")
+@click.option("--once", is_flag=True, help="Print once and exit, as without a terminal.")
+@click.option("--json", "as_data", is_flag=True, help="Print once, as one JSON object.")
+@click.option("--web", is_flag=True, help="Serve a page on this machine for a browser, and print its address.")
+@click.option("--port", type=click.IntRange(0, 65535), default=0, help="The port for --web (default: a free one).")
 @click.option(
-    "--port", type=click.IntRange(0, 65535), default=0, help="The port for --web; without it, one that is free."
-)
-@click.option(
-    "--interval", type=click.FloatRange(0.1, 3600), default=1.0, show_default=True, help="Seconds between two looks."
+    "--interval", type=click.FloatRange(0.1, 3600), default=1.0, show_default=True, help="Seconds between updates."
 )
 @host_options
 @click.pass_context
@@ -41,14 +39,14 @@ def command(
     interval: float,
     **over_ssh: str | None,
 ) -> None:
-    """Watch a running job: hosts and ranks, steps, where the time goes, memory, who is slowest.
+    """Watch a running job: hosts, ranks, steps, where the time goes, memory, the slowest rank. Press q to quit.
 
-    JOB is the process number of a `phalanx run` of yours on this host, or the name of its script; it may be left out
-    when only one is running. The job does nothing for it and is not slowed down. q ends it. Of a job on several hosts,
-    name the first one with --host, or type the command there.
+    JOB is the pid of your `phalanx run` on this host, or the name of its script; leave it out if only one job is
+    running. The job is not slowed down. For a job on several hosts, name the first host with --host, or run the command
+    there.
 
-    With --web a page shows the same, with curves, and with the pictures of the run's report where one is recorded. Only
-    this machine reaches it, and only who has the address, in which there is a token. Ctrl-C ends it.
+    With --web, a page shows the same with curves, and the pictures of the run's report if one is recorded. Only
+    browsers on this machine reach the page, and only with the address, which has a token. Press Ctrl-C to quit.
     """
     if any(value is not None for value in over_ssh.values()):
         if web and over_ssh["host"] is not None:
@@ -68,14 +66,14 @@ def command(
 
     console = Console(file=sys.stdout, highlight=False)
     try:
-        os.nice(10)  # whoever looks on makes way for those who work
+        os.nice(10)  # observers must not slow down the job
         watch = JobWatch(choose_job(job, "phalanx top"))
         if web:
             _serve(watch, port)
         elif as_data:
-            click.echo(as_json(watch.look_once()))
+            click.echo(as_json(watch.sample_once()))
         elif once or not console.is_terminal or console.is_dumb_terminal:
-            lines = all_lines(watch.look_once(), console.width if console.is_terminal else None)
+            lines = all_lines(watch.sample_once(), console.width if console.is_terminal else None)
             if console.is_terminal:
                 console.print(*lines, sep="\n")
             else:
@@ -93,7 +91,7 @@ def command(
 
 
 def _serve(watch: JobWatch, port: int) -> None:
-    """Serve the page until the job has ended, or Ctrl-C comes."""
+    """Serve the page until the job has ended, or Ctrl-C is pressed."""
     import secrets
 
     from phalanx._job.inspect.http_server import HTTPServer
@@ -108,11 +106,11 @@ def _serve(watch: JobWatch, port: int) -> None:
     try:
         click.echo(f"{server.address}/?token={token}")
         click.echo(
-            "Open it on this machine. From another one: ssh -L "
-            f"{server.port}:127.0.0.1:{server.port} to this machine first. Ctrl-C ends it.",
+            "Open this address on this machine. From another machine, first: ssh -L "
+            f"{server.port}:127.0.0.1:{server.port} to this machine. Press Ctrl-C to quit.",
             err=True,
         )
-        Deadline.after(None).wait_until(watch.has_ended, _LOOK_S)
+        Deadline.after(None).wait_until(watch.has_ended, _POLL_S)
         click.echo(f"Job {watch.job.pid} has ended.")
     except KeyboardInterrupt:
         pass

@@ -39,7 +39,7 @@ class EpochOrder:
     def __init__(self) -> None:
         self._first: list[Probe] = []
         self._position = 0  # how many of the first batches have just been repeated
-        self.blind = False
+        self.disabled = False
         """Whether there is nothing more to compare."""
         self.num_steps = 0
 
@@ -56,11 +56,11 @@ class EpochOrder:
         tensors, is_complete = find_tensors(inputs, MOST_OBJECTS)
         probe = all_elements_of(tensors)
         if probe is None or not is_complete or self.num_steps > MOST_STEPS or not all(map(_can_be_compared, probe)):
-            self.blind = True
+            self.disabled = True
             self._first.clear()
             return False
         if len(self._first) < NUM_BATCHES:
-            self.blind = any(_equal(probe, kept) for kept in self._first)
+            self.disabled = any(_equal(probe, kept) for kept in self._first)
             self._first.append([_sample(elements).clone() for elements in probe])
         elif _equal(probe, self._first[self._position]):
             self._position += 1
@@ -68,7 +68,7 @@ class EpochOrder:
             self._position = int(_equal(probe, self._first[0]))
         if self._position < NUM_BATCHES:
             return False
-        self.blind = True
+        self.disabled = True
         self._first.clear()
         return True
 

@@ -58,7 +58,7 @@ class FirstSteps:
         self._parameters = parameters
         self._group = group
         self._device = parameters[0].device
-        self.blind = False
+        self.disabled = False
         """Whether an error has ended the watch on this rank."""
         self._steps: list[StepObservations] = []
         self._reported: set[str] = set()
@@ -205,7 +205,7 @@ class OptimizerWatch:
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self._parameters = parameters
-        self.blind = False
+        self.disabled = False
         """Whether an error has ended the watch."""
         self._stepped = 0
         self._is_expected = False

@@ -33,7 +33,7 @@ _PLAIN = (Tensor, nn.Parameter)  # no subclasses, which may override operators
 
 
 class _Watch(Protocol):
-    blind: bool
+    disabled: bool
 
 
 _W = TypeVar("_W", bound=_Watch)
@@ -59,19 +59,19 @@ def outside_modes() -> Iterator[None]:
 
 
 def invisible(method: Callable[Concatenate[_W, _P], _R]) -> Callable[Concatenate[_W, _P], _R | None]:
-    """Run a method of a watch outside of modes; do nothing if the watch is blind, or operators do not compute now.
+    """Run a method of a watch outside of modes; do nothing if the watch is disabled, or operators do not compute now.
 
-    An error in the method makes the watch blind, and is not raised.
+    An error in the method disables the watch, and is not raised.
     """
 
     def observe(self: _W, /, *args: _P.args, **kwargs: _P.kwargs) -> _R | None:
         try:
-            if self.blind or not can_observe():
+            if self.disabled or not can_observe():
                 return None
             with outside_modes():
                 return method(self, *args, **kwargs)
         except Exception:
-            self.blind = True
+            self.disabled = True
             _logger.debug("DistributedDataParallel stops watching for mistakes", exc_info=True)
             return None
 

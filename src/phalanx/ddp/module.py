@@ -276,7 +276,7 @@ class DistributedDataParallel(JoinInterface, TorchInterface):
         if self._epoch_order is not None:
             if self._epoch_order.repeats(inputs):
                 warn_of(explain_repetition(self._epoch_order.num_steps))
-            if self._epoch_order.blind:
+            if self._epoch_order.disabled:
                 self._epoch_order = None
 
     @untraced

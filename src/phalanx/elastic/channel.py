@@ -1,4 +1,4 @@
-"""`AgentChannel` is a rank's connection to the agent of `phalanx run`, open until the rank ends."""
+"""`AgentChannel` is a rank's connection to the agent of `phalanx run`, open until the rank exits."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _ENDS = ("end", "no generation", "leave")
 _CONNECT_TIMEOUT_S = 30.0
 _RETRY_AFTER_S = 0.01
 _POLL_EVERY_S = 0.02  # how often a commit checks for messages
-_REQUEST_EVERY_S = 5.0  # how often the rank asks the agent whether there will be a generation
+_REQUEST_EVERY_S = 5.0  # how often the rank asks the agent for the next generation
 
 
 class AgentChannel:
@@ -83,15 +83,15 @@ class AgentChannel:
             raise ConnectionRefusedError(str(message.content.get("why", "")))
         return True
 
-    # -- what this rank sends ------------------------------------------------------------------------------------
+    # -- messages to the agent -----------------------------------------------------------------------------------
 
     def _send(self, **message: Any) -> None:
         if os.getpid() == self._pid:  # a fork of the rank does not report
-            with contextlib.suppress(OSError):  # the agent has ended, and this process will end in a moment
+            with contextlib.suppress(OSError):  # the agent has exited, so the kernel is about to kill this process
                 self._channel.send(message)
 
     def _request_generation(self, after: int) -> None:
-        """Ask the agent whether there will be a generation, unless the agent has stopped reading."""
+        """Ask the agent for the next generation, unless the agent has stopped reading."""
         if not self._channel.waiting:
             self._channel.put({"kind": "waiting", "generation": after})
 
@@ -122,7 +122,7 @@ class AgentChannel:
     def close(self) -> None:
         self._channel.close()
 
-    # -- what it receives ----------------------------------------------------------------------------------------
+    # -- messages from the agent ---------------------------------------------------------------------------------
 
     def next_generation(self, after: int, timeout_s: float) -> GenerationNotice:
         """Wait for a generation later than `after`, and return the latest, polling the agent.
@@ -132,7 +132,7 @@ class AgentChannel:
             LeaveError: the next generation does not include this rank.
             NoGenerationError: there will be no generation for the loss that this rank has reported.
             DeadlineError: the agent does not answer.
-            PhalanxError: the agent has ended.
+            PhalanxError: the agent has exited.
         """
         limit_s = max(timeout_s, SILENT_AGENT_S)
         deadline = Deadline.after(limit_s)
@@ -192,22 +192,22 @@ class AgentChannel:
         return has_come
 
 
-# Let a rank of an elastic job outlive the process that forked it, and still die with its agent.
+# Let a rank of an elastic job survive its zygote, and still die with its agent.
 #
 # The kernel kills a rank when its parent, the zygote, dies, so that no process is left behind. A rank that can continue
-# without the zygote requests another signal: the agent sends it the reading end of a pipe into which nothing is ever
-# written, and keeps the only writing end. When the agent ends, for whatever reason, the kernel closes that end, and
-# sends the rank the signal, here SIGKILL. No code of the rank needs to run, whatever it hangs in.
+# without the zygote requests another signal: the agent sends it the read end of a pipe to which nothing is ever
+# written, and owns the only write end. When the agent exits, for any reason, the kernel closes the write end, and
+# sends the rank the signal, here SIGKILL. No code of the rank needs to run, so this also works in a hang.
 
 _PR_SET_PDEATHSIG = 1
 _F_SETSIG = 10  # fcntl.F_SETSIG exists from Python 3.13 on
 
 
 def outlive_zygote(pipe: int) -> bool:
-    """End this process when the owner of the writing end of `pipe` ends, and no longer when its parent ends.
+    """Have the kernel kill this process when the owner of the write end of `pipe` exits, and no longer with its parent.
 
-    This process owns `pipe` from now on and never closes it. Return False and change nothing where the system has no
-    such signal, or outside of the main thread: the kernel sends a death signal only for that thread.
+    This process owns `pipe` from now on, and never closes it. Return False and change nothing if the system has no
+    such signal, or in another than the main thread, to which the parent-death signal belongs.
     """
     if sys.platform != "linux" or threading.current_thread() is not threading.main_thread():
         return False
@@ -217,7 +217,7 @@ def outlive_zygote(pipe: int) -> bool:
         fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
     except OSError:
         return False
-    # Both death signals are requested now; if an agent has died meanwhile, the pipe is at its end.
+    # Both death signals are requested now; if the agent has died before, the pipe is at its end.
     os.set_blocking(pipe, False)
     try:
         if os.read(pipe, 1) == b"":

@@ -349,15 +349,15 @@ class ElasticGroup:
         # A rank without a record reads the slot of the rank with its number, from a rank that was on that rank's host.
         for newcomer in (r for r in range(size) if r not in holders):
             reader = next((rank for rank in holders if newcomer in rank_states[rank].reads), holders[0])
-            told: list[Any] = [None]
+            answer: list[Any] = [None]
             if self._records is not None and self.process_group.rank() == reader:
                 is_lost = newcomer < self._records.size and newcomer not in alive
                 left = self._records.read(newcomer, step) if is_lost else None
                 own = self._records.read(self._records.rank, step)
-                told = [(own, False, is_lost) if left is None else (left, True, False)]
-            dist.broadcast_object_list(told, group=self.process_group, group_src=reader)
+                answer = [(own, False, is_lost) if left is None else (left, True, False)]
+            dist.broadcast_object_list(answer, group=self.process_group, group_src=reader)
             if newcomer == self.process_group.rank():
-                mine = told[0]
+                mine = answer[0]
         return mine
 
 
@@ -370,9 +370,9 @@ class ElasticGroup:
 Named = tuple[str, tuple[int, ...]]
 
 
-def plan_groups(own: Sequence[Named], told: Sequence[Sequence[Named]]) -> list[bool]:
-    """Return which of a rank's groups are formed again: those that all their members name alike, as in `told`."""
-    return [all(group in told[member] for member in group[1]) for group in own]
+def plan_groups(own: Sequence[Named], named: Sequence[Sequence[Named]]) -> list[bool]:
+    """Return which of a rank's groups are formed again: those that all their members name alike in `named`, by rank."""
+    return [all(group in named[member] for member in group[1]) for group in own]
 
 
 class ScriptGroups:
@@ -409,11 +409,11 @@ class ScriptGroups:
     def _members(self, kept: groups.Registration, size: int) -> tuple[int, ...]:
         return tuple(range(size)) if self._is_of_all(kept) else kept.ranks
 
-    def form(self, world: Any, told: Sequence[Sequence[Named]]) -> None:
-        """Form each group again from its members; `told` holds what each rank of `world` named. All ranks call it."""
+    def form(self, world: Any, named: Sequence[Sequence[Named]]) -> None:
+        """Form each group again from its members; `named`: the groups that each rank names. All ranks call it."""
         rank, size = world.rank(), world.size()
         own = self.name_all(rank, size)
-        formed = {named[0] for named, forms in zip(own, plan_groups(own, told), strict=True) if forms}
+        formed = {group[0] for group, forms in zip(own, plan_groups(own, named), strict=True) if forms}
         default_store = groups.store_of(world)
         for kept in self._kept:
             ranks = self._members(kept, size)

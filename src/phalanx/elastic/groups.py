@@ -16,13 +16,13 @@ from phalanx._comm.backend import rendezvous
 from phalanx._comm.backend.torch_integration.groups import list_groups, phalanx_group, reset_group_count
 from phalanx._comm.rendezvous.bootstrap import checked_while_forming
 
-_last_rendezvous = -1, 0  # the generation, and how many of its rendezvous came before
+_last_rendezvous = -1, 0  # the generation, and the index of its latest rendezvous
 
 
 def next_rendezvous(environment: Mapping[str, str]) -> rendezvous.StoreAndRank:
     """Return the address of a generation's next rendezvous: its store, this rank, and the world size.
 
-    All ranks of the generation call it equally often.
+    All ranks of the generation call this the same number of times.
     """
     global _last_rendezvous
     store, rank, world_size = rendezvous.enter_generation(environment)
@@ -33,9 +33,9 @@ def next_rendezvous(environment: Mapping[str, str]) -> rendezvous.StoreAndRank:
 
 
 def form_world(store: Any, rank: int, world_size: int, timeout: timedelta, check: Callable[[], None]) -> Any:
-    """Form and return the default group of the ranks that meet at `store`. All of them call it.
+    """Form and return the default group of the ranks at `store`. All of these ranks call this.
 
-    `check` is called repeatedly while ranks are missing; an exception that it raises ends the wait.
+    `check` is called repeatedly while ranks are missing; its exception ends the wait.
     """
     with checked_while_forming(check), one_except_hook():
         dist.init_process_group("phalanx", store=store, rank=rank, world_size=world_size, timeout=timeout)
@@ -43,13 +43,13 @@ def form_world(store: Any, rank: int, world_size: int, timeout: timedelta, check
 
 
 def leave_all_groups() -> None:
-    """Leave all groups without waiting for any rank: lost ranks do not answer, and the others notice the leave."""
+    """Leave all groups without waiting for any rank: lost ranks do not answer, and the others detect the leave."""
     for group in list_groups():
         if (ours := phalanx_group(group)) is not None:
             ours.abort()
     if dist.is_initialized():
         dist.destroy_process_group()
-    # A group that was never formed has been counted, and ranks that did not try would name the next one differently.
+    # Only some ranks may have tried to form a group, which torch counts, and uses the count to name the next group.
     reset_group_count()
 
 

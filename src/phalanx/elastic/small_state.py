@@ -45,9 +45,10 @@ class SmallState:
         self._buffers = Buffers({key: layer for key, layer in layers.items() if id(layer) not in trained})
         plain = nn.Module.get_extra_state
         self._extra = {key: layer for key, layer in layers.items() if type(layer).get_extra_state is not plain}
-        self._users = {key: layer for key, layer in layers.items() if _is_users(type(layer))}
+        self._user_layers = {key: layer for key, layer in layers.items() if _is_user_class(type(layer))}
         averages = any(id(layer) not in trained for layer in layers.values())
-        self._is_plain = not (objects.small or self._extra or self._users or averages)  # there are only plain values
+        # whether the state has only plain values
+        self._is_plain = not (objects.small or self._extra or self._user_layers or averages)
 
     def capture(self, values: Mapping[str, Any]) -> Frozen:
         """Return an immutable copy of the current state, with those of `values` that the script has set.
@@ -65,8 +66,8 @@ class SmallState:
             content["others"] = {name: thing.state_dict() for name, thing in self._objects.small.items()}
         if self._extra:
             content["extra"] = {key: layer.get_extra_state() for key, layer in self._extra.items()}
-        if self._users:
-            content["attributes"] = {key: _numbers_of(layer) for key, layer in self._users.items()}
+        if self._user_layers:
+            content["attributes"] = {key: _numbers_of(layer) for key, layer in self._user_layers.items()}
         try:
             frozen = freeze(content, self._tensor_names)
         except Exception as error:
@@ -97,7 +98,7 @@ class SmallState:
             self._extra[key].set_extra_state(state)
         for key, numbers in content.get("attributes", {}).items():
             for name, value in numbers.items():
-                _put(vars(self._users[key]), name, value)
+                _put(vars(self._user_layers[key]), name, value)
 
     def _tensors_by_name(self) -> dict[str, Tensor]:
         named: dict[str, Tensor] = {}
@@ -125,7 +126,7 @@ def _put(place: dict[str, Any], name: str, value: Any) -> None:
         place[name] = value
 
 
-def _is_users(kind: type) -> bool:
+def _is_user_class(kind: type) -> bool:
     return kind.__module__.partition(".")[0] not in ("torch", "phalanx")
 
 
@@ -133,11 +134,11 @@ def _numbers_of(layer: nn.Module) -> dict[str, Any]:
     return {
         name: _shown(value)
         for name, value in vars(layer).items()
-        if type(value) in _KEPT and name not in _OF_EVERY_MODULE
+        if type(value) in _SAVED_TYPES and name not in _OF_EVERY_MODULE
     }
 
 
-_KEPT = frozenset((*_NUMBERS, torch.Generator))
+_SAVED_TYPES = frozenset((*_NUMBERS, torch.Generator))
 
 
 def _find_unpicklable(content: Mapping[str, Any]) -> str:

@@ -76,7 +76,7 @@ class GuardedLoggers:
                 if i not in self._reported:
                     self._reported.add(i)
                     _logger.warning(
-                        "%s.%s failed: %s: %s. Training goes on; what could not be logged is lost. A logger that fails "
+                        "%s.%s failed: %s: %s. Training continues; these records are lost. A logger that fails "
                         "%d times in a row is asked no more.",
                         type(one).__name__, name, type(error).__name__, error, _MOST_IN_A_ROW,
                     )  # fmt: skip

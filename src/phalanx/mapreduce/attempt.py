@@ -1,11 +1,11 @@
 """Run the phases of a job on all ranks: plan, map, shuffle, reduce.
 
-agree       the same arguments, one plan                       gather
-map         tasks                                              board
-report      the size of every bucket, and the counters         gather
-shuffle     buckets to the owners of their partitions          all_to_all, in rounds
-reduce      each partition                                     alone
-end         all have finished                                  board
+agree       compare arguments, share one plan                  gather
+map         run the map tasks                                  board
+report      gather the sizes of all buckets, and the counters  gather
+shuffle     send buckets to the owners of their partitions     all_to_all, in rounds
+reduce      reduce the partitions of this rank                 no communication
+end         wait until all ranks have finished                 board
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from phalanx.mapreduce.table import NotPairsError
 from phalanx.mapreduce.team import RankProcess, Team
 
 _logger = get_logger(__name__)
-_CHECK_EVERY = 64  # number of keys between two checks
+_CHECK_EVERY = 64  # keys between two checks of the peers
 _RAISED = {"TypeError": TypeError, "ValueError": ValueError, "FileNotFoundError": FileNotFoundError}
 
 
@@ -60,7 +60,7 @@ class RankOutputs:
 
 @dataclass(frozen=True)
 class TaskReport:
-    """A `TaskReport` is what a rank sends about a map task: the length of each partition's bucket, run by run."""
+    """A `TaskReport` is a rank's report on a map task: the length of each partition's bucket, by run."""
 
     lengths: list[list[int]]
     kinds: set[str]
@@ -114,11 +114,11 @@ def _plan(job: MapReduceJob) -> tuple[str, Any]:
 
 
 def attempt(team: Team, job: MapReduceJob, local: RankOutputs) -> MapReduceResult:
-    """Run the job once. All ranks call it.
+    """Run the job once. All ranks call this.
 
     Raises:
         PeerLostError, DeadlineError: a rank was lost.
-        TaskError, TypeError, ValueError, FileNotFoundError: the job cannot be done; the same on every rank.
+        TaskError, TypeError, ValueError, FileNotFoundError: the job failed; every rank raises the same error.
     """
     with rarely_collecting():
         return _attempt(team, job, local)
@@ -133,7 +133,7 @@ def _attempt(team: Team, job: MapReduceJob, local: RankOutputs) -> MapReduceResu
         board = Board(team, f"{prefix}/{number}", [task for task in range(len(splits)) if task not in there])
         with _problem_first(board):
             _map(board, job, local, splits)
-            # One rank may find a problem when others have seen the last task complete: all receive it here.
+            # A rank may find a problem after others have seen the last task complete: all receive the problem here.
             gathered = team.gather((board.problem(), {task: _report(output) for task, output in local.outputs.items()}))
         _raise_problem(team, next((problem for problem, _ in gathered if problem is not None), None), board.cause)
         reports_by_rank = [reports for _, reports in gathered]
@@ -176,7 +176,7 @@ def _attempt(team: Team, job: MapReduceJob, local: RankOutputs) -> MapReduceResu
 
 @contextlib.contextmanager
 def _problem_first(board: Board) -> Iterator[None]:
-    """Raise the job's problem instead of the loss of a rank that may have published the problem and ended."""
+    """Raise the job's problem instead of the loss of a rank that may have published the problem and exited."""
     try:
         yield
     except PeerLostError:
@@ -201,7 +201,7 @@ def _do_map_task(board: Board, job: MapReduceJob, local: RankOutputs, split: Spl
     except NotPairsError as error:
         board.fail_job("TypeError", f"map_reduce: {message_of(error)}", error.__cause__)
         return
-    except (TypeError, ValueError) as error:  # an error of a key; errors of the map function make a record bad
+    except (TypeError, ValueError) as error:  # raised for a key; an error of the map function only makes the record bad
         board.fail_job(type(error).__name__, message_of(error), error)
         return
     except Exception as error:
@@ -236,7 +236,7 @@ def _describe_bad(counters: Counters, bad: int, allowed: int | None) -> str:
     why = (
         "all records are bad"
         if allowed is None or bad <= allowed
-        else f"{bad:,} {'record is' if bad == 1 else 'records are'} bad, and {allowed:,} may be"
+        else f"{bad:,} {'record is' if bad == 1 else 'records are'} bad, and {allowed:,} are allowed"
     )
     return f"map_reduce: {why} (max_bad_records). The first:\n  " + "\n".join(
         f"{one}\n{one.traceback}" for one in shown
@@ -251,7 +251,7 @@ def _raise_problem(team: Team, problem: tuple[int, str, str] | None, cause: Base
     if problem is None:
         return
     rank, kind, text = problem
-    where = f"{text}\n(It was found on rank {rank}.)" if team.size > 1 else text
+    where = f"{text}\n(Raised on rank {rank}.)" if team.size > 1 else text
     raise _RAISED.get(kind, TaskError)(where) from (cause if rank == team.rank else None)
 
 
@@ -340,7 +340,7 @@ def _write(folder: str, local: RankOutputs, partition: int, partitions: int) -> 
 def _reduced(job: MapReduceJob, grouper: Grouper, board: Board) -> Iterator[tuple[Any, Any]]:
     for number, (key, values) in enumerate(grouper.groups()):
         if not number % _CHECK_EVERY:
-            board.team.check_peers()  # a rank that continues after others have abandoned the group would count as hung
+            board.team.check_peers()  # raise if others have left the group; otherwise this rank would seem to hang
         try:
             value = job.reduce(key, values)
         except Exception as error:

@@ -55,19 +55,19 @@ def write_blocks(
     keys: list[Any] = []
     values: list[Any] = []
     block_bytes = min(block_bytes, _BLOCK_BYTES)
-    held = 0
+    num_bytes = 0
     for key, value in pairs:
         stored = isinstance(value, StoredValues)
         size = block_bytes if stored else quick_size(key) + quick_size(value)
-        if keys and held + size > block_bytes:
+        if keys and num_bytes + size > block_bytes:
             run.append(spool.append(pack(keys, values, listed=listed)))
-            keys, values, held = [], [], 0
+            keys, values, num_bytes = [], [], 0
         if stored:
             run.append(spool.append(value.packed()))
             continue
         keys.append(key)
         values.append(value)
-        held += size
+        num_bytes += size
     if keys:
         run.append(spool.append(pack(keys, values, listed=listed)))
     return run
@@ -139,13 +139,15 @@ class Grouper:
         else:
             self._append(keys, values)
         if self._added >= self._next_check:
-            held = size_of_lists(self._values)
-            if held >= self._limit_bytes:
+            used_bytes = size_of_lists(self._values)
+            if used_bytes >= self._limit_bytes:
                 count = self._added
                 self._spill()
-                release_freed(held, count)
+                release_freed(used_bytes, count)
             else:
-                self._next_check = plan_next_check(self._added, (self._limit_bytes - held) / (held / self._added))
+                self._next_check = plan_next_check(
+                    self._added, (self._limit_bytes - used_bytes) / (used_bytes / self._added)
+                )
 
     def _extend(self, keys: list[Any], values: list[Any]) -> None:
         groups = self._values

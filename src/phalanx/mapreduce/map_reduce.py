@@ -1,4 +1,4 @@
-"""`map_reduce` is the public function."""
+"""Run a map-reduce job over the ranks of a process group."""
 
 from __future__ import annotations
 
@@ -64,23 +64,23 @@ def map_reduce(
             `reduce` then receives one or several values per task that has the key; or one sum, if `combine` is
             `operator.add` on integers, which needs no function call.
         partitions: the number of parts into which a hash, the same in every process, divides the keys.
-        gather: every rank receives the result of all partitions; else each rank has those that it has reduced.
+        gather: every rank receives the result of all partitions, instead of only the partitions that it has reduced.
         output: a folder for the result: one file of JSON lines per partition, written by the rank that reduced it.
-        memory_bytes: how much of the data a rank may hold in memory; the rest goes to `spill_folder` (default TMPDIR).
+        memory_bytes: the most data of a rank in memory; the rest is spilled to `spill_folder` (default TMPDIR).
         split_bytes, split_records: the size of a map task. By default a 32nd of the input, 1 to 32 MiB or up to 1000
             records.
         encoding: the encoding of the lines; None: a record is bytes. A line that cannot be decoded is bad. An encoding
             whose lines cannot be decoded one by one is refused: UTF-16, UTF-32, EBCDIC, ISO-2022-KR.
-        max_bad_records: with more bad records the job fails, as it does when all are bad; None: any number. By default
-            the first bad record ends the job.
-        max_attempts: how often a task may fail (a file that one rank cannot read), on all ranks together.
-        group: the default group by default.
+        max_bad_records: with more bad records, or only bad records, the job fails; None: any number. By default the
+            job fails at the first bad record.
+        max_attempts: how often a task may fail on all ranks together, for instance because one cannot read a file.
+        group: the process group; the default group if None.
 
     If a rank is lost, the call fails on the others. Inside `phalanx.elastic.run`, under `phalanx run`, the rank is
     replaced, and the call starts again.
 
     Raises:
-        TypeError, ValueError: an argument; a key of a type that cannot be a key; keys that cannot be sorted. On every
+        TypeError, ValueError: an argument is invalid, a key has an unsupported type, or keys cannot be sorted. On every
             rank.
         FileNotFoundError: there is no such input.
         TaskError: a function failed, too many records were bad, or a task failed too often. On every rank.
@@ -119,14 +119,14 @@ def map_reduce(
 def _store_lost(team: Team, error: Exception) -> PeerLostError:
     first = str(error).splitlines()[0]
     return PeerLostError(
-        f"map_reduce on rank {team.rank}: the store of the group has ended, probably with its host rank, so the "
+        f"map_reduce on rank {team.rank}: the store of the group has closed, probably with its host rank, so the "
         f"remaining tasks are unknown: {first}",
         ranks=team.find_ended(),
     )
 
 
 def _finish(team: Team, job: MapReduceJob, local: RankOutputs, outcome: MapReduceResult) -> Result:
-    """Gather the partitions or write them to files, as the job asks. All ranks call it."""
+    """Gather the partitions or write them to files, as `job` requests. All ranks call this."""
     own = {partition: run for partition, run in local.results.items() if outcome.owners[partition] == team.rank}
     inbox = Spool(job.memory_bytes // 8, job.spill_folder)
     blocks = (

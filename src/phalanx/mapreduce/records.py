@@ -27,9 +27,7 @@ _OPEN: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz
 class RecordBlock:
     """A `RecordBlock` is a block of consecutive records.
 
-    If there is a `fetch`, it turns an item into the record.
-
-    `bad` are the unreadable records, which are not in `items`.
+    `fetch`, if given, returns the record of an item. `bad` are the unreadable records, which are not in `items`.
     """
 
     items: list[Any]
@@ -59,7 +57,7 @@ def read_blocks(
 
 
 def read_lines(piece: Piece, block_bytes: int) -> Iterator[tuple[int, bytes]]:
-    """Yield the lines that begin in `piece`, as bytes of several whole lines each, with the offset of the first.
+    """Yield the lines that begin in `piece`, in blocks of whole lines, each with its offset.
 
     Cost: one block of memory, or the longest line if it is longer.
     """
@@ -97,7 +95,7 @@ def _open(piece: Piece) -> IO[bytes]:
 
 
 def _first_line(file: IO[bytes], start: int, stop: int, block_bytes: int) -> int:
-    """Return where the first line begins whose first byte is in `start` to `stop`; `stop` if there is none."""
+    """Return the offset of the first line that begins in `start` to `stop`; `stop` if there is none."""
     if start == 0:
         return 0
     at = start - 1  # a line begins at `start` if the previous one ends just before it
@@ -122,7 +120,7 @@ def _decode(path: str, offset: int, data: bytes, encoding: str | None) -> Record
     if "\r" in text:
         text = text.replace("\r\n", "\n")
     lines = text.split("\n")
-    if not lines[-1]:  # empty after the last line's end, which only the end of a file lacks
+    if not lines[-1]:  # the block ends with a line end, unless it is the end of a file
         lines.pop()
     return RecordBlock(lines, locate, len(data))
 

@@ -61,13 +61,13 @@ def cut_by_size(values: list[Any], most: int, most_bytes: int) -> Iterator[list[
     elif kinds <= {str, bytes}:
         most = min(most, max(1, most_bytes // (_TEXT_BYTES + max(map(len, values)))))
     else:
-        start = held = 0
+        start = num_bytes = 0
         for stop, value in enumerate(values):
             size = quick_size(value)
-            if stop > start and (held + size > most_bytes or stop - start == most):
+            if stop > start and (num_bytes + size > most_bytes or stop - start == most):
                 yield values[start:stop]
-                start, held = stop, 0
-            held += size
+                start, num_bytes = stop, 0
+            num_bytes += size
         yield values[start:]
         return
     for start in range(0, len(values), most):
@@ -100,8 +100,8 @@ def size_of_lists(table: dict[Any, Any]) -> int:
         one = lists[index]
         values.append(size_of(one[position - ends[index]] if type(one) is list else one))
     keys = [size_of(key) for key in islice(table, 0, None, max(1, len(table) // _SAMPLE))]
-    held = sys.getsizeof(table) + (sum(keys) // len(keys) + _LIST) * len(table)
-    return held + (sum(values) // len(values) + _SLOT) * ends[-1]
+    keys_bytes = sys.getsizeof(table) + (sum(keys) // len(keys) + _LIST) * len(table)
+    return keys_bytes + (sum(values) // len(values) + _SLOT) * ends[-1]
 
 
 def plan_next_check(count: int, room: float) -> int:

@@ -95,13 +95,13 @@ class Table:
         if self._sums is not None:
             self._spill(self)
             return
-        held = self._size()
-        room = self._limit_bytes - held
+        used = self._size()
+        room = self._limit_bytes - used
         if room <= 0:
             self._spill(self)
         else:
             count = self._pairs if self._job.combine is None else len(self._values)
-            self._next_check = self._pairs + plan_next_check(count, room / (held / count)) - count
+            self._next_check = self._pairs + plan_next_check(count, room / (used / count)) - count
 
     def _size(self) -> int:
         return size_of_lists(self._values) if self._job.combine is None else size_of_table(self._values)

@@ -1,4 +1,4 @@
-"""`ZeroRedundancyOptimizer` keeps one copy of parameters and of optimizer state for all ranks of a host.
+"""Share one copy of parameters and optimizer state between all ranks of a host.
 
               rank 0                        rank 1
 backward      mean of all gradients         mean of all gradients        DDP
@@ -46,19 +46,20 @@ class ZeroRedundancyOptimizer(ShardedState):
 
     On backend `phalanx`, with all ranks on one host, every parameter moves into memory that the ranks share, with rank
     0's values. Each rank updates its part, and nothing is sent. On several hosts with equally many ranks, at least two
-    on each, each host does so by itself, from the same gradients: parameters and state exist once per host. On any
-    other group the call returns PyTorch's own class, which assigns whole parameters to ranks and broadcasts them.
+    on each, each host does the same independently, from the same gradients: parameters and state exist once per host.
+    On any other group the call returns PyTorch's own class, which assigns whole parameters to ranks and broadcasts
+    them.
 
     Collective: all ranks call the constructor, `step`, `add_param_group` and `consolidate_state_dict`.
 
-    Numerics: parameters are bitwise those of `optimizer_class` itself on every rank with the same gradients, given one
-    intra-op thread per rank. With element-wise optimizers of torch.optim, parameters are cut between ranks; with all
+    Numerics: with the same gradients and one intra-op thread per rank, parameters are bitwise equal to those of a plain
+    `optimizer_class`. With element-wise optimizers of torch.optim, parameters are cut between ranks; with all
     others each rank gets whole parameters.
-    Cost: two synchronizations of the ranks per step, and one copy of each slice, with which survivors undo the update
-    of a rank that dies.
+    Cost: two synchronizations of the ranks per step, and one copy of each slice, from which survivors undo the update
+    if a rank dies.
 
-    Code that writes into a parameter outside of `step` writes for all ranks, also for a rank that still reads it: call
-    a barrier, let one rank write, and call a barrier. A module's `load_state_dict` waits for the other ranks by itself.
+    Code that writes to a parameter outside of `step` writes for all ranks, even while another rank reads: call a
+    barrier, let one rank write, and call a barrier. A module's `load_state_dict` waits for the other ranks by itself.
     A forked process sees every later step: before the fork, clone the parameters that the child reads. `all_reduce` of
     a parameter is an error.
 
@@ -77,7 +78,7 @@ class ZeroRedundancyOptimizer(ShardedState):
             and the optimizer's state are in the host's memory, once for all its ranks. `step` copies this rank's slices
             of the gradients there and updates its slices of the masters on the CPU, by torch's fused kernels unless
             `fused` or `foreach` is given; then all new parameters are copied to every device. `step` uses the current
-            parameters and gradients, whichever code has changed them. PyTorch's own class does not have it.
+            parameters and gradients, whichever code has changed them. PyTorch's class has no such argument.
         defaults: options of `optimizer_class`.
 
     Raises:
@@ -137,10 +138,10 @@ class ZeroRedundancyOptimizer(ShardedState):
         self.gather_gradients = gather_gradients
         self.offload = offload
         self._optimizer_class = optimizer_class
-        self._given = dict(defaults)  # AdamW's own have an option that its constructor does not accept
+        self._given = dict(defaults)  # `defaults` of AdamW have an option that its constructor does not accept
         self._undo = Undo(self.process_group) if self.world_size > 1 else None
         self._offload = self._new_offload()
-        self._fuses: list[bool] = []  # for each group, whether we have chosen fused kernels
+        self._fuses: list[bool] = []  # by group: whether this class has chosen fused kernels
         self._shared: list[SharedParameters | MasterParameters] = []
         self._shards: list[list[ParameterShard] | list[OffloadedShard]] = []  # this rank's shards of each group
         self._local: Optimizer | None = None
@@ -157,7 +158,7 @@ class ZeroRedundancyOptimizer(ShardedState):
 
     @untraced
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Move one more group of parameters into shared memory, and divide its update. All ranks call it."""
+        """Move one more group of parameters into shared memory, and divide its update. All ranks call this."""
         undecorated(Optimizer.add_param_group)(self, param_group)
         group = self.param_groups[-1]
         try:
@@ -200,12 +201,10 @@ class ZeroRedundancyOptimizer(ShardedState):
             local_group["fused"] = True
         if self._local is None:
             self._local = build_local(self._optimizer_class, local_group, self._given, cuts=self._cut)
-            self.defaults = (
-                self._local.defaults
-            )  # including the class's own defaults: schedulers look for momentum and betas
+            self.defaults = self._local.defaults  # with the class's defaults: schedulers read momentum and betas
         else:
             self._local.add_param_group(local_group)
-        self._copy_options_from_local(len(self._fuses) - 1)  # the user may have changed the others since the last step
+        self._copy_options_from_local(len(self._fuses) - 1)  # the user may have changed the other groups' options
 
     def _refuse_moved(self) -> None:
         for number, shared in enumerate(self._shared):
@@ -236,13 +235,13 @@ class ZeroRedundancyOptimizer(ShardedState):
     def step(  # type: ignore[override]
         self, closure: Callable[[], float] | None = None, **kwargs: Any
     ) -> float | None:
-        """Update this rank's slices, and wait until all ranks have updated theirs. All ranks call it.
+        """Update this rank's slices, and wait until all ranks have updated theirs. All ranks call this.
 
-        The inner optimizer gets `kwargs`; the closure runs once before its step.
+        `kwargs` are passed to the inner optimizer; the closure runs once before the step.
 
         Raises:
-            PhalanxError: a rank died, left or is late: all parameters are of one step, the one before or this one.
-            RuntimeError: parameters were moved elsewhere, or a gradient is sparse and would have to be cut.
+            PhalanxError: a rank died, left or is late; all parameters are from before the step, or all from after.
+            RuntimeError: a parameter was moved to other memory, or a gradient that must be cut is sparse.
         """
         loss = None
         if closure is not None:
@@ -273,7 +272,9 @@ class ZeroRedundancyOptimizer(ShardedState):
                 offload.update(self.optim, kwargs)
                 self._save_backup()
         except BaseException:
-            if self.has_updated and self._undo.latest_started:  # a rank was lost after all had completed their part
+            if (
+                self.has_updated and self._undo.latest_started
+            ):  # a rank was lost after all ranks had completed their parts
                 offload.push_exact()
             raise
         offload.push()
@@ -301,8 +302,9 @@ class ZeroRedundancyOptimizer(ShardedState):
     ) -> Tensor:
         """Scale the gradients for the next step so that their norm over all parameters is at most `max_norm`.
 
-        It is `torch.nn.utils.clip_grad_norm_`, but each rank reads and scales only its own slices, so it is correct
-        with `gather_gradients=False` as well. All ranks call it. Return the norm before, the same bits on every rank.
+        Like `torch.nn.utils.clip_grad_norm_`, but each rank reads and scales only its own slices, so this is also
+        correct with `gather_gradients=False`. All ranks call this. Return the norm before clipping, bitwise equal on
+        all ranks.
 
         Shape: the norm is a scalar, ().
         Cost: reads and scales this rank's slices of the gradients; one all_reduce of one number.
@@ -351,7 +353,7 @@ class ZeroRedundancyOptimizer(ShardedState):
                     yield parameter, needed
 
     def _copy_options_to_local(self) -> None:
-        """Copy the options that users and schedulers have set to this rank's optimizer."""
+        """Copy the options, which users and schedulers may have changed, to this rank's optimizer."""
         for mine, local, fuses in zip(self.param_groups, self.optim.param_groups, self._fuses, strict=True):
             local.update(_options(mine))
             if fuses and may_fuse(self._optimizer_class, mine, mine["params"]):
@@ -360,13 +362,13 @@ class ZeroRedundancyOptimizer(ShardedState):
     def _copy_options_from_local(self, first: int = 0) -> None:
         """Copy the options of this rank's optimizer, mainly its defaults, to the groups from `first` on."""
         for mine, local, fuses in [*zip(self.param_groups, self.optim.param_groups, self._fuses, strict=False)][first:]:
-            chosen = {"fused": mine.get("fused")} if fuses else {}  # our choice is not the user's
+            chosen = {"fused": mine.get("fused")} if fuses else {}  # do not show our choice as the user's option
             mine.update({**_options(local), **chosen})
 
     # -- when ranks are lost -------------------------------------------------------------------------------------
 
     def back_up_state(self) -> None:
-        """Back up each rank's state from now on, in memory that the others map, to survive the rank. All ranks call it.
+        """Back up each rank's state from now on, in memory that survives the rank. All ranks call this.
 
         Cost: one more copy of this rank's state in each step, and of all state during a move to another group.
         """
@@ -390,11 +392,11 @@ class ZeroRedundancyOptimizer(ShardedState):
 
     @property
     def has_updated(self) -> bool:
-        """Return whether the latest step counts, even if it failed; otherwise parameters are as before."""
+        """Return whether the latest step has changed the parameters, even if it raised."""
         return self._moving is not None or self._undo is None or self._undo.number == self._undo.latest_started
 
     def can_roll_back(self, num_updates: int) -> bool:
-        """Return whether `roll_back(num_updates)` can undo the updates since: none, or one with a backup."""
+        """Return whether `roll_back(num_updates)` is possible: at most one update to undo, with a state backup."""
         undo, backup = None if self._moving is not None else self._undo, self._backup
         if self.num_updates == num_updates or undo is None or backup is None:
             return self.num_updates == num_updates
@@ -402,9 +404,9 @@ class ZeroRedundancyOptimizer(ShardedState):
 
     @torch.no_grad()
     def roll_back(self, num_updates: int) -> None:
-        """Restore the parameters and the state after `num_updates` updates, undoing one that other ranks may count.
+        """Restore the parameters and the state after `num_updates` updates: undo at most one update.
 
-        A rank may call it alone: its parameters move to its own memory, since others may continue with that update.
+        Not collective: this rank's parameters move to its own memory, because other ranks may keep the update.
         """
         if self._undo is not None and self.num_updates > num_updates:
             self._moving = num_updates, self._state_after(num_updates)
@@ -412,9 +414,9 @@ class ZeroRedundancyOptimizer(ShardedState):
                 shared.move_to(memory)
 
     def read_state_backup(self) -> dict[int, Any] | None:
-        """Return the whole state after the parameters' latest step, by parameter number, from all ranks and lost ones.
+        """Return the state of all ranks, lost ranks included, after the latest update, by parameter number.
 
-        Return None if it was not backed up.
+        Return None if the state was not backed up.
         """
         return self._moving[1] if self._moving is not None else self._state_after(self.num_updates)
 
@@ -425,9 +427,9 @@ class ZeroRedundancyOptimizer(ShardedState):
         return None if shards is None else merge_states(shards, parameters)
 
     def regroup(self, process_group: dist.ProcessGroup, source: int, num_updates: int) -> None:
-        """Continue in another group, with the parameters of its rank `source`, and no state yet. All its ranks call it.
+        """Continue in another group, with the parameters of its rank `source`, without state. All its ranks call this.
 
-        `num_updates` is that rank's number of updates.
+        `num_updates` is the number of updates of rank `source`.
         """
         if self._moving is None:  # otherwise the last attempt was interrupted
             self._moving = self.num_updates, self.read_state_backup()
@@ -445,7 +447,7 @@ class ZeroRedundancyOptimizer(ShardedState):
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
-            "ZeroRedundancyOptimizer can't be pickled or copied: it holds a process group and memory shared with other "
+            "ZeroRedundancyOptimizer can't be pickled or copied: it has a process group and memory shared with other "
             "ranks. Save its state_dict() after consolidate_state_dict()"
         )
 
@@ -455,9 +457,9 @@ def _options(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def divide_by_host(group: dist.ProcessGroup) -> tuple[int, ...]:
-    """Return the ranks of `group` on this host, if each host of the group updates all parameters by itself.
+    """Return the ranks of `group` on this host if each host updates all parameters independently, otherwise ().
 
-    This is so if the group has several hosts with equally many ranks, at least two on each. Otherwise return ().
+    That is so if the group has several hosts with equally many ranks, at least two on each.
     """
     hosts = ranks_by_host(group)
     sizes = {len(ranks) for ranks in hosts}
@@ -467,7 +469,7 @@ def divide_by_host(group: dist.ProcessGroup) -> tuple[int, ...]:
 
 
 def make_host_group(group: dist.ProcessGroup, ranks: Sequence[int]) -> dist.ProcessGroup:
-    """Return a group of `ranks`, the ranks of `group` on this host. They call it together."""
+    """Return a group of `ranks`, the ranks of `group` on this host. These ranks call this together."""
     numbers = dist.get_process_group_ranks(group)
     made: dist.ProcessGroup = dist.new_group(
         [numbers[rank] for rank in ranks], backend="phalanx", use_local_synchronization=True
@@ -476,7 +478,7 @@ def make_host_group(group: dist.ProcessGroup, ranks: Sequence[int]) -> dist.Proc
 
 
 def broadcast_parameters(parameters: Iterable[Tensor], group: dist.ProcessGroup) -> None:
-    """Overwrite `parameters` with those of rank 0 of `group`. All its ranks call it."""
+    """Overwrite `parameters` with those of rank 0 of `group`. All its ranks call this."""
     for parameter in parameters:
         dist.broadcast(parameter.detach(), group=group, group_src=0)
 
@@ -484,20 +486,20 @@ def broadcast_parameters(parameters: Iterable[Tensor], group: dist.ProcessGroup)
 def build_local(
     optimizer_class: type[Optimizer], group: dict[str, Any], defaults: dict[str, Any], *, cuts: bool
 ) -> Optimizer:
-    """Return this rank's optimizer. If `cuts`, it is one of torch's, and skips its decorators, which import Dynamo."""
+    """Return this rank's optimizer; if `cuts`, a class of torch, without its decorators, which import Dynamo."""
     if not cuts:
         return optimizer_class([group], **defaults)
     local = optimizer_class.__new__(optimizer_class)
     vars(local)["add_param_group"] = types.MethodType(undecorated(Optimizer.add_param_group), local)
     local.__init__([group], **defaults)  # type: ignore[misc]
     step = undecorated(optimizer_class.step)
-    if not hasattr(step, "__wrapped__"):  # otherwise some other code has wrapped it
+    if not hasattr(step, "__wrapped__"):  # otherwise other code has wrapped it
         vars(local)["step"] = types.MethodType(Optimizer.profile_hook_step(step), local)
     return local
 
 
 def request_gradients(parameters: Sequence[Tensor], mine: Mapping[int, Slice] | None, group: dist.ProcessGroup) -> None:
-    """Request these slices of the parameters' gradients for this rank from now on; all of them if None."""
+    """Request slices of the parameters' gradients for this rank from now on; whole gradients if `mine` is None."""
     for index, parameter in enumerate(parameters):
         if mine is None:
             need_all(parameter)  # an earlier optimizer may have needed less
@@ -507,7 +509,7 @@ def request_gradients(parameters: Sequence[Tensor], mine: Mapping[int, Slice] | 
 
 
 def refuse_touched(slices: Iterable[tuple[Tensor, NeededSlice]], rank: int) -> None:
-    """Refuse gradients that other code has changed: outside of this rank's slices it has used wrong values.
+    """Refuse gradients that other code has changed, which has read wrong values outside of this rank's slices.
 
     Raises:
         RuntimeError: a gradient was changed.
@@ -525,13 +527,13 @@ def refuse_touched(slices: Iterable[tuple[Tensor, NeededSlice]], rank: int) -> N
 def total_norm(
     gradients: Sequence[Tensor], norm_type: float, dtype: torch.dtype, group: dist.ProcessGroup, *, foreach: bool | None
 ) -> Tensor:
-    """Return the norm of all ranks' `gradients`, the same bits on every rank. All ranks call it, even without any.
+    """Return the norm of all ranks' `gradients`, bitwise equal on all ranks. All ranks call this.
 
     Shape: ().
     Cost: one all_reduce of one number.
     """
     norm = get_total_norm(gradients, norm_type, foreach=foreach)
-    norm = norm.to("cpu", dtype)  # the same on all ranks, also on one without gradients
+    norm = norm.to("cpu", dtype)  # so that a rank without gradients has the same dtype
     if norm_type == math.inf:
         dist.all_reduce(norm, op=dist.ReduceOp.MAX, group=group)
         return norm

@@ -1,4 +1,4 @@
-"""Check the values sent from stage to stage, and share a result with all ranks."""
+"""Check the values sent from stage to stage, and broadcast a result to all ranks."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _CONSTANTS = (int, float, bool, str, complex, type(None), torch.dtype, torch.dev
 
 
 class Forms:
-    """`Forms` are the forms of every value that a stage sends, from the first micro-batch of a step."""
+    """`Forms` has the dtypes and shapes of the values that a stage sends, from the first micro-batch of a step."""
 
     def __init__(self) -> None:
         self._first: dict[fx.Node, tuple[int, int, list[Any]]] = {}
 
     def begin(self) -> None:
-        """Begin a new step, whose forms may differ."""
+        """Begin a new step, whose dtypes and shapes may differ."""
         self._first.clear()
 
     def check(
@@ -32,8 +32,7 @@ class Forms:
     ) -> None:
         """Raise unless all values can be sent, and differ from those of the step's first micro-batch only in rows.
 
-        Another dimension than the first may also be that of the samples (the state of an nn.LSTM): its size may then
-        vary with the number of samples.
+        The number of samples may be in another dimension than the first, as in the state of an nn.LSTM, and vary there.
 
         Raises:
             TypeError: a value is neither a tensor nor a plain constant.
@@ -45,8 +44,8 @@ class Forms:
                 if not isinstance(leaf, (Tensor, *_CONSTANTS)):
                     raise TypeError(
                         f"layer {_maker(part, node)!r} returns a {type(leaf).__name__}, which is not a tensor, "
-                        f"and a later stage uses it: only tensors, numbers and containers of them can go from stage to "
-                        "stage. Return its tensors, or cut elsewhere."
+                        f"and a later stage uses it: only tensors, numbers and containers of them can be sent to "
+                        "another stage. Return its tensors, or cut elsewhere."
                     )
             form = [_form(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
             before, had, known = self._first.setdefault(node, (micro_batch, rows, form))
@@ -83,7 +82,7 @@ def _maker(part: LayerRange, node: fx.Node) -> str:
 
 
 def share_result(result: Any, group: dist.ProcessGroup, owner: int) -> Any:
-    """Return the owner's result on every rank. All ranks call it."""
+    """Return the owner's result on every rank. All ranks call this."""
     mine = group.rank() == owner
     leaves, tree = tree_flatten(result)
     described: list[Any] = [

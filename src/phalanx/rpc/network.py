@@ -9,7 +9,7 @@
 One thread owns all sockets. Other threads queue frames for it; tensors are sent without a copy. Both sides reject
 workers without the key. A lost worker never joins again with the same uid. A worker is lost when:
 
-    its process has ended       its kernel closes the connection: at once
+    its process has exited      its kernel closes the connection: at once
     its host does not answer    its kernel has acknowledged no heartbeat for `RPC_PULSE_LOST_S`
     its process is silent       for `RPC_SILENT_S`, though its kernel acknowledges: it is stopped, or busy
 
@@ -343,7 +343,7 @@ CONNECT_S = 20.0
 RETRY_S = 0.1
 _REFUSED_S = 5.0  # a connection that is closed before it is welcome is retried for so long
 HELLO, PULSE = b"hello", b"pulse"  # the first message of a connection, and the answer to it
-BROKE = "its connection broke: its process has ended, or its host does not answer any more."
+BROKE = "its connection broke: its process has exited, or its host does not answer any more."
 _EVENTS = (
     zmq.EVENT_DISCONNECTED
     | zmq.EVENT_CLOSED

@@ -1,4 +1,4 @@
-"""Decide which devices a strategy uses, and which one is this rank's."""
+"""Decide which devices a strategy uses, and which device belongs to this rank."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from phalanx._base.control_groups import count_cores
 
 
 def decide_devices(called: str, devices: int | Sequence[str] | None) -> list[torch.device]:
-    """Return the devices of one host: all GPUs, else one "cpu" for each core that this process may use.
+    """Return the devices of this host: all GPUs, or without GPUs one "cpu" for each core that this process may use.
 
     A control group's CPU quota limits the number of cores.
 
@@ -27,13 +27,13 @@ def decide_devices(called: str, devices: int | Sequence[str] | None) -> list[tor
         if devices < 1:
             raise ValueError(f"{called}: devices must be 1 or more, got {devices}")
         if 0 < gpus < devices:
-            raise ValueError(f"{called}: {devices} devices are asked for, and this host has {gpus} GPUs")
+            raise ValueError(f"{called}: {devices} devices were requested, but this host has {gpus} GPUs")
         return [torch.device("cuda", i) for i in range(devices)] if gpus else [torch.device("cpu")] * devices
     if isinstance(devices, str) or not isinstance(devices, Sequence):
-        raise TypeError(f"{called}: devices must be how many, or a list of names as ['cuda:0'], got {devices!r}")
+        raise TypeError(f"{called}: devices must be a number, or a list of names such as ['cuda:0'], got {devices!r}")
     named = [read_device(f"{called}: devices={list(devices)!r}", one) for one in devices]
     if not named or len({one.type for one in named}) > 1:
-        raise ValueError(f"{called}: devices must name one or more of one kind, got {list(devices)!r}")
+        raise ValueError(f"{called}: devices must name one or more devices of the same type, got {list(devices)!r}")
     return named
 
 
@@ -54,7 +54,7 @@ def read_device(called: str, name: torch.device | str) -> torch.device:
         raise ValueError(f"{called}: device {str(name)!r}: strategies train on 'cpu' and on 'cuda'")
     gpus = torch.cuda.device_count()
     if one.type == "cuda" and (one.index or 0) >= gpus:
-        raise ValueError(f"{called}: device {str(name)!r} is not there: this host has {gpus or 'no'} GPUs")
+        raise ValueError(f"{called}: device {str(name)!r} does not exist: this host has {gpus or 'no'} GPUs")
     return one
 
 
@@ -64,7 +64,7 @@ def default_device() -> torch.device:
 
 
 def device_of(devices: Sequence[torch.device], local_rank: int) -> torch.device:
-    """Return the device of a rank; torch calls each core "cpu"."""
+    """Return the device of a rank, and make a GPU the current device."""
     one = devices[local_rank % len(devices)]
     if one.type == "cuda":
         torch.cuda.set_device(one)

@@ -12,7 +12,7 @@ LossOf = Callable[[nn.Module, Any], Tensor]
 
 
 def loss_of_model(loss_fn: LossFn) -> LossOf:
-    """Return the loss of a batch that has the model's arguments and then the target."""
+    """Return a function that computes the loss of a batch (*model arguments, target)."""
 
     def loss_of(model: nn.Module, batch: Any) -> Tensor:
         *inputs, target = require_pair(batch)
@@ -22,7 +22,7 @@ def loss_of_model(loss_fn: LossFn) -> LossOf:
 
 
 def require_pair(batch: Any) -> Sequence[Any]:
-    """Return `batch` if it has the model's arguments and then the target.
+    """Return `batch` if it is a sequence (*model arguments, target).
 
     Raises:
         TypeError: the batch is a dict or a tensor, whose keys or rows are not arguments.
@@ -30,8 +30,8 @@ def require_pair(batch: Any) -> Sequence[Any]:
     if not isinstance(batch, (tuple, list)) or len(batch) < 2:
         size = f" of {len(batch)}" if isinstance(batch, (tuple, list)) else ""
         raise TypeError(
-            f"a batch is a {type(batch).__name__}{size}; for a loss function it is the model's arguments and then "
-            "the target: (inputs, target); for another give the model a training_step(batch), and no loss"
+            f"a batch is a {type(batch).__name__}{size}; a loss function needs the model's arguments followed by "
+            "the target: (inputs, target). For other batches, give the model a training_step(batch), and no loss"
         )
     return batch
 
@@ -46,6 +46,6 @@ def not_a_loss(loss: object) -> Exception:
             "reduction='mean', or loss.mean()"
         )
     return ValueError(
-        "the loss depends on no parameter that is trained: all of the model's are frozen (requires_grad=False), or it "
-        "was detached or computed under no_grad"
+        "the loss depends on no trained parameter: all parameters of the model are frozen (requires_grad=False), or "
+        "the loss was detached or computed under no_grad"
     )

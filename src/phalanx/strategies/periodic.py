@@ -1,4 +1,4 @@
-"""In these strategies replicas train apart and synchronize every few steps."""
+"""Train replicas independently, and synchronize them every few steps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from phalanx.strategies.world import may_have_others
 
 
 class _RoundsStrategy(ReplicatedStrategy):
-    """`_RoundsStrategy` has a bare model on each rank, and a round of averaging after every few optimizer steps."""
+    """A `_RoundsStrategy` trains a bare model on each rank, and averages the models every few optimizer steps."""
 
     def __init__(self, sync_every: int, devices: int | Sequence[str] | None, launch: bool, timeout: float) -> None:
         super().__init__(devices, launch=launch, timeout=timeout)
@@ -42,11 +42,11 @@ class _RoundsStrategy(ReplicatedStrategy):
     def _make_rounds(self, model: nn.Module, optimizer: Optimizer) -> Rounds: ...
 
     def training_objects(self) -> dict[str, Any]:
-        """Return this rank's training objects, and the state that it keeps between rounds."""
+        """Return this rank's training objects, and its state between rounds."""
         return {**super().training_objects(), **({} if self.rounds is None else {"rounds": self.rounds})}
 
     def parts(self) -> dict[str, Any]:
-        """Return the parts, as every strategy does: those of rank 0, and a part with the other ranks' states.
+        """Return the parts of a checkpoint: those of rank 0, and one with the other ranks' states.
 
         Cost: the models and optimizers of all ranks are sent to rank 0, which writes them.
         """
@@ -54,13 +54,13 @@ class _RoundsStrategy(ReplicatedStrategy):
         return objects if self.rounds is None else {**objects, "rounds": EachRank(objects, self.checkpoint_group)}
 
     def finish(self) -> None:
-        """Run the last round, after which all ranks have the same model. All ranks call it."""
+        """Run the last round, after which all ranks have the same model. All ranks call this."""
         if self.rounds is not None:
             self.rounds.finish()
             self.rounds = None
 
     def close(self) -> None:
-        """Call `finish`, unless it was called before. All ranks call it."""
+        """Call `finish`, unless it was called before. All ranks call this."""
         self.finish()
         super().close()
 

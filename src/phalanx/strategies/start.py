@@ -78,7 +78,7 @@ def join_or_start(called: str, num_ranks: int, *, launch: bool, timeout: float, 
         program = ScriptCommand.of(sys.orig_argv, sys.argv, sys.modules.get("__main__"))
         if isinstance(program, str):
             raise RuntimeError(
-                f"{called}: {num_ranks} ranks are asked for, and {program} cannot be started again as so many "
+                f"{called}: {num_ranks} ranks were requested, but {program} cannot be started again as so many "
                 "processes. Call a function with phalanx.launch(nproc_per_node=...), which starts them, and make the "
                 "strategy in it; or write a script"
             )
@@ -105,12 +105,12 @@ def require_as_many(called: str, wanted: int, job: Job) -> None:
         return
     if job.world_size == 1 and find_launch(os.environ) is None and "RANK" not in os.environ:
         raise ValueError(
-            f"{called}: {wanted} devices are asked for, and this process is a job of one rank already, as of an "
+            f"{called}: {wanted} devices were requested, but this process is a job of one rank already, as of an "
             "earlier strategy: a job has the same ranks from start to end. Make this strategy first, or run the parts "
             "as scripts of their own"
         )
     raise ValueError(
-        f"{called}: {wanted} devices are asked for, and the launcher has started {there} ranks on this host: leave "
+        f"{called}: {wanted} devices were requested, but the launcher has started {there} ranks on this host: leave "
         f"`devices` out, or start {wanted}"
     )
 

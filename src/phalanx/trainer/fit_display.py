@@ -1,4 +1,4 @@
-"""Show rank 0's messages on a fit, apart from the progress line."""
+"""Print the messages about a fit on rank 0, except the progress line."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _logger = get_logger(__name__)
 class FitDisplay:
     """`FitDisplay` shows on rank 0 where a fit resumes, its epochs and validations, and why it ended.
 
-    Cost: an addition on the loss's device for each batch. The sum is read when a line is drawn; on a CPU each loss is
-    read at once, to name the step whose loss is no number.
+    Cost: an addition on the loss's device for each batch. The sum is read when a line is drawn; on a CPU, each loss is
+    read at once, to name the step whose loss is NaN or infinite.
     """
 
     def __init__(self, *, show: bool) -> None:
@@ -41,7 +41,7 @@ class FitDisplay:
             print(line, flush=True)
 
     def batches(self, loader: Iterable[Any], epoch: str, per_step: Callable[[Any], float]) -> Iterable[Any]:
-        """Yield the batches of `loader`, and end with a line that counts them."""
+        """Yield the batches of `loader`, and print a line with their number at the end."""
         self._epoch, self._mean = epoch, RunningMean()
         self._bar = progress(loader, desc=epoch, per_step=per_step) if self._show else None
         return loader if self._bar is None else self._bar
@@ -55,15 +55,15 @@ class FitDisplay:
             self._warn_if_broken(value, f"at step {step}")
 
     def end_epoch(self) -> None:
-        """Count the current batch, and end the epoch with it."""
+        """End the epoch with the current batch."""
         if self._bar is not None:
             self._bar.end()
-        if self._mean.is_elsewhere:  # no step has checked each loss
+        if self._mean.is_elsewhere:  # the losses were not checked step by step
             self._warn_if_broken(float(self._mean), f"in {self._epoch}")
 
     def show_metrics(self, metrics: Mapping[str, float]) -> None:
         """Show the metrics of a validation, after an epoch's batches."""
-        if self._epoch:  # otherwise a finished run was restarted and validates once more
+        if self._epoch:  # empty if a finished run was restarted, and only validates
             self.print_line(f"{self._epoch}: validation: {values_text(metrics)}")
 
     def show_resumed(self, trainer: Trainer, path: Path | str) -> None:
@@ -72,9 +72,9 @@ class FitDisplay:
         self.print_line(f"resumes from {path}, after step {trainer.step}, {place}")
 
     def show_finished(self, trainer: Trainer, folder: Path | str) -> None:
-        """Show that there is nothing left to train."""
+        """Show that the run was already finished."""
         what, advice = _why_over(trainer)
-        whose = f"{folder} holds a finished run" if folder else "this run is finished"
+        whose = f"{folder} has a finished run" if folder else "this run is finished"
         self.print_line(f"{whose} ({what}): nothing to train; {advice}{', or pass another folder' if folder else ''}")
 
     def show_end(self, trainer: Trainer) -> None:
@@ -86,12 +86,12 @@ class FitDisplay:
             )
 
     def show_preempted(self, folder: Path | str) -> None:
-        """Show, after a SIGTERM, where a second run would resume, and how this run notifies its scheduler."""
+        """Show, after a SIGTERM, where the next run will resume, and the exit code for the scheduler."""
         where = f"saved in {folder}: the same command resumes there" if folder else "nothing is saved: pass checkpoint="
         self.print_line(f"{where}; exit code {os.EX_TEMPFAIL} (EX_TEMPFAIL)")
 
     def show_interrupted(self, trainer: Trainer, saved_step: int | None) -> None:
-        """Show, after Ctrl-C, where a second run would resume."""
+        """Show, after Ctrl-C, where the next run will resume."""
         where = f"the last checkpoint is that of step {saved_step}: the same command resumes there"
         self.print_line(
             f"stopped at step {trainer.step}; {where if saved_step is not None else 'there is no checkpoint'}"
@@ -118,9 +118,9 @@ class RunningMean:
         self._count = 0
 
     def add(self, value: Tensor) -> float | None:
-        """Add a value; return it as a number if that needs no wait for a device."""
+        """Add a value; return it as a number if it is on the CPU."""
         self._count += 1
-        if value.is_cpu:  # added as a number: a tensor operation here costs tens of microseconds between a model's
+        if value.is_cpu:  # as a number: a tensor operation would cost tens of microseconds
             number = float(value.item())
             self._sum += number
             return number
@@ -141,7 +141,7 @@ class RunningMean:
 
 
 def _why_over(trainer: Trainer) -> tuple[str, str]:
-    """Return why the training has ended, and what to do about it."""
+    """Return why the training has ended, and how to continue it."""
     if trainer.why_stopped:
         return trainer.why_stopped, "remove the callback that stops it"
     if trainer.max_steps is not None and trainer.step >= trainer.max_steps:

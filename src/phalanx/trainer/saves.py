@@ -47,7 +47,7 @@ class Saves:
         return self.epochs is not None and epoch % self.epochs == 0
 
     def judge(self, kept: tuple[float, ...], metrics: dict[str, float]) -> tuple[tuple[float, ...], bool]:
-        """Return the best values, including a new validation's, and whether that is one of the best.
+        """Add the metric of a validation to the best values `kept`; return them, and whether it is among the best.
 
         Raises:
             ValueError: the metric was not measured.

@@ -47,7 +47,7 @@ class StopVote:
         return self._agreed[0] == _PREEMPTED
 
     @property
-    def hurries(self) -> bool:
+    def has_sigterm(self) -> bool:
         """Return whether this rank has received SIGTERM: optional work is skipped."""
         return self._requested[0] == _PREEMPTED
 
@@ -70,7 +70,7 @@ class StopVote:
             yield
         finally:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            if self.hurries and not self.is_preempted:
+            if self.has_sigterm and not self.is_preempted:
                 signal.raise_signal(signal.SIGTERM)
 
     def _on_sigterm(self, *_: Any) -> None:

@@ -175,7 +175,7 @@ class Trainer:
         self._accumulate, self._max_norm = 1 if dry_run else accumulate, max_norm
         most_batches = _DRY_STEPS if dry_run else None
         self._validation = Validation(
-            self.strategy, self.model, loss, dict(metrics or {}), most_batches, lambda: self._stops.hurries
+            self.strategy, self.model, loss, dict(metrics or {}), most_batches, lambda: self._stops.has_sigterm
         )
         self._log_every = log_every
         self._dry_run, self._min_ranks = dry_run, min_ranks

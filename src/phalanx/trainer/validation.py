@@ -33,13 +33,13 @@ class Validation:
         loss: Callable[[Any, Any], Tensor] | None,
         metrics: Mapping[str, Metric],
         most_batches: int | None,
-        hurries: Callable[[], bool] = lambda: False,
+        is_obsolete: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Create a validation; `hurries` returns whether the result is no longer needed because the training stops."""
+        """Create a validation; `is_obsolete` returns whether the result is not needed because the training stops."""
         self._strategy, self._model = strategy, model
         self._loss, self._metrics = loss, metrics
         self._most_batches = most_batches
-        self._hurries = hurries
+        self._is_obsolete = is_obsolete
 
     def divide(self, loader: Any) -> Loaders:
         """Divide a loader, or each of several by name. Runs before the first step, to report errors early."""
@@ -87,7 +87,7 @@ class Validation:
         try:
             for batch, counts in divided.validation_batches(self._most_batches):
                 self._add(move_batch(batch, strategy.device), sums if counts else Sums(strategy.device))
-                if self._hurries() and strategy.is_in_step and not strategy.evaluates_together:
+                if self._is_obsolete() and strategy.is_in_step and not strategy.evaluates_together:
                     break
         finally:
             self._model.train(was_training)

@@ -1,4 +1,4 @@
-"""Wake a thread that sleeps in poll() from another thread, and send it messages."""
+"""Wake a thread that sleeps in poll(), and send it messages, from another thread."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _READ_BYTES = 4096
 
 
 class Wakeup:
-    """A `Wakeup` is a descriptor that is readable after a call of `ring`. No call waits or takes a Python lock.
+    """A `Wakeup` is a descriptor that is readable after a call of `ring`. No method blocks or acquires a Python lock.
 
-    After `close` a call of `ring` does nothing.
+    After `close`, `ring` does nothing.
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class Wakeup:
         try:
             while len(os.read(self._read, _READ_BYTES)) == _READ_BYTES:
                 pass
-        except OSError:  # nothing was there
+        except OSError:  # it was not readable
             pass
 
     def close(self) -> None:

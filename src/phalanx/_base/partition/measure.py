@@ -22,7 +22,7 @@ tree_map: Any = find("torch.utils._pytree.tree_map", loses="layers are not measu
 
 @dataclass(frozen=True)
 class LayerCost:
-    """A `LayerCost` is one layer's cost for one micro-batch. `saved_bytes` are kept from forward to backward."""
+    """A `LayerCost` is one layer's cost for one micro-batch. `saved_bytes` are saved in forward for backward."""
 
     name: str
     forward_s: float
@@ -39,12 +39,12 @@ class LayerCost:
 def measure_layers(
     layers: LayerList, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, *, rounds: int = 3
 ) -> list[LayerCost]:
-    """Run every layer on the results of the layers before it, and return the shortest times of `rounds`.
+    """Run every layer on the results of the previous layers, and return the shortest times of `rounds`.
 
-    A layer with parameters on the meta device gets its own memory for the measurement. Nothing else changes: not the
-    parameters' gradients, buffers, or the random state.
+    Layers on the meta device get memory for the measurement. Parameters, gradients, buffers and the random state do not
+    change.
 
-    Cost: `rounds` + 1 times forward and backward of the model, in this thread; the values between layers are kept.
+    Cost: `rounds` + 1 times forward and backward of the model, in this thread; memory for the values between layers.
 
     Raises:
         ValueError: the arguments do not match forward's.
@@ -63,11 +63,11 @@ def bind(layers: LayerList, args: Sequence[Any], kwargs: Mapping[str, Any]) -> d
     """Bind values to forward's arguments.
 
     Raises:
-        ValueError: there are too many, one is missing or unknown, or differs from the default that the graph has as a
-            constant.
+        ValueError: there are too many arguments; one is missing or unknown, or differs from its default, which is a
+            constant in the graph.
     """
     names = [str(node.target) for node in layers.inputs]
-    if layers.defaults:  # torch.fx renames these
+    if layers.defaults:  # torch.fx renames them
         names = list(inspect.signature(layers.root.forward).parameters)[: len(names)]
     if len(args) > len(names):
         raise ValueError(
@@ -84,8 +84,8 @@ def bind(layers: LayerList, args: Sequence[Any], kwargs: Mapping[str, Any]) -> d
         if name in given and not _is_default(given[name], default):
             raise ValueError(
                 f"{type(layers.root).__name__}: the argument {name!r} is fixed to its default, {default!r}, because "
-                f"the example that the model was cut with has none: give one in `example`, as dict(x=..., {name}=...), "
-                "or a tuple that reaches up to it"
+                f"the example for the cut has no value for it. Give one: example=dict(x=..., {name}=...), or a "
+                "tuple that is long enough"
             )
     values = {}
     for node, name in zip(layers.inputs, names, strict=True):
@@ -155,9 +155,9 @@ def _clock(devices: Iterable[torch.device]) -> float:
 
 
 class _Own(nn.Module):
-    """An `_Own` module is a copy of the modules and tensors of one layer, so that measuring does not change the model.
+    """An `_Own` module is a copy of one layer's modules and tensors, so that measuring does not change the model.
 
-    It has real memory even if the model is on meta.
+    It has memory even if the model is on the meta device.
     """
 
     def __init__(self, root: nn.Module, layer: Layer) -> None:

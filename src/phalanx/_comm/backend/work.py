@@ -23,7 +23,7 @@ from phalanx._comm.diagnostics.failure_report import nested
 from phalanx.errors import ClosedError, PhalanxError
 
 _SMALL_BYTES = 64
-_OVER = threading.Event()  # shared, because an event takes a kilobyte, between the tensors of messages
+_OVER = threading.Event()  # shared, because an event takes a kilobyte
 _OVER.set()
 
 
@@ -48,7 +48,7 @@ def start_thread(target: Callable[[], None], name: str) -> threading.Thread:
 
 
 class _Process:
-    """A `_Process` counts the forks between this process and the first: pending work is not inherited."""
+    """A `_Process` counts the forks since the first process, because a child cannot wait for its parent's work."""
 
     def __init__(self) -> None:
         self.number = 0
@@ -78,12 +78,12 @@ class PhalanxWork(dist.Work):
         self._error: BaseException | None = None
         self._future: torch.futures.Future[Any] | None = None
         self._completed = False
-        self.source = -1  # of a receive, the rank that sent
+        self.source = -1  # the sender of a received message
         self._process = process.number
         self.executor: SerialExecutor | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until the operation is over; return True, or raise its error."""
+        """Block until the operation has completed; return True, or raise its error."""
         deadline = Deadline.after(timeout) if timeout is not None and timeout > timedelta(0) else None
         executor = self.executor
         if not self._done.is_set():
@@ -98,15 +98,15 @@ class PhalanxWork(dist.Work):
             raise
         if not over:
             assert deadline is not None
-            raise TimeoutError(f"the operation was not over after {deadline.timeout_s} s; it goes on")
+            raise TimeoutError(f"the operation had not completed after {deadline.timeout_s} s; it continues")
         if self._error is not None:
             raise self._error
         return True
 
     def progress(self, deadline: Deadline | None) -> None:
-        """Help to complete the operation until it has completed or the deadline has passed; it may return early.
+        """Make progress with the operation until it has completed or the deadline has passed; may return early.
 
-        If the operation is next in the queue, this runs it, however long it takes.
+        If the operation is next in the queue, run it in this thread, without a limit.
         """
         if deadline is None and self.executor is not None:
             self.executor.help(self)
@@ -116,12 +116,12 @@ class PhalanxWork(dist.Work):
 
         Raises:
             ClosedError: this process is a fork of the one that called the operation.
-            PhalanxError: this is a signal handler, and the operation that it interrupted must end first.
+            PhalanxError: this is a signal handler, and the operation that it interrupted must complete first.
         """
         if self._process != process.number:
             raise ClosedError(
-                "wait: the operation was called before this process was forked, and its parent carries it out: here "
-                "its end cannot be seen.\nWait for it in the parent, or start processes that communicate with spawn."
+                "wait: the operation was called before this process was forked, and runs in its parent.\n"
+                "Wait for it in the parent, or start processes that communicate with spawn."
             )
         executor = self.executor
         if executor is not None and executor.is_nested():
@@ -148,7 +148,7 @@ class PhalanxWork(dist.Work):
         return list(self._values())
 
     def source_rank(self) -> int:
-        """Return the rank that sent, of a receive from any rank."""
+        """Return the sender of a received message."""
         return self.source
 
     _source_rank = source_rank
@@ -220,7 +220,7 @@ class CompletedWork(dist.Work):
         self._source = source
 
     def source_rank(self) -> int:
-        """Return the rank that sent, of a receive."""
+        """Return the sender of a received message."""
         return self._source
 
     _source_rank = source_rank
@@ -245,20 +245,20 @@ class CompletedWork(dist.Work):
 
 
 class Closable(Protocol):
-    """A `Closable` must be closed before the group leaves: its executors, its inbox."""
+    """A `Closable` must be closed before the process leaves the group: the executors, the inbox."""
 
     def close(self, timeout_s: float) -> bool:
         """Complete the queued operations; return whether they ended within `timeout_s`."""
 
 
 class Ledger(Protocol):
-    """A `Ledger` knows whether all queued operations have ended: gradient rounds in the core bypass the queue."""
+    """A `Ledger` counts queued operations for the core, whose gradient rounds bypass the queue."""
 
     def issue(self) -> None:
         """Record that an action is about to be queued."""
 
     def carried_out(self) -> None:
-        """Record that an action has ended, and the callbacks of its future, too."""
+        """Record that an action and the callbacks of its future have completed."""
 
 
 Action = Callable[[], None]
@@ -269,13 +269,13 @@ class SerialExecutor:
     """A `SerialExecutor` is one thread that runs actions in order of submission; it starts with the first.
 
     A thread that waits for the next action runs the action itself: a synchronous call, such as `dist.recv`, then never
-    changes threads. With `interrupted` this is not so: actions then wait in code that ignores signals, so the main
-    thread, which must handle Ctrl-C, never runs one. It calls `interrupted` with the exception that ended its wait, to
-    end the action too. With `linger_s` the thread ends after being idle for so long.
+    changes threads. If `interrupted` is given, actions may block signals, so the main thread, which must handle Ctrl-C,
+    never runs one; it calls `interrupted` with the exception that ended its wait, to end the action, too. With
+    `linger_s`, the thread exits after being idle for so long.
 
     With `callbacks_first`, operations called by a future's callback run within that call, before all queued ones.
-    PowerSGD's callbacks wait for their own collectives: if these were queued, they would wait for the thread that waits
-    for them; and their place among the others must not depend on the progress of each rank's main thread.
+    PowerSGD's callbacks wait for their own collectives: queued collectives would deadlock, and their order among the
+    others must not depend on the progress of each rank's main thread.
     """
 
     def __init__(
@@ -289,15 +289,13 @@ class SerialExecutor:
     ) -> None:
         self.name = name
         self.callers: set[int] = set()
-        """The threads that carry out an operation, or wait for one; if one of them calls another operation, a signal
-        handler does.
-        """
+        """The threads that run an operation, or wait for one; there, only a signal handler can call another."""
         self.interrupted = interrupted
         self._ledger = ledger
         self._linger_s = linger_s
         self._callbacks_first = callbacks_first
         self.is_bypassed = False  # a thread is in a `bypass` block
-        self._in_callbacks = -1  # the thread that runs a future's callbacks; it has the executor meanwhile
+        self._in_callbacks = -1  # the thread that runs a future's callbacks, and owns the executor meanwhile
         self.items: deque[tuple[Action, PhalanxWork]] = deque()
         self.busy = False
         self._closing = False
@@ -324,7 +322,7 @@ class SerialExecutor:
 
     def _queue(self, action: Action, work: PhalanxWork) -> PhalanxWork:
         with self._changed:
-            if self._closing:  # another thread has closed the group meanwhile
+            if self._closing:  # another thread has closed the group
                 work.complete(
                     ClosedError(f"{self.name}: the group was destroyed in this process before the operation began.")
                 )
@@ -345,7 +343,7 @@ class SerialExecutor:
     def run_here(self, operation: Callable[[], Result]) -> Result:
         """Run `operation` in the calling thread, which is one of the `callers` meanwhile.
 
-        A signal handler may interrupt any line of it, also one that holds a lock.
+        A signal handler may interrupt any line of `operation`, even one that owns a lock.
         """
         me = threading.get_ident()
         if me in self.callers:
@@ -358,7 +356,7 @@ class SerialExecutor:
 
     @contextlib.contextmanager
     def bypass(self) -> Iterator[None]:
-        """Let other threads queue their calls, while this one is in an operation that bypasses the queue."""
+        """Let other threads queue their calls while this thread is in an operation that bypasses the queue."""
         me = threading.get_ident()
         try:
             self.is_bypassed = True
@@ -419,7 +417,7 @@ class SerialExecutor:
             with self._changed:
                 self.busy = False
                 self._changed.notify_all()
-        self.callers.discard(threading.get_ident())  # the waiting thread's next call finds no caller
+        self.callers.discard(threading.get_ident())  # before the waiting thread makes its next call
         work.wake_waiters()
 
     def close(self, timeout_s: float) -> bool:

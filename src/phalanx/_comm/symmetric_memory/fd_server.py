@@ -1,7 +1,6 @@
-"""Pass file descriptors to the other ranks of a host, which connect to a `LocalListener`.
+"""Send file descriptors to the other ranks of a host, which connect to a `LocalListener`.
 
-A rank first sends a message with the listener's token and its rank. A connection that sends nothing does not delay the
-others.
+A rank first sends the listener's token and its rank. A connection that sends nothing does not delay the others.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ Notice = Callable[[set[int]], None]
 
 
 class FdServer(LocalListener):
-    """An `FdServer` is local rank 0's side. Arguments and errors are those of `LocalListener`."""
+    """An `FdServer` is local rank 0's listener. Arguments and errors are those of `LocalListener`."""
 
     def __enter__(self) -> FdServer:
         return self
@@ -56,7 +55,7 @@ class FdServer(LocalListener):
         connections: dict[int, _Connection] = {}
         try:
             while missing:
-                is_late = deadline.passed  # but read once more from connected ranks
+                is_late = deadline.passed  # read once more before raising
                 sources: list[socket.socket | Channel] = [
                     *self.sockets,
                     *(connection.channel for connection in connections.values()),
@@ -68,7 +67,7 @@ class FdServer(LocalListener):
                 for fd, connection in list(connections.items()):
                     rank = connection.read_rank(self.address.token)
                     if rank in missing:
-                        with contextlib.suppress(OSError):  # it gave up, or died, during its wait
+                        with contextlib.suppress(OSError):  # the rank timed out, or died
                             connection.channel.put({}, [*fds, *([own[rank]] if rank in own else [])])
                             if not connection.channel.broken and not connection.channel.waiting:
                                 missing.discard(rank)
@@ -102,7 +101,7 @@ class FdServer(LocalListener):
 
 
 class _Connection:
-    """A `_Connection` is a connection of this user that has yet to send the token and its rank."""
+    """A `_Connection` is a connection that has not sent the token and its rank yet."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.channel = Channel(sock, max_bytes=_HELLO_BYTES, max_fds=0)
@@ -110,7 +109,7 @@ class _Connection:
         self._deadline = Deadline.after(_HELLO_TIMEOUT_S)
 
     def read_rank(self, token: str) -> int | None:
-        """Return the rank, once it and the right token have arrived; set `is_done` if nothing more will arrive."""
+        """Return the rank once it has arrived with the right token; set `is_done` if nothing more will arrive."""
         messages = self.channel.receive_available(1)
         self.is_done = bool(messages) or self.channel.is_garbled or self.channel.gone or self._deadline.passed
         hello = messages[0].content if messages else {}
@@ -129,9 +128,9 @@ def receive_fds(
 ) -> list[int]:
     """Receive the `count` file descriptors that local rank 0 at `address` serves. The caller owns them.
 
-    With `wait_for_leader` it may not listen yet: retry until it does. An address in the abstract namespace is always
-    retried: local rank 0 opens it when it knows that some rank needs it. `check` is called repeatedly during the
-    wait, and may raise: a process that has ended will not answer.
+    If `wait_for_leader`, retry until local rank 0 listens. An address in the abstract namespace is always retried,
+    because local rank 0 opens it only when some rank needs it. `check` is called repeatedly during the wait, and may
+    raise, for instance if local rank 0 has exited.
 
     Raises:
         PhalanxError: local rank 0 is lost, or refused this process.
@@ -143,7 +142,7 @@ def receive_fds(
             channel.send({"token": address.token, "rank": rank})
             message = _receive(channel, deadline, check)
     except TimeoutError:
-        raise DeadlineError("local rank 0 of this host did not hand over the shared memory in time") from None
+        raise DeadlineError("local rank 0 of this host did not send the shared memory in time") from None
     except OSError as error:
         raise PhalanxError(f"local rank 0 of this host cannot be reached: {error}") from None
     fds = [] if message is None else list(message.fds)
@@ -169,7 +168,7 @@ def _connect(address: LocalAddress, deadline: Deadline, wait: bool, check: Calla
         try:
             return connect(address, deadline, whose, retry=wait, check=check)
         except OSError as error:
-            # /proc of a process in another container is unreadable, and for ordinary users that of an ended one.
+            # /proc of a process in another container, or for ordinary users of an exited process, is unreadable.
             if error.errno not in (errno.EACCES, errno.EPERM):
                 raise
     return connect(address.for_containers, deadline, whose, retry=True, check=check)

@@ -1,13 +1,13 @@
-"""Detect the end of a rank where pidfds do not work: in another pid namespace, or where a filter forbids them.
+"""Detect the exit of a rank where pidfds do not work: in another pid namespace, or where a filter forbids them.
 
-There is a pipe per rank, in which nothing is ever written. Only its rank holds the writing end, and all ranks hold the
-reading end. When the rank ends, for any reason, the kernel closes its end, and all others read the end of the pipe.
+Each rank has a pipe, to which nothing is ever written. Only that rank owns the write end; all ranks have the read end.
+When the rank exits, for any reason, the kernel closes the write end, and all others read the end of the pipe.
 
     rank 0   own end of 0     reads 1 2
-    rank 1   own end of 1     reads 0 2          the reading end is readable  <=>  its rank has ended
+    rank 1   own end of 1     reads 0 2          the read end is readable  <=>  its rank has exited
     rank 2   own end of 2     reads 0 1
 
-The leader creates the pipes, passes them on with the memory, and closes the other ranks' ends.
+The leader creates the pipes, sends them with the memory, and closes the other ranks' write ends.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MOST_RANKS = 250  # Linux passes 253 descriptors at once: two memories, a rank's
 
 
 def needs_liveness_pipes(processes: Sequence[ProcessId]) -> bool:
-    """Return whether these processes of one host need pipes to detect each other's end; the same for all."""
+    """Return whether these processes of one host need pipes to detect each other's exit; all get the same answer."""
     return len(processes) > 1 and not can_watch_each_other(processes)
 
 
@@ -32,12 +32,12 @@ def why_unwatched(processes: Sequence[ProcessId]) -> str:
         return ""
     return (
         f"{len(processes)} ranks of one host cannot watch each other: without pidfds (a filter forbids them, or the "
-        f"ranks are in several pid namespaces) {MOST_RANKS} can"
+        f"ranks are in several pid namespaces) only {MOST_RANKS} can"
     )
 
 
 class LivenessPipes:
-    """`LivenessPipes` are one rank's ends of the pipes, its own last in `fds`. They are copies of the caller's ends."""
+    """`LivenessPipes` are copies of one rank's ends of the pipes; its own write end is the last of `fds`."""
 
     def __init__(self, fds: Sequence[int], rank: int) -> None:
         with contextlib.ExitStack() as undo:
@@ -48,11 +48,11 @@ class LivenessPipes:
             undo.pop_all()
         *reads, self._own = copies
         self.fds = tuple(-1 if r == rank else fd for r, fd in enumerate(reads))
-        self.stat_fds = (-1,) * len(reads)  # the processes have no numbers for each other
+        self.stat_fds = (-1,) * len(reads)  # the ranks do not know each other's pids
         self._open = copies
 
     def close(self) -> None:
-        """Close all ends: the other ranks then detect this rank's end."""
+        """Close all ends: the other ranks then detect this as an exit."""
         for fd in self._open:
             os.close(fd)
         self._open = []
@@ -60,7 +60,7 @@ class LivenessPipes:
 
 @contextlib.contextmanager
 def new_pipes(count: int) -> Iterator[tuple[list[int], list[int]]]:
-    """Yield the reading and the writing ends of `count` pipes, closed on exit."""
+    """Yield the read and the write ends of `count` pipes; close them on exit."""
     with contextlib.ExitStack() as stack:
         reads: list[int] = []
         writes: list[int] = []

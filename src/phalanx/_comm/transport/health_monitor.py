@@ -36,21 +36,21 @@ class HealthMonitor:
         self._is_over = is_over
         self._over = over
         self._woken = False
-        self._looked = False
-        self._looking = threading.RLock()
+        self._has_checked = False
+        self._check_lock = threading.RLock()
         self._is_closed = False
         self._listener = _Listener.of(failure_store.signals, self)
 
-    def look(self, signals: set[str]) -> None:
+    def check(self, signals: set[str]) -> None:
         """Check whether the group has failed. The listener's thread calls this, with the groups that were signalled."""
-        with self._looking:
+        with self._check_lock:
             if self._is_closed:
                 return
             # Earlier signals are not among them.
-            if not self._looked or self._failure_store.group_key in signals:
+            if not self._has_checked or self._failure_store.group_key in signals:
                 self._failure_store.report_position(self._where())
                 report = self._failure_store.report()
-                self._looked = True
+                self._has_checked = True
             else:
                 report = self._failure_store.report_on_host()
             if report is not None:
@@ -62,9 +62,9 @@ class HealthMonitor:
 
     def close(self) -> None:
         self._listener.remove(self)
-        if self._looking.acquire(timeout=_JOIN_S):
+        if self._check_lock.acquire(timeout=_JOIN_S):
             self._is_closed = True
-            self._looking.release()
+            self._check_lock.release()
 
 
 class _Listener:
@@ -106,5 +106,5 @@ class _Listener:
         while not self._stop.wait(CHECK_S):
             signals = self._signals.receive()
             for monitor in self._monitors:
-                monitor.look(signals)
+                monitor.check(signals)
         self._signals.close()

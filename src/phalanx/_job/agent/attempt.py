@@ -1,13 +1,13 @@
-"""An `Attempt` is one attempt at a job on this host: it reports events to the deciders, and executes their actions.
+"""An `Attempt` is one attempt at a job on this host: it passes events to the deciders, and executes their actions.
 
               ┌─ Supervision  decisions about the ranks            know nothing
               ├─ Elastic      decisions after a loss               of processes or clocks
 Attempt ──────┤
               ├─ HostRanks    the processes of this host's ranks
-              ├─ RankNumbers  which ranks they are, where they meet
-              ├─ HostLink     the other hosts: none, those that this one leads, or the first
+              ├─ RankNumbers  their ranks, and the store of their rendezvous
+              ├─ HostLink     the other hosts: none, all that this host leads, or the first
               ├─ Requests     requests at the agent's socket
-              └─ SilentRanks  ranks that keep the others waiting
+              └─ SilentRanks  ranks that make the others wait
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ from phalanx._job.agent.stragglers import describe_stragglers
 from phalanx._job.agent.supervision import Action, Kill, ReportStragglers, Supervision, decide_delay_s
 from phalanx._job.agent.target import is_elastic
 
-_READ_S = 0.05  # while output floods in, signals and events are handled this often
+_READ_S = 0.05  # the longest time spent on output before signals and events are handled
 _REPORT_END_AFTER_S = 1.0
 
 
 class Attempt:
-    """An `Attempt` forks this host's ranks and follows them to their end."""
+    """An `Attempt` forks this host's ranks and supervises them until all have exited."""
 
     def __init__(self, plan: JobPlan, host: HostResources, restart_count: int, link: HostLink | None = None) -> None:
         """Create an attempt. `link` leads to the job's other hosts; None means a job on one host."""
@@ -73,19 +73,19 @@ class Attempt:
         self.links = ElasticLinks()
         self.flights = Flights()
         self.pages = Pages()
-        # by host: how far its clock is behind, and how fast one of its cores copies
+        # by host: the offset of its clock in seconds, and a core's copy speed in bytes per second
         self.report_hosts: dict[str, tuple[float, float]] = {}
         self.report_folder = os.path.abspath(plan.settings.report) if plan.settings.report is not None else ""
         self._requests = Requests(self)
         self._silent = SilentRanks(self)
         self._report_end_at: float | None = None
-        self._asked: set[str] = set()  # the hosts at which a signal has come that ends the job
+        self._signalled_hosts: set[str] = set()  # the hosts that have received a signal that ends the job
         self.link.attach(self)
 
     def run(self) -> None:
-        """Run until every rank and every process below the zygote has ended and every line is queued.
+        """Run until every rank and every process below the zygote has exited, and every line is queued.
 
-        The logs in `flights` stay until `close`.
+        The logs in `flights` stay open until `close`.
         """
         self.elastic.is_script_elastic = is_elastic(self.plan.settings.target)
         self.elastic.began_at = time.monotonic()
@@ -111,14 +111,14 @@ class Attempt:
         self.link.end(self)
 
     def become_leader(self, plan: JobPlan, link: HostLink, state: Supervision, elastic: Elastic) -> None:
-        """Continue as the attempt of the host that decides, because the host that did is lost."""
+        """Continue as the attempt of the leading host, because the previous leader is lost."""
         self.plan, self.link, self.state, self.elastic = plan, link, state, elastic
         self.numbers.exchange_link(link)
         self.ranks.exchange_deciders(state, elastic)
         link.attach(self)
 
     def _make_loop(self) -> EventLoop:
-        """Return the loop. The order of its sources matters: reports come before exits, and messages before ends."""
+        """Return the loop. The order of its sources matters: a rank's reports and messages come before its exit."""
         host, links = self.host, self.links
         return EventLoop(
             host.watch_signals(self.on_signal),
@@ -144,12 +144,12 @@ class Attempt:
         return self._control_fds() if self.host.zygote.control.waiting else ()
 
     def _find_due(self) -> float | None:
-        look = self._silent.due if self.state.phase == "running" else None
-        times = (self.state.next_due, self.elastic.next_due, self.ranks.sweep_due, self._report_end_at, look)
+        check = self._silent.due if self.state.phase == "running" else None
+        times = (self.state.next_due, self.elastic.next_due, self.ranks.sweep_due, self._report_end_at, check)
         return min((at for at in times if at is not None), default=None)
 
     def _read_output(self, ready: set[int]) -> None:
-        """Read the pipes that are ready, for a while; those that were not reached come first in the next turn."""
+        """Read the ready pipes for at most `_READ_S`; the next turn begins with the rest."""
         end = time.monotonic() + _READ_S
         for fd in self.host.pump.pipes:
             if fd in ready:
@@ -164,13 +164,13 @@ class Attempt:
         for fd in self.links.fds:
             if fd in ready:
                 for rank, pid, message in self.links.read(fd):
-                    if self.link.is_leaving:  # another host may have a rank in this slot by now
+                    if self.link.is_leaving:  # another host's rank may already have this slot
                         self.link.remind(rank, message)
                     else:
                         self.on_rank_message(rank, pid, message)
 
     def receive_from_ranks(self) -> None:
-        """Process all messages that elastic ranks of this host have sent until now."""
+        """Process all messages that elastic ranks of this host have sent so far."""
         self._receive_from_links(set(self.links.fds))
 
     def _receive_reports(self, ready: set[int]) -> None:
@@ -182,16 +182,15 @@ class Attempt:
         if self.host.display.reader_gone and self.state.interrupted is None:
             self.ranks.abandon_rest()
             self.host.display.print(
-                "phalanx run: nobody reads its output any more (stdout was closed): stopping "
-                f"{count_ranks(len(self.state.running))}"
+                f"phalanx run: stdout was closed by its reader: stopping {count_ranks(len(self.state.running))}"
             )
             self.do(self.state.on_signal(signal.SIGPIPE, time.monotonic()))
         now = time.monotonic()
         self.do(self.state.on_time(now))
         self.do_elastic(self.elastic.on_time(now))
         if self.state.phase == "running" and now >= self._silent.due:
-            self._silent.look(now)
-        if self.state.phase not in ("running", "settling"):
+            self._silent.check(now)
+        if self.state.phase not in ("running", "failing"):
             self._release_tracebacks()
             if self._report_end_at is None and self.state.interrupted is None:
                 self._report_end_at = now + _REPORT_END_AFTER_S
@@ -202,27 +201,28 @@ class Attempt:
         self.ranks.fork_some()
 
     def _report_end(self) -> None:
-        """Print the first failure at once, while the other ranks may still take their time to end."""
+        """Print the first failure now, because the other ranks may take long to exit."""
         failures, running = self.state.failures, len(self.state.running)
         if failures and running and self.state.interrupted is None and not self.state.overdue:
             self.host.display.print(
-                f"phalanx run: rank {failures[0].rank} has failed: {summarise(failures[0])}. More when all have ended: "
-                f"{count_ranks(running)} may still take up to {self.state.shutdown_timeout_s:g} s"
+                f"phalanx run: rank {failures[0].rank} has failed: {summarise(failures[0])}. "
+                f"The report follows when all have exited: {count_ranks(running)} may take up to "
+                f"{self.state.shutdown_timeout_s:g} s"
             )
 
     def _release_tracebacks(self) -> None:
-        """Show the tracebacks that were kept back, unless a failure will be printed at the end."""
-        is_told = self.state.interrupted is None and not self.state.overdue and bool(self.state.failures)
-        if not is_told:
+        """Show the buffered tracebacks, unless a failure will be printed at the end."""
+        will_report = self.state.interrupted is None and not self.state.overdue and bool(self.state.failures)
+        if not will_report:
             self.host.display.release()
 
     def on_own_start(self, rank: int, pid: int) -> None:
-        """Record that the process of a rank of this host exists, unless the job continues without this host."""
+        """Record that a rank of this host has started, unless the job continues without this host."""
         if not self.link.is_leaving:
             self.on_started(rank, pid)
 
     def on_own_report(self, report: ExceptionReport) -> None:
-        """Process the failure that a rank of this host has reported, unless the job continues without this host."""
+        """Process a failure report from a rank of this host, unless the job continues without this host."""
         if not self.link.is_leaving:
             self.on_report(report)
 
@@ -230,13 +230,13 @@ class Attempt:
         self.state.on_started(rank)
         self.elastic.on_started(rank, pid)
         self.link.on_started(rank, pid)
-        self._requests.admit_early()
+        self._requests.accept_early()
 
     def on_ended(self, rank: int, pid: int, status: int, at: float) -> None:
-        """Process the end of a process of this host, after reading the messages that it had sent."""
+        """Process the exit of a process of this host, after reading its last messages."""
         self.ranks.read_reports()
         if self.ranks.processes.pids.get(rank) != pid:
-            return  # it was handled before
+            return  # this exit was already processed
         if self.link.is_leaving:
             self.links.drop(pid)
             self.ranks.processes.lose(Exit(rank, pid, status, at))
@@ -250,18 +250,18 @@ class Attempt:
         self.pages.drop(pid)
 
     def on_exit(self, exit: Exit) -> None:
-        """Process the end of a rank's process on any host, after reading all that it sent."""
-        # first these, or the last known holder of the state ends before others have reported that they hold it
+        """Process the exit of a rank on any host, after reading its last messages."""
+        # first these: otherwise the last known owner of the state exits before others have reported that they have it
         self.receive_from_ranks()
         for pid in self.ranks.processes.pids.values():
             progress = self.pages.read(pid)
             if progress is not None and progress.state is not None:
                 self.elastic.on_step(progress.state.steps)
         actions = self.elastic.on_exit(exit, time.monotonic()) if self.state.phase == "running" else None
-        if self.state.phase == "settling":  # another rank has reported its end first
-            self.elastic.note_early_loss(exit)
+        if self.state.phase == "failing":  # another rank has reported a failure first
+            self.elastic.record_early_loss(exit)
         if actions is None:
-            if self.elastic.has_trained:  # the others work alone now, perhaps saving, and may take their time
+            if self.elastic.has_trained:  # the others no longer need this rank; they may be saving, which takes time
                 self.state.report_grace_s = self.state.shutdown_timeout_s
             self.do(self.state.on_exit(exit))
             return
@@ -270,34 +270,34 @@ class Attempt:
         self.do_elastic(actions)
 
     def on_report(self, report: ExceptionReport) -> None:
-        """Process the failure that a rank has reported: a loss in an elastic job, or a failure of the job."""
+        """Process a rank's failure report: a loss in an elastic job, otherwise a failure of the job."""
         actions = self.elastic.on_report(report, time.monotonic()) if self.state.phase == "running" else None
         if actions is not None:
             self.do_elastic(actions)
             return
         if report.traceback and not self.plan.settings.traceback:
-            if self.state.phase in ("running", "settling"):
+            if self.state.phase in ("running", "failing"):
                 self.host.display.expect(report.rank, report.traceback)
             elif self.state.is_stopped_by_user(report):
                 self.host.display.expect(report.rank, report.traceback, quiet=True)
         self.do(self.state.on_report(report, time.monotonic()))
 
     def on_rank_message(self, rank: int, pid: int, message: dict[str, Any]) -> None:
-        """Process a message of an elastic rank of any host."""
+        """Process a message from an elastic rank of any host."""
         if message.get("kind") == "lost":
             self.ranks.on_reported_loss()
         self.do_elastic(self.elastic.on_message(rank, pid, message, time.monotonic()))
         self.link.on_rank_message(rank, pid, message)
 
     def on_signal(self, number: int, where: str = "") -> None:
-        """Process a signal that has come here, or at the agent of the host `where`."""
-        if number == signal.SIGCHLD:  # the zygote's end shows on its socket
+        """Process a signal that this agent has received, or the agent of the host `where`."""
+        if number == signal.SIGCHLD:  # the zygote's exit closes its socket
             self.ranks.on_child_signal()
             return
         if number == signal.SIGTSTP:  # Ctrl-Z: the ranks stop and continue with us
-            if self.place.num_nodes > 1:  # the other hosts would hear nothing of this one, and count it as lost
+            if self.place.num_nodes > 1:  # the other hosts would receive no heartbeat, and report this host as lost
                 self.host.display.print(
-                    "phalanx run: SIGTSTP (Ctrl-Z): a job on several hosts cannot be suspended; it goes on"
+                    "phalanx run: SIGTSTP (Ctrl-Z): a job on several hosts cannot be suspended, and continues"
                 )
                 return
             self.send_signal(signal.SIGSTOP, self.state.running, group=True)
@@ -306,13 +306,13 @@ class Attempt:
         if number in ENDING_SIGNALS:
             if not where and self.link.intercept_signal(number):
                 return
-            is_again, self._asked = where in self._asked, {*self._asked, where}
+            is_again, self._signalled_hosts = where in self._signalled_hosts, {*self._signalled_hosts, where}
             if self.state.phase == "stopping" and number == signal.SIGTERM == self.state.interrupted and not is_again:
                 return  # a scheduler signals all hosts itself
             self.ranks.abandon_rest()
             if self.state.phase == "running":
-                self.do_elastic([self.elastic.give_up()])  # lost ranks are not replaced any more
-            if self.state.phase == "killing":  # the third signal ends all patience
+                self.do_elastic([self.elastic.give_up()])  # replace no more ranks
+            if self.state.phase == "killing":  # the third signal: wait for nothing
                 self.ranks.kill_zygote()
                 return
         running = len(self.state.running)
@@ -322,7 +322,7 @@ class Attempt:
             if self.state.phase == "stopping":
                 self.host.display.print(
                     f"phalanx run: {name}: stopping {count_ranks(running)}, with "
-                    f"{self.state.shutdown_timeout_s:g} s to end by themselves (again: kill at once)"
+                    f"{self.state.shutdown_timeout_s:g} s to exit by themselves (again: kill at once)"
                 )
             elif any(isinstance(action, Kill) for action in actions):
                 self.host.display.print(f"phalanx run: {name} again: killing {count_ranks(running)}")
@@ -373,12 +373,12 @@ class Attempt:
                 for exit in action.exits:
                     self.do(self.state.on_exit(exit))
                 self.link.on_given_up()
-        if self.numbers.has_old_stores:  # thousands of ranks are looked at only then
+        if self.numbers.has_old_stores:  # this loop may visit thousands of ranks
             generations = (each.generation for each in self.elastic.members.values())
             self.numbers.close_stores_before(min(generations, default=0))
 
     def begin_generation(self, begun: BeginGeneration) -> None:
-        """Execute this host's part of a generation: fork missing processes, and send the others their ranks."""
+        """Begin a generation on this host: fork the missing processes, and send the others their ranks."""
         self.link.begin_generation(begun)
         part = self.numbers.begin(begun)
         if part is None:
@@ -396,21 +396,21 @@ class Attempt:
                 self.send_generation(rank)
 
     def send_generation(self, rank: int) -> None:
-        """Tell an elastic rank of any host which rank it is in the current generation."""
+        """Send an elastic rank of any host its rank in the current generation."""
         message = None if self.link.send_generation(rank) else self.numbers.plan_message(rank)
         if message is not None:
             self.send_to_rank(rank, message)
 
     def send_to_rank(self, rank: int, message: dict[str, Any]) -> None:
-        """Send a message to an elastic rank of any host; it takes effect if the rank reads it."""
+        """Send a message to an elastic rank of any host; it may not arrive."""
         if not self.link.send_to_rank(rank, message):
             self.links.send(rank, message)
 
     def send_signal(self, signum: int, ranks: tuple[int, ...], *, group: bool, is_relayed: bool = False) -> None:
-        """Send a signal to ranks of any host; skip ranks that receive a relayed signal from outside as well."""
-        delay_s = decide_delay_s(signum, came_here=signum in self.host.received) if is_relayed else None
+        """Send a signal to ranks of any host; skip ranks that have received a relayed signal themselves."""
+        delay_s = decide_delay_s(signum, received_here=signum in self.host.received) if is_relayed else None
         self.ranks.send_signal(signum, ranks, group=group, delay_s=delay_s)
-        if not is_relayed or signum in ENDING_SIGNALS:  # others are for the host where they came
+        if not is_relayed or signum in ENDING_SIGNALS:  # other relayed signals concern only the host that received them
             self.link.send_signal(signum, ranks, group=group, is_relayed=is_relayed)
 
     def _sweep(self) -> None:
@@ -424,42 +424,42 @@ class Attempt:
             pids, self.state.running, place.world_size, waited_s, self.flights.logs(), place.ranks
         )
         if not self.state.overdue:
-            text += "\n`phalanx stacks` shows where they are; --exit-timeout SECONDS would stop them."
+            text += "\n`phalanx stacks` shows their stacks; --exit-timeout SECONDS would stop them."
         self.host.display.print(text)
 
     def collect_logs(self) -> list[GroupLog]:
-        """Return the records of the ranks of all hosts, as far as this host has them."""
+        """Return the flight records of all hosts' ranks that have reached this host."""
         return self.link.merge_logs(self.flights.logs())
 
     @property
     def ended_ns(self) -> dict[int, int]:
-        """Return when the ranks' processes ended: by process number, on CLOCK_MONOTONIC."""
+        """Return when the ranks exited, by pid, on CLOCK_MONOTONIC."""
         own = {end.pid: int(end.at * 1e9) for end in self.state.exits.values()}
         return {**self.ranks.processes.lost_ns, **own, **self.link.ended_ns}
 
     def close(self) -> None:
-        """Close the memory that the ranks have shared with this process."""
+        """Unmap the memory that the ranks have shared with this process."""
         self.link.close()
         self.flights.close()
         self.pages.close()
 
 
 def count_ranks(ranks: int) -> str:
-    """Return a number of ranks in words."""
+    """Return a number of ranks as text, such as `2 ranks`."""
     return f"{ranks} rank{'s' * (ranks != 1)}"
 
 
-_MAX_PAGES = 4096  # pages of processes that are no ranks, or not any more, are kept up to this number
+_MAX_PAGES = 4096  # the limit matters for pages of processes that are not ranks, or no longer
 
 
 class Pages:
-    """`Pages` keeps the newest page of each process. It owns the descriptors."""
+    """`Pages` owns the descriptor of the newest progress page of each process."""
 
     def __init__(self) -> None:
         self._fds: dict[int, int] = {}  # by process
 
     def add(self, pid: int, fds: Sequence[int]) -> None:
-        """Add a page that the process shows; the descriptors become ours. What is not a page is closed."""
+        """Add a page that the process shares, and own its descriptors; close descriptors that are not a page."""
         kept = fds[0] if len(fds) == 1 and read_page(fds[0]) is not None else -1
         for fd in fds:
             if fd != kept:
@@ -474,16 +474,16 @@ class Pages:
             os.close(self._fds.pop(next(iter(self._fds))))
 
     def fds_of(self, pids: Sequence[int]) -> dict[int, int]:
-        """Return the descriptors of those processes that have a page; they stay ours."""
+        """Return the descriptors of the pages of `pids`, without transferring them."""
         return {pid: self._fds[pid] for pid in pids if pid in self._fds}
 
     def read(self, pid: int) -> RankProgress | None:
-        """Return the progress of the process; None if it reports none."""
+        """Return the progress of the process; None if it shares no page."""
         fd = self._fds.get(pid)
         return None if fd is None else read_page(fd)
 
     def drop(self, pid: int) -> None:
-        """Forget a process that has ended: an elastic job may lose a thousand."""
+        """Close the page of a process that has exited: an elastic job may lose a thousand."""
         fd = self._fds.pop(pid, None)
         if fd is not None:
             os.close(fd)
@@ -495,11 +495,11 @@ class Pages:
 
 
 MAX_OBSERVED = 64  # the most groups whose memory the agent keeps alive
-_MAX_ENDED = 64  # the most logs of groups with closed memory
+_MAX_ENDED = 64  # the most logs kept of groups whose memory is closed
 
 
 class Flights:
-    """`Flights` holds the memory of at most `MAX_OBSERVED` groups, and for a while the logs of ended or older ones."""
+    """`Flights` owns the flight recorders of `MAX_OBSERVED` groups, and keeps the logs of some older groups."""
 
     def __init__(self) -> None:
         self._observed: list[Observer] = []
@@ -508,7 +508,7 @@ class Flights:
     def add(self, message: Mapping[str, Any], fds: Sequence[int], lost: Collection[int] = ()) -> None:
         """Add a group that a rank shares, and own its descriptors. An unreadable group is dropped.
 
-        `lost` are processes that have ended while others continue: their groups have ended.
+        `lost` are processes that have exited while the job continued: their groups have ended.
         """
         kept = -1
         try:
@@ -524,7 +524,7 @@ class Flights:
                 self._close_ended(lost)
                 self._observed.append(observer)
         except (ImportError, KeyError, TypeError, ValueError, OverflowError, OSError):
-            pass  # another version of Phalanx in the ranks, or a foreign file: the job continues unobserved
+            pass  # the ranks have another version of Phalanx, or sent a foreign file: do not observe this group
         finally:
             for fd in fds:
                 if fd != kept:
@@ -532,7 +532,7 @@ class Flights:
 
     @property
     def observed(self) -> tuple[Observer, ...]:
-        """Return the groups whose memory is mapped, the oldest first."""
+        """Return the observers of the groups whose memory is mapped, the oldest first."""
         return tuple(self._observed)
 
     def logs(self) -> list[GroupLog]:
@@ -546,7 +546,7 @@ class Flights:
         self._ended.clear()
 
     def _close_ended(self, lost: Collection[int]) -> None:
-        """Close the memory of groups that are over, to make room for one more."""
+        """Unmap the memory of groups that have ended, to make room for one more."""
         kept = []
         for index, observer in enumerate(self._observed):
             has_lost = any(pid in lost for pid in observer.group_info.pids)
@@ -561,7 +561,7 @@ class Flights:
 
 
 def _is_over(observer: Observer) -> bool:
-    """Return whether nothing will be added to the group's memory, or it cannot be read."""
+    """Return whether the group has ended, or its memory cannot be read."""
     try:
         return observer.is_over()
     except (ValueError, OSError):

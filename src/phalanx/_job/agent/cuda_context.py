@@ -14,15 +14,15 @@ _DEVICES = "/dev/nvidia"
 def find_cuda_use(modules: Mapping[str, Any], descriptors: Iterable[str]) -> str:
     """Return the evidence that CUDA is initialised, from a process's modules and its descriptors' targets; or "".
 
-    The driver opens its devices in cuInit, whoever calls it, and torch reports its own state; the check initialises
-    nothing.
+    The driver opens its devices in cuInit, whichever library calls it, and torch reports its own state. This check does
+    not initialise CUDA.
     """
     torch = modules.get("torch")
     try:
         if torch is not None and torch.cuda.is_initialized():
             return "torch.cuda.is_initialized()"
     except AttributeError:
-        pass  # its import has failed half way
+        pass  # importing torch failed half way
     opened = sorted({path for path in descriptors if path.startswith(_DEVICES)})
     return f"open: {', '.join(opened)}" if opened else ""
 
@@ -40,30 +40,30 @@ def close_devices() -> None:
 
 
 def describe(use: str, *, preloads: bool) -> str:
-    """Return the message for the user. `preloads`: it happened while torch was imported early, which is optional."""
+    """Return the message for the user. `preloads`: CUDA was initialised by the zygote's import of torch, an option."""
     suspects = _plugins()
-    who = f" Suspects: {', '.join(suspects)}." if suspects else ""
-    said = (
-        f"phalanx run: CUDA was initialised ({use}) in the process from which the ranks are forked, "
-        f"{'while torch was imported' if preloads else 'as Python started'}, and a fork of it can't use a GPU.{who}"
+    suspected = f" Suspects: {', '.join(suspects)}." if suspects else ""
+    text = (
+        f"phalanx run: CUDA was initialised ({use}) in the process that forks the ranks, "
+        f"{'during the import of torch' if preloads else 'when Python started'}; its forks can't use a GPU.{suspected}"
     )
     if preloads:
         return (
-            f"{said} So each rank imports torch by itself, which takes longer. Initialise CUDA at the first use, not "
-            "in an import; --no-preload says nothing and does the same."
+            f"{text} So each rank imports torch itself, which takes longer. Initialise CUDA when first used, not in an "
+            "import, or start with --no-preload, which does the same without this message."
         )
     return (
-        f"{said} Look for it in sitecustomize, usercustomize and .pth files. Ranks that use no GPU run all the same; "
-        "for those that do, start the script without `phalanx run`, or initialise CUDA later."
+        f"{text} Check sitecustomize, usercustomize and .pth files. Ranks that use no GPU are not affected; for ranks "
+        "that do, start the script without `phalanx run`, or initialise CUDA later."
     )
 
 
 def _plugins() -> list[str]:
-    """Return the packages whose plugins torch's import runs, apart from ours."""
+    """Return the other packages whose plugins run when torch is imported."""
     try:
         found = metadata.entry_points(group="torch.backends")
     except Exception:
-        return []  # a broken package; it is only about a hint
+        return []  # a broken package; the result is only a hint
     return [f"{one.name} ({one.value})" for one in found if not one.value.startswith("phalanx")]
 
 

@@ -12,7 +12,7 @@ from phalanx._job.agent.generation import Generation, HostSlots
 
 @dataclass(frozen=True)
 class LostRank:
-    """A `LostRank` is a lost rank: its rank in that generation, why and when; `step` is its last complete step."""
+    """A `LostRank` is a rank that was lost in `generation`: the cause, the time, and its last complete step."""
 
     slot: int
     rank: int
@@ -27,10 +27,10 @@ class LostRank:
 
 @dataclass(frozen=True)
 class BeginGeneration:
-    """`BeginGeneration` begins `generation`: fork the missing processes, and notify the others."""
+    """Begin `generation`: fork the missing processes, and notify the others."""
 
     generation: Generation
-    holders: tuple[int, ...]  # the slots whose process holds the state
+    holders: tuple[int, ...]  # the slots whose process has the training state
     lost: tuple[LostRank, ...]
 
 
@@ -44,7 +44,7 @@ class SendToRank:
 
 @dataclass(frozen=True)
 class SendGeneration:
-    """Tell the rank with this slot the current generation, which it has missed."""
+    """Send the rank with this slot the current generation, which it has not joined."""
 
     slot: int
 
@@ -59,21 +59,21 @@ class Evict:
 
 @dataclass(frozen=True)
 class Continue:
-    """Continue the process in this slot, if it was stopped."""
+    """Send SIGCONT to the process in this slot."""
 
     slot: int
 
 
 @dataclass(frozen=True)
 class Abandon:
-    """Go on as if the process in this slot had ended: it was killed, but the kernel cannot end it yet."""
+    """Continue as if the process in this slot had exited: it was killed, but is stuck in the kernel."""
 
     slot: int
 
 
 @dataclass(frozen=True)
 class GiveUp:
-    """`GiveUp` fails the job because of these ranks' ends."""
+    """Fail the job because of these exits and reports."""
 
     exits: tuple[Exit, ...]
     reports: tuple[ExceptionReport, ...]
@@ -95,7 +95,7 @@ class Print:
 
 @dataclass(frozen=True)
 class PrepareHost:
-    """`PrepareHost` starts a host's ranks for a generation that may never begin and that assigns their ranks."""
+    """Start the ranks of a host that joins; `begun` assigns their ranks, and may never begin."""
 
     slots: HostSlots
     begun: BeginGeneration
@@ -103,13 +103,13 @@ class PrepareHost:
 
 @dataclass(frozen=True)
 class DropHost:
-    """A host is of no use; it is sent away."""
+    """Reject a host that wants to join."""
 
     member: int
     why: str
 
 
-# The last two are of a job on several hosts (`phalanx._job.hosts.elastic_hosts`).
+# The last two exist only in a job on several hosts (`phalanx._job.hosts.elastic_hosts`).
 ElasticAction = (
     BeginGeneration
     | SendToRank
@@ -128,7 +128,10 @@ ElasticAction = (
 def plan_message(
     generation: Generation, slot: int, begin: BeginGeneration, environment: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Return the message on a generation to the rank in this slot; `environment` is that of a process started now."""
+    """Return the message that sends a generation to the rank in this slot.
+
+    `environment` is the environment that a process started in this slot would get.
+    """
     slots = generation.slots
     holders = [slots.index(holder) for holder in begin.holders if holder in slots]
     return {
@@ -151,10 +154,10 @@ LEAVE = {"kind": "leave"}  # sent to a rank that is no longer part of the job; i
 
 
 def refuse(slot: int, why: str) -> SendToRank:
-    """Return the message to a rank that waits for a generation: there will be none."""
+    """Return the message to a rank that waits for a generation: none will begin."""
     return SendToRank(slot, {"kind": "no generation", "why": why})
 
 
 def read_int(value: object, default: int) -> int:
-    """Return a number of a message, or `default` where it has none."""
+    """Return `value` if it is an integer, otherwise `default`."""
     return value if isinstance(value, int) and not isinstance(value, bool) else default

@@ -1,6 +1,6 @@
-"""Hold the connections of an elastic job's ranks to their agent, which carry messages, and decide nothing.
+"""Carry messages between an elastic job's ranks and their agent.
 
-    rank ──{"kind": "elastic", …}──▶ agent             the first message, which opens the connection
+    rank ──{"kind": "elastic", …}──▶ agent             the first message on a new connection
     rank ◀──welcome, a descriptor── agent              `phalanx.elastic.channel.outlive_zygote`
     rank ──lost, regrouped, progress, …──▶ agent
     rank ◀──generation, joining, end── agent
@@ -25,11 +25,12 @@ class _Link:
 
 
 class ElasticLinks:
-    """`ElasticLinks` keeps a connection for each slot: the number that a rank was started with, and its process."""
+    """`ElasticLinks` owns the connections of the elastic ranks; each belongs to a slot and a process."""
 
     def __init__(self) -> None:
         self._links: dict[int, _Link] = {}  # by descriptor
-        self._leashes: dict[int, list[int]] = {}  # by process: the writing ends of the pipes with which it ends
+        # by process: the write ends of its pipes; the process exits when one is closed
+        self._death_pipes: dict[int, list[int]] = {}
 
     @property
     def fds(self) -> tuple[int, ...]:
@@ -38,24 +39,24 @@ class ElasticLinks:
 
     @property
     def waiting(self) -> tuple[int, ...]:
-        """Return the descriptors to poll until they can be written."""
+        """Return the descriptors to poll for writing, because messages are queued."""
         return tuple(fd for fd, link in self._links.items() if link.channel.waiting)
 
-    def admit(self, channel: Channel, slot: int, pid: int, welcome: dict[str, Any]) -> None:
-        """Accept the connection of a process, and send it `welcome`; a connection that it had before is closed."""
+    def accept(self, channel: Channel, slot: int, pid: int, welcome: dict[str, Any]) -> None:
+        """Accept the connection of a process, close its earlier ones, and send it `welcome`."""
         for fd in [fd for fd, link in self._links.items() if link.pid == pid]:
             self._close(fd)
         self._links[channel.fileno()] = _Link(slot, pid, channel)
         theirs, ours = os.pipe()
         # closing the pipe of an earlier connection would kill the process
-        self._leashes.setdefault(pid, []).append(ours)
+        self._death_pipes.setdefault(pid, []).append(ours)
         try:
             channel.put(welcome, [theirs])
         finally:
             os.close(theirs)
 
     def send(self, slot: int, message: dict[str, Any]) -> bool:
-        """Send a message to the rank with this number; return False if it has no connection."""
+        """Send a message to the rank in this slot; return False if it has no connection."""
         links = [link for link in self._links.values() if link.slot == slot]
         for link in links:
             link.channel.put(message)
@@ -67,38 +68,38 @@ class ElasticLinks:
             self._links[fd].channel.send_some()
 
     def read(self, fd: int) -> list[tuple[int, int, dict[str, Any]]]:
-        """Return the messages that have come on `fd`, each with slot and process. Close a connection that has ended.
+        """Return the messages that have arrived on `fd`, each with its slot and process; close a connection at its end.
 
-        A message that is malformed, because the script has found the descriptor, is ignored.
+        Malformed messages, which a script may send if it finds the descriptor, are ignored.
         """
         link = self._links.get(fd)
         if link is None:
             return []
-        taken = link.channel.receive_available()
-        for message in taken:
+        received = link.channel.receive_available()
+        for message in received:
             message.close()
         if link.channel.gone:
             self._close(fd)
-        return [(link.slot, link.pid, message.content) for message in taken]
+        return [(link.slot, link.pid, message.content) for message in received]
 
     def drop(self, pid: int) -> list[tuple[int, int, dict[str, Any]]]:
-        """Return the last messages of a process that has ended, and close its connection."""
-        said: list[tuple[int, int, dict[str, Any]]] = []
+        """Return the last messages of a process that has exited, and close its connection."""
+        messages: list[tuple[int, int, dict[str, Any]]] = []
         for fd in [fd for fd, link in self._links.items() if link.pid == pid]:
-            said += self.read(fd)
+            messages += self.read(fd)
             if fd in self._links:
                 self._close(fd)
-        for leash in self._leashes.pop(pid, []):
-            os.close(leash)
-        return said
+        for pipe in self._death_pipes.pop(pid, []):
+            os.close(pipe)
+        return messages
 
     def close(self) -> None:
-        """Close all connections; the processes have ended, or end because of this."""
+        """Close all connections; processes that have not exited do so now."""
         for fd in tuple(self._links):
             self._close(fd)
-        for leash in [leash for leashes in self._leashes.values() for leash in leashes]:
-            os.close(leash)
-        self._leashes.clear()
+        for pipe in [pipe for pipes in self._death_pipes.values() for pipe in pipes]:
+            os.close(pipe)
+        self._death_pipes.clear()
 
     def _close(self, fd: int) -> None:
         self._links.pop(fd).channel.close()

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from phalanx._comm.rendezvous.launchers import describe_rank, find_launch
 from phalanx._job.agent.plan import JobPlan
 
-# Only the agent needs the job's key as a variable: readers of a rank's environment, or of its dump, must not get it.
+# Only the agent needs the job's key: it must not leak through a rank's environment or core dump.
 KEY_VARIABLE = "PHALANX_KEY"
 
-# What a launcher sets for a rank, whatever the user set. An outer launcher's values must never reach our ranks.
+# A launcher sets these for each rank, over the user's values. An outer launcher's values must never reach our ranks.
 RANK_VARIABLES = (
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE",
     "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
@@ -20,14 +20,14 @@ RANK_VARIABLES = (
     "PHALANX_STORE", "PHALANX_STORE_OF", "PHALANX_ADDRESS", "PHALANX_AGENT", "PHALANX_TTY", "PHALANX_GENERATION",
     "PHALANX_REPORT", "PHALANX_RUN", "PHALANX_RANKS_PER_GPU",
 )  # fmt: skip
-_LEAST_COLUMNS = 20  # of a terminal that is too narrow for the lines of ranks
+_LEAST_COLUMNS = 20  # COLUMNS for ranks on a very narrow terminal
 
 
 @dataclass(frozen=True)
 class Place:
-    """A `Place` says which ranks of a job are on this host: `num_ranks` from `first_rank` on, on host `node`.
+    """A `Place` is the ranks of a job on this host: `num_ranks` ranks, beginning with `first_rank`, on host `node`.
 
-    The ranks of this host's role are numbered separately over all hosts, from `first_role_rank` on.
+    Ranks are also numbered within their role over all hosts; this host's role ranks begin with `first_role_rank`.
     """
 
     node: int
@@ -65,14 +65,14 @@ def plan_rank_environment(
     store: str = "",
     agent: str = "",
 ) -> dict[str, str]:
-    """Return the variables that the launcher sets for `rank`, which is one of this host's.
+    """Return the variables that the launcher sets for `rank` of this host.
 
-    RANK_VARIABLES replace what the rank inherits; all others are defaults, which the user's own values replace.
+    RANK_VARIABLES override inherited variables; all others are defaults, which the user's values override.
 
     Arguments:
         place: this host's ranks in the current attempt, or in the current generation of an elastic job.
         generation: the number of that generation; 0 for the first one.
-        store: PHALANX_STORE, the address of the store where the ranks meet; empty outside Linux.
+        store: PHALANX_STORE, the address of the store for the ranks' rendezvous; empty outside Linux.
         agent: PHALANX_AGENT, the address of this host's agent; empty outside Linux.
     """
     settings, local_rank = plan.settings, rank - place.first_rank
@@ -91,7 +91,7 @@ def plan_rank_environment(
         "TORCHELASTIC_RESTART_COUNT": str(restart_count),
         "TORCHELASTIC_MAX_RESTARTS": str(settings.max_restarts or 0),
         "TORCHELASTIC_RUN_ID": plan.run_id,
-        "TORCHELASTIC_USE_AGENT_STORE": "False",  # no store of torch's is at MASTER_PORT before rank 0 opens one
+        "TORCHELASTIC_USE_AGENT_STORE": "False",  # no TCPStore listens on MASTER_PORT before rank 0 opens one
         "TORCHELASTIC_SIGNALS_TO_HANDLE": settings.signals_to_handle,
         "PYTHONUNBUFFERED": "1",
         **plan.launcher_variables,
@@ -118,12 +118,12 @@ def plan_environment(
     first_env: Mapping[str, str] | None = None,
     first_passed: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
-    """Return the environment that the ranks of a host inherit. The first of these with a variable decides:
+    """Return the environment that the ranks of a host inherit. Earlier sources override later ones:
 
-    1. `env`: what --env names on this host, with a value, or with None for the value in `own`
-    2. `first_env`: what --env names on the first host
+    1. `env`: --env on this host, with a value, or with None for the value in `own`
+    2. `first_env`: --env on the first host
     3. `own`: the environment of this command
-    4. `first_passed`: the variables that the first host passes on by default
+    4. `first_passed`: the variables that the first host sends by default
 
     `plan_rank_environment` adds the launcher's variables.
     """
@@ -136,16 +136,16 @@ def plan_environment(
     }
 
 
-# Backward allocates every gradient and frees it again, step after step. By default glibc gives large blocks back to the
-# system at once, and each step pays for fresh, zeroed pages: on two cores, forward and backward of a perceptron of 25
-# million parameters took 105 ms that way and 62 ms with these limits. Blocks from 1 GiB on still go back.
+# Backward allocates and frees every gradient in each step. By default glibc returns large blocks to the system at once,
+# and each step pays for fresh, zeroed pages: on two cores, forward and backward of a perceptron with 25 million
+# parameters took 105 ms, and 62 ms with these limits. glibc still returns blocks of 1 GiB and more.
 _MALLOC = "glibc.malloc.mmap_threshold=1073741824:glibc.malloc.trim_threshold=1073741824"
 
 
 def plan_zygote_environment(environment: Mapping[str, str], threads: int) -> dict[str, str]:
-    """Return the environment that the ranks inherit, without any launcher's variables and without the job's key.
+    """Return the environment that the ranks inherit, without launchers' variables and the job's key.
 
-    OMP_NUM_THREADS is `threads`, and glibc's allocator keeps freed memory, unless the user set either's variable.
+    OMP_NUM_THREADS is `threads`, and glibc's allocator keeps freed memory, unless the user sets these variables.
     """
     variables = {name: value for name, value in environment.items() if name not in (*RANK_VARIABLES, KEY_VARIABLE)}
     variables.setdefault("OMP_NUM_THREADS", str(threads))
@@ -157,20 +157,20 @@ def plan_zygote_environment(environment: Mapping[str, str], threads: int) -> dic
 def find_disagreements(environ: Mapping[str, str], world_size: int, *, standalone: bool = False) -> list[str]:
     """Return why a job of `world_size` ranks must not be started from this environment; empty if it may be.
 
-    `standalone`: the user declares it a separate job, however often this command was started.
+    `standalone`: the user declares this a separate job, even if another launcher starts the command several times.
     """
     problems = []
     ranks = [f"{name}={environ[name]}" for name in ("RANK", "LOCAL_RANK") if environ.get(name)]
     if ranks:
         problems.append(
             f"{' and '.join(ranks)} in the environment: this process is already a rank of another launcher, "
-            "which would start the whole job once per rank. "
-            "Use one launcher; to nest on purpose: env -u RANK -u LOCAL_RANK -u WORLD_SIZE phalanx run …"
+            "and each rank would start the whole job again. "
+            "Use one launcher; to nest them on purpose: env -u RANK -u LOCAL_RANK -u WORLD_SIZE phalanx run …"
         )
     size = environ.get("WORLD_SIZE")
     if size and not ranks and size != str(world_size):
         problems.append(
-            f"WORLD_SIZE={size} in the environment, but {world_size} ranks are to be started. "
+            f"WORLD_SIZE={size} in the environment, but this command would start {world_size} ranks. "
             f"Unset WORLD_SIZE, or pass --nproc-per-node {size}."
         )
     launch = find_launch(environ)
@@ -180,8 +180,8 @@ def find_disagreements(environ: Mapping[str, str], world_size: int, *, standalon
             starter, fewer = "srun", "srun -n1 -c<cores> phalanx run"
         problems.append(
             f"{launch.launcher} started this command {launch.world_size} times (this is number {launch.rank}), and "
-            f"each would start a job of its own. On one host: {fewer}. On one or several, without phalanx run: "
-            f"{starter} -n <ranks> python train.py, whose phalanx.init joins them. If each is to be a job of its own: "
+            f"each would start its own job. On one host: {fewer}. On one or several, without phalanx run: "
+            f"{starter} -n <ranks> python train.py, whose phalanx.init joins them. To start separate jobs: "
             "phalanx run --standalone."
         )
     return problems

@@ -1,11 +1,11 @@
-"""Keep the files in which ranks leave their errors, in the format of `torch.distributed.elastic`'s `record`.
+"""Manage the files to which ranks write their errors, in the format of `torch.distributed.elastic`'s `record`.
 
-A script whose `main` is decorated with `record` writes its exception to the file that TORCHELASTIC_ERROR_FILE names,
-which lies where torchrun's does, FOLDER/attempt_0/LOCAL_RANK/error.json:
+A script whose `main` is decorated with `record` writes its exception to the file that TORCHELASTIC_ERROR_FILE names.
+The path is torchrun's, FOLDER/attempt_0/LOCAL_RANK/error.json:
 
     {"message": {"message": "ValueError: no data", "extraInfo": {"py_callstack": "Traceback …", "timestamp": "17…"}}}
 
-Folders in which nothing was written are removed again.
+Folders that stay empty are removed at the end.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from phalanx._job.agent.failure import ExceptionReport
 
 VARIABLE = "TORCHELASTIC_ERROR_FILE"
 _ATTEMPT = "attempt_"
-_MAX_BYTES = 1 << 24  # the most bytes read of a file, to which a script may write anything
+_MAX_BYTES = 1 << 24  # read no more: a script may write anything
 
 
 class ErrorFiles:
-    """`ErrorFiles` keeps the error files of this host's ranks below `folder`; without a folder there are none."""
+    """`ErrorFiles` manages the error files of this host's ranks below `folder`; without a folder there are none."""
 
     def __init__(self, folder: str = "") -> None:
         self._folder = folder
@@ -39,27 +39,27 @@ class ErrorFiles:
             self._attempt = ""
 
     def path_of(self, local_rank: int) -> str:
-        """Return the file to which the rank writes; empty, as under torchrun, if there is none."""
+        """Return the path of the rank's error file; empty, as under torchrun, if it has none."""
         return os.path.join(self._attempt, str(local_rank), "error.json") if self._attempt else ""
 
-    def renew(self, local_rank: int) -> None:
-        """Remove the error file of a rank whose new process is about to start: the old process's file was read."""
+    def remove(self, local_rank: int) -> None:
+        """Remove the error file of a rank's previous process, which was already read."""
         with contextlib.suppress(OSError):
             os.unlink(self.path_of(local_rank))
 
     def find(self, local_rank: int) -> str:
-        """Return the file of this rank if it has written one; else empty."""
+        """Return the path of the rank's error file if the file exists, otherwise an empty string."""
         path = self.path_of(local_rank)
         return path if os.path.isfile(path) else ""
 
     def close(self) -> None:
-        """Remove the folders in which nothing was written."""
+        """Remove empty folders."""
         if self._folder:
             remove_empty(self._folder)
 
 
 def remove_empty(folder: str) -> None:
-    """Remove the folders of attempts and of ranks in which no file is, and `folder` itself if it is empty then."""
+    """Remove the empty folders of attempts and ranks, and `folder` itself if it is then empty."""
     with contextlib.suppress(OSError):
         attempts = [os.path.join(folder, name) for name in os.listdir(folder) if is_attempt(name)]
         for attempt in attempts:
@@ -72,14 +72,14 @@ def remove_empty(folder: str) -> None:
 
 
 def is_attempt(name: str) -> bool:
-    """Return whether a folder of this name holds the files of an attempt's ranks."""
+    """Return whether this is the name of an attempt's folder."""
     return name.startswith(_ATTEMPT)
 
 
 def read_report(path: str, rank: int, pid: int, ended_at: float) -> ExceptionReport | None:
-    """Return the error that a process has left in `path`, which ended at `ended_at`; None if it cannot be read.
+    """Return the error in the file `path` of a process that exited at `ended_at`; None if it cannot be read.
 
-    It failed when the file was written: the timestamp inside has whole seconds only.
+    The time of the failure is the file's modification time: the timestamp inside has whole seconds only.
     """
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
@@ -96,9 +96,9 @@ def read_report(path: str, rank: int, pid: int, ended_at: float) -> ExceptionRep
 
 
 def copy_error_file(path: str, own: str, exit_code: int) -> None:
-    """Copy the error to `own`, the error file that the starter of this command has named for it; never raises.
+    """Copy the error to `own`, the error file that this command's parent has named; never raise.
 
-    As under torchrun, the field `errorCode` is set to the process's exit code (minus the signal that ended it).
+    As under torchrun, the field `errorCode` is the process's exit code, or minus the signal that killed it.
     """
     with contextlib.suppress(OSError, ValueError):
         with open(path, encoding="utf-8") as file:

@@ -15,10 +15,7 @@ from phalanx._comm.diagnostics.rank_list import name_ranks
 from phalanx._job.inspect.stacks.dump import without_launcher
 from phalanx._job.output.traceback_buffer import without_numbers
 
-# How much later than its cause a silent death (a signal, os._exit) may be detected: the kernel closes the dying rank's
-# sockets first, so peers can raise because of it before its parent is notified.
-
-_MAX_REPORT_BYTES = 100_000  # a report is one datagram; the default socket buffer takes about 200 kB
+_MAX_REPORT_BYTES = 100_000  # a report is one datagram; the default socket buffer holds about 200 kB
 _OUTSIDE_CAUSES = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 
 
@@ -26,8 +23,8 @@ _OUTSIDE_CAUSES = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL,
 class ExceptionReport:
     """An `ExceptionReport` is a rank's report of an uncaught exception.
 
-    `types` are the names of its class's MRO. `own_lines` is the traceback without the lines of libraries. `error_file`
-    is the file that the rank has written by the rules of `torch.distributed.elastic`, if it has.
+    `types` are the class names in the exception's MRO. `own_lines` is the traceback without the lines of libraries.
+    `error_file` is the rank's error file in the format of `torch.distributed.elastic`, if it has written one.
     """
 
     rank: int
@@ -42,7 +39,7 @@ class ExceptionReport:
     advice: str = ""
 
     def to_bytes(self) -> bytes:
-        """Return the report as one datagram; of a longer traceback the middle is left out."""
+        """Return the report as one datagram; leave out the middle of long texts."""
         fields = asdict(self)
         for key in ("summary", "traceback", "own_lines"):
             text = fields[key]
@@ -53,7 +50,7 @@ class ExceptionReport:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> ExceptionReport | None:
-        """Read the result of `to_bytes`; None for other data."""
+        """Return the report that `to_bytes` has encoded; None for other data."""
         try:
             fields = json.loads(data)
             report = cls(**{**fields, "types": tuple(fields["types"])})
@@ -73,7 +70,7 @@ class ExceptionReport:
 
 @dataclass(frozen=True)
 class Exit:
-    """The end of a rank's process: `status` is its exit code, or minus the signal that killed it."""
+    """The exit of a rank's process: `status` is its exit code, or minus the signal that killed it."""
 
     rank: int
     pid: int
@@ -83,13 +80,13 @@ class Exit:
 
     @property
     def is_orderly(self) -> bool:
-        """Return whether the rank has ended well, or asks to be started again later (EX_TEMPFAIL)."""
+        """Return whether the rank has succeeded, or asks to be started again later (EX_TEMPFAIL)."""
         return self.status in (0, os.EX_TEMPFAIL)
 
 
 @dataclass(frozen=True)
 class HostLoss:
-    """A `HostLoss` is a silent host: its name, why it counts as lost, and when it was last heard from."""
+    """A `HostLoss` is a lost host: its name, why it is considered lost, and when its last message arrived."""
 
     host: str
     why: str
@@ -100,9 +97,9 @@ class HostLoss:
 class RankFailure:
     """A `RankFailure` is a rank that failed: its report, its exit, or both; or its host is lost.
 
-    A rank can report and then hang in its own clean-up.
+    A rank can report a failure and then hang in its own clean-up.
 
-    `stopped`: it ended by a signal that we sent to stop it, and had not failed before.
+    `stopped`: it had not failed before our signal stopped it.
     """
 
     rank: int
@@ -119,10 +116,10 @@ class RankFailure:
 
     @property
     def code(self) -> int:
-        """Return the exit code that a shell would show: 128 + n for signal n; 1 for a reported rank that was killed."""
+        """Return the exit code as in a shell: 128 + n for signal n; 1 for a rank that was killed after its report."""
         if self.exit is None or (self.report is not None and self.exit.status == -signal.SIGKILL):
             return 1
-        # a process can end with 0 after its exception (os._exit in a hook): it has failed all the same
+        # a process can exit with 0 after its exception (os._exit in a hook), and has still failed
         return (self.exit.status or 1) if self.exit.status >= 0 else 128 - self.exit.status
 
 
@@ -135,15 +132,16 @@ def decide_failures(
     """Return the failed ranks, the first cause in front.
 
     Arguments:
-        exits: by rank, of all ranks that have ended.
-        reports: by rank.
-        lost: by rank, of ranks whose host is lost.
-        sent: when we first sent which signal to stop ranks; we caused later deaths by these signals.
+        exits: the exits by rank.
+        reports: the reports by rank.
+        lost: the host losses by rank.
+        sent: the signals sent to stop ranks, with the time of the first; we caused later deaths by these signals.
 
-    The order is that of time, with three corrections. A silent death is dated back by `SILENT_DEATH_LAG_S`; but SIGABRT
-    is not, because a library that aborts has often waited for its peers. A rank whose exception reports a lost peer
-    comes after all other ranks. Ranks that ended after we began to stop ranks come after earlier failures, unless the
-    kernel killed them for a fault of their own.
+    Failures are sorted by time, with three corrections. A silent death (a signal, os._exit) is dated back by
+    `SILENT_DEATH_LAG_S`: the kernel closes the dying rank's sockets first, so peers can raise before its parent is
+    notified. SIGABRT is not dated back, because a library that aborts has often waited for its peers. A rank whose
+    exception reports a lost peer comes after all other ranks. Ranks that exited after we began to stop ranks come after
+    earlier failures, unless the kernel killed them for a fault of their own.
     """
     stopping_since = min(sent.values(), default=float("inf"))
     placed: list[tuple[tuple[int, float], RankFailure]] = []
@@ -171,7 +169,7 @@ def describe_failures(
 
     Arguments:
         abandoned: the ranks that were not started because of the failure.
-        whole: show the whole traceback, with the lines of libraries.
+        whole: show the whole traceback, including the lines of libraries.
     """
     first = failures[0]
     others = [
@@ -187,7 +185,7 @@ def describe_failures(
         if stopped:
             lines.append(f"  {name_ranks(stopped)}: stopped by phalanx run")
         if abandoned:
-            lines.append(f"  {name_ranks(list(abandoned))}: not started any more")
+            lines.append(f"  {name_ranks(list(abandoned))}: not started")
         lines.append("")
     if first.loss is not None:
         ranks = [failure.rank for failure in failures if failure.loss == first.loss]
@@ -209,8 +207,7 @@ def describe_failures(
 def _advise_on_memory(failure: RankFailure) -> str:
     """Return advice if the limit on address space, which the ranks inherit from this command, may be the cause.
 
-    Signs are a library that could not be loaded, an allocation that failed, or a rank that could not even report its
-    end.
+    Signs are a library that could not be loaded, a failed allocation, or a rank that exited without a report.
     """
     if failure.report is not None:
         is_likely = failure.report.types[0] in ("ImportError", "MemoryError")
@@ -220,11 +217,11 @@ def _advise_on_memory(failure: RankFailure) -> str:
 
 
 def _fold(failures: Sequence[RankFailure]) -> list[tuple[list[int], str]]:
-    """Group the ranks by text; ranks with the same text at one place, apart from numbers, form one group."""
+    """Group the ranks whose texts differ only in numbers, and whose place is the same."""
     folded: dict[tuple[bytes, str], tuple[list[int], list[str]]] = {}
     for failure in failures:
-        text, said = summarise(failure), failure.report.summary if failure.report is not None else ""
-        key = without_numbers(said.encode(errors="replace")), text.removeprefix(said)
+        text, summary = summarise(failure), failure.report.summary if failure.report is not None else ""
+        key = without_numbers(summary.encode(errors="replace")), text.removeprefix(summary)
         ranks, texts = folded.setdefault(key, ([], []))
         ranks.append(failure.rank)
         texts.append(text)
@@ -235,14 +232,14 @@ def _fold(failures: Sequence[RankFailure]) -> list[tuple[list[int], str]]:
 
 
 def summarise(failure: RankFailure) -> str:
-    """Return a failure in a line, such as `ValueError: the data is wrong at train.py:88 (exit code 1)`."""
+    """Return a failure in one line, such as `ValueError: the data is wrong at train.py:88 (exit code 1)`."""
     report, end = failure.report, failure.exit
     if failure.loss is not None:
         return f"lost with {failure.loss.host}"
     if end is None:
-        how = "had not ended yet"
+        how = "had not exited yet"
     elif report is not None and end.status == -signal.SIGKILL:
-        how = "did not end by itself afterwards and was killed"
+        how = "did not exit by itself and was killed"
     else:
         how = f"exit code {end.status}" if end.status >= 0 else name_signal(-end.status)
     if report is None:

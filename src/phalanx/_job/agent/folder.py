@@ -1,10 +1,10 @@
-"""Create the job's temporary folder, for sockets that Python's multiprocessing leaves behind in killed ranks.
+"""Create the job's temporary folder, so that sockets of killed ranks are removed.
 
-TMPDIR stays the user's: a script's files there may be meant to last, and compilers keep their caches there. The folder
-is only for the sockets that multiprocessing creates for a process, and removes at its orderly end, and for our own,
+TMPDIR is left to the user: a script may want to keep its files there, and compilers keep their caches there. The folder
+is only for the sockets of Python's multiprocessing, which removes them unless its process is killed, and for our own,
 which have a name only while they are created: a rank that is killed at that moment leaves the name.
 
-The agent removes it at the end; if it was killed, the zygote does; if both were, this user's next job does.
+The agent removes the folder at the end; if the agent was killed, the zygote does; if both were, this user's next job.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from collections.abc import Mapping
 
 from phalanx._job.agent.error_files import is_attempt, remove_empty
 
-# As long as Python's own `pymp-` and eight letters: a socket's path may have 107 bytes, and TMPDIR can be long.
+# With the digits as long as Python's `pymp-` and eight letters: a socket's path is limited to 107 bytes.
 _PREFIX = "phalanx-"
 _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 _RANDOM_DIGITS = 5
-_MARK = ".phalanx-job"  # in each folder, so that nothing else is ever removed, whatever its name
+_MARK = ".phalanx-job"  # a file in each job's folder; no other folder is ever removed
 _MAX_TRIES = 100
 
 
 class JobFolder:
-    """A `JobFolder` is made and locked at construction; `path` is empty if none can be made; the job runs without."""
+    """A `JobFolder` is created and locked at construction. If that fails, `path` is empty, and the job runs without."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self.path, self._lock = "", -1
@@ -35,10 +35,10 @@ class JobFolder:
             with contextlib.suppress(OSError):
                 path = _make(os.path.abspath(parent))
                 try:
-                    self._lock = _lock(path)  # before the mark: a folder with a mark and no lock is a dead job's
+                    self._lock = _lock(path)  # before the mark: a folder with a mark and no lock belongs to a dead job
                     with open(os.path.join(path, _MARK), "xb"):
                         pass
-                except OSError:  # without a lock nobody could find out whether the folder is in use
+                except OSError:  # without a lock, other jobs could not detect that the folder is in use
                     remove(path)
                     raise
                 self.path = path
@@ -63,17 +63,17 @@ class JobFolder:
 
 
 def remove(path: str) -> None:
-    """Remove a job's folder with all in it but the errors that ranks have left, if it is one; never raises."""
+    """Remove a job's folder with its contents, except error files of ranks; ignore other folders; never raise."""
     mark = os.path.join(path, _MARK)
     if not path or not os.path.lexists(mark):
-        return  # it did not exist, or another process was faster
+        return  # it is no job's folder, or another process has removed it
     with contextlib.suppress(OSError):
         os.unlink(mark)
     remove_empty(path)
     try:
         names = os.listdir(path)
     except OSError:
-        return  # it was empty
+        return  # `remove_empty` has removed it
     import shutil  # here, because it loads three compression libraries, and most folders are empty
 
     if not any(is_attempt(name) for name in names):
@@ -87,15 +87,13 @@ def remove(path: str) -> None:
 
 
 def use_in_rank(path: str) -> None:
-    """Use the job's folder `path` in this rank: Python's multiprocessing puts its sockets there, in this process and in
-    all that it starts, and so do we.
-    """
-    from phalanx._base.ipc import private  # here: the agent, which starts in milliseconds, has no use for it
+    """Use the job's folder `path` for sockets in this rank: ours, and those of multiprocessing here and in children."""
+    from phalanx._base.ipc import private  # here, because the agent starts in milliseconds and does not need it
 
     private.use_place(path)
     process = sys.modules.get("multiprocessing.process")
     if process is not None and path:
-        # private, but `multiprocessing.util.get_temp_dir` has looked there since Python 3.3, and children inherit it
+        # private, but `multiprocessing.util.get_temp_dir` has read it since Python 3.3, and children inherit it
         process.current_process()._config["tempdir"] = path
 
 
@@ -112,7 +110,7 @@ def _make(parent: str) -> str:
 
 
 def _lock(path: str) -> int:
-    """Return a descriptor with the folder's lock; raise OSError if another process has it, or locking fails."""
+    """Lock the folder; return the descriptor. Raise OSError if another process has the lock, or locking fails."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -127,8 +125,8 @@ def _remove_if_dead(path: str) -> None:
         status = os.lstat(path)
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
             return
-        os.lstat(os.path.join(path, _MARK))  # raises for a folder of a user's own
-        fd = _lock(path)  # raises while its job lives
+        os.lstat(os.path.join(path, _MARK))  # raises for any other folder
+        fd = _lock(path)  # raises while its job runs
         try:
             remove(path)
         finally:

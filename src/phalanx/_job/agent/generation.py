@@ -1,14 +1,14 @@
-"""Plan the membership of an elastic job after a loss or a gain, and the rank of each process. The plan is pure data.
+"""Plan the membership of an elastic job after ranks are lost or added, and the rank of each process, as pure data.
 
-A process is identified by its slot: the rank with which it was started. The slot never changes; a replacement gets the
+A process is identified by its slot: the rank as which it was started. The slot never changes; a replacement gets the
 slot of the process that it replaces, and a host that joins gets the slots of a lost host of the same size. The rank in
-a generation is the position of the slot among the occupied ones:
+a generation is the position of the slot among the occupied slots:
 
     slots      0 1 | 2 3 | 4 5          hosts a, b, c
     b is lost  0 1         2 3          ranks of generation 1: survivors keep their order
-    d comes    0 1 | 2 3 | 4 5          generation 2: d has the slots of b, and every rank is what it was
+    d joins    0 1 | 2 3 | 4 5          generation 2: d gets the slots of b, and every rank is as in the beginning
 
-so with as many ranks as in the beginning each process has its first rank again, and sums have the same bits again.
+So when the job has all its ranks again, each process has its first rank again, and sums have the same bits.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from phalanx._job.agent.environment import Place
 
 @dataclass(frozen=True)
 class HostSlots:
-    """`HostSlots` are the slots of a host: those in `living` have processes; `refills`: the others are to be forked.
+    """`HostSlots` are the slots of a host. Those in `living` have processes; the host forks the others if it `refills`.
 
     `name` identifies a host that returns; `role` is the role of its ranks.
     """
@@ -46,7 +46,7 @@ class HostSlots:
 
 @dataclass(frozen=True)
 class ArrivedHost:
-    """An `ArrivedHost` is a host that has come, and is taken in if there is room."""
+    """An `ArrivedHost` is a host that wants to join, and is accepted if the job has room."""
 
     member: int
     num_ranks: int
@@ -56,7 +56,7 @@ class ArrivedHost:
 
 @dataclass(frozen=True)
 class HostPart:
-    """A `HostPart` is a host in a generation: `slots[local_rank]`; those in `forked` get a new process."""
+    """A `HostPart` is a host's part of a generation: `slots[local_rank]`; those in `forked` get a new process."""
 
     member: int
     slots: tuple[int, ...]
@@ -69,7 +69,7 @@ class HostPart:
 
 @dataclass(frozen=True)
 class Generation:
-    """A `Generation` is one membership of the job, host by host in the order of ranks."""
+    """A `Generation` is one membership of the job, with its hosts in the order of their ranks."""
 
     number: int
     parts: tuple[HostPart, ...]
@@ -90,7 +90,7 @@ class Generation:
 
     @property
     def survivors(self) -> tuple[int, ...]:
-        """Return the ranks whose process was there before."""
+        """Return the ranks whose process is not new."""
         new = set(self.replacements)
         return tuple(rank for rank in range(self.world_size) if rank not in new)
 
@@ -101,7 +101,7 @@ class Generation:
 
 @dataclass(frozen=True)
 class Limits:
-    """The `Limits` are how many hosts and ranks there must and may be."""
+    """`Limits` are the fewest and the most hosts, and the fewest ranks."""
 
     min_hosts: int = 1
     max_hosts: int = 1
@@ -110,7 +110,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class SlotPlan:
-    """A `SlotPlan` is the hosts of the job with their slots, and the slots that hosts have left behind."""
+    """A `SlotPlan` is the hosts of the job with their slots, and the vacated slots of former hosts."""
 
     hosts: tuple[HostSlots, ...]
     vacated: tuple[HostSlots, ...] = ()
@@ -121,16 +121,16 @@ class SlotPlan:
 
     @property
     def num_ranks(self) -> int:
-        """Return how many processes the next generation has."""
+        """Return the number of ranks in the next generation."""
         return sum(len(host.occupied) for host in self.hosts)
 
     def lose(self, member: int) -> SlotPlan:
-        """Return the plan without a host; its slots are kept for a host that comes."""
+        """Return the plan without a host; its slots stay reserved for a host that joins."""
         gone = [replace(host, living=frozenset()) for host in self.hosts if host.member == member]
         return SlotPlan(tuple(host for host in self.hosts if host.member != member), (*self.vacated, *gone))
 
     def with_living(self, living: Mapping[int, frozenset[int]], refills: Mapping[int, bool] | None = None) -> SlotPlan:
-        """Return the plan with the living processes of each member, and whether it forks others."""
+        """Return the plan with new values of `living` and `refills` for each member."""
         hosts = (
             replace(
                 host,
@@ -142,7 +142,7 @@ class SlotPlan:
         return SlotPlan(tuple(hosts), self.vacated)
 
     def accept(self, candidate: ArrivedHost) -> SlotPlan:
-        """Return the plan with one more host: in its own slots if it comes back, in vacated ones, or in new ones."""
+        """Return the plan with one more host: in its previous slots if it returns, else in vacated or new slots."""
         fits = [left for left in self.vacated if left.num_slots == candidate.num_ranks]
         own = [left for left in fits if left.name == candidate.name and candidate.name]
         chosen = next(iter(own or fits), None)
@@ -154,7 +154,7 @@ class SlotPlan:
         return self.assign(host)
 
     def assign(self, host: HostSlots) -> SlotPlan:
-        """Return the plan with a host whose slots `accept` has found before."""
+        """Return the plan with a host to which `accept` has assigned slots."""
         hosts = sorted((*self.hosts, host), key=lambda each: each.first_slot)
         return SlotPlan(tuple(hosts), tuple(left for left in self.vacated if left.first_slot != host.first_slot))
 
@@ -170,14 +170,14 @@ class SlotPlan:
 
 
 def choose_candidates(slot_plan: SlotPlan, candidates: Sequence[ArrivedHost], limits: Limits) -> list[ArrivedHost]:
-    """Return the candidates that are taken in now: as many as there is room for, and first the hosts that come back."""
+    """Return the candidates to accept now: as many as the job has room for, returning hosts first."""
     known = {left.name for left in slot_plan.vacated if left.name}
     ordered = sorted(candidates, key=lambda each: each.name not in known)  # sorted is stable
     return ordered[: max(0, limits.max_hosts - len(slot_plan.hosts))]
 
 
 def plan_generation(number: int, slot_plan: SlotPlan) -> Generation:
-    """Return the ranks of all slots. Hosts without any process have no part in the generation."""
+    """Return the generation that assigns ranks to all occupied slots; hosts without any have no part."""
     hosts = [host for host in sorted(slot_plan.hosts, key=lambda each: each.first_slot) if host.occupied]
     world_size = sum(len(host.occupied) for host in hosts)
     in_role: dict[str, int] = {}

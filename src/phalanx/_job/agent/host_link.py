@@ -1,8 +1,8 @@
 """A `HostLink` is an attempt's link to the job's other hosts.
 
-HostLink       there are none                              here
+HostLink       the job has no other host                   here
 LeaderLink     this is the first host, which decides       `phalanx._job.hosts.leader`
-FollowerLink   another host, which follows orders          `phalanx._job.hosts.follower`
+FollowerLink   another host, which executes its orders     `phalanx._job.hosts.follower`
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ if TYPE_CHECKING:
 class HostLink:
     """A `HostLink` is the link of a job on one host. The links of a job on several hosts derive from it.
 
-    An attempt gets its deciders from its link, reports the events of this host's ranks to it, and lets the link act on
-    the ranks of other hosts as the attempt acts on its own.
+    An attempt gets its deciders from its link, reports the events of this host's ranks to it, and has it execute on
+    other hosts the actions that the attempt executes on this one.
     """
 
     def __init__(
         self, plan: JobPlan, place: Place | None = None, member: int = 0, first: BeginGeneration | None = None
     ) -> None:
-        """Create the link of a host whose ranks have the numbers of `place`.
+        """Create the link of a host with the ranks of `place`.
 
-        `member` is the host's name in a generation, and `first` the first generation of its ranks in an elastic job, if
-        they join later than others.
+        `member` identifies the host in a generation. `first` is the first generation of the host's ranks if they join
+        an elastic job later than others.
         """
         self._plan = plan
         self.place = place or Place.alone(plan.num_ranks)
@@ -50,7 +50,7 @@ class HostLink:
         """Attach the link to its attempt, before the ranks are started."""
 
     def make_supervision(self) -> Supervision:
-        """Return the object that decides about the ranks."""
+        """Return the object that decides when to stop the ranks."""
         settings, is_alone = self._plan.settings, self.place.num_nodes == 1
         return Supervision(
             self.place.world_size, settings.shutdown_timeout_s, settings.exit_timeout_s, is_alone=is_alone
@@ -66,50 +66,50 @@ class HostLink:
 
     @property
     def fds(self) -> tuple[int, ...]:
-        """Return the descriptors to poll; when one is ready, `receive` is called."""
+        """Return the descriptors to poll before `receive`."""
         return ()
 
     @property
     def due(self) -> float | None:
-        """Return when to call `receive` although no descriptor is ready; None if there is no need."""
+        """Return when to call `receive` even if no descriptor is ready; None for never."""
         return None
 
     def receive(self, ready: set[int]) -> None:
-        """Handle the descriptors that are ready, in each turn of the loop."""
+        """Receive from the ready descriptors; called in each turn of the loop."""
 
     def create_store(self) -> tuple[int | None, str]:
-        """Return a descriptor, which the caller owns, of the store where the ranks meet, and PHALANX_STORE's value."""
+        """Create the store for the ranks' rendezvous; return its descriptor, to be owned, and PHALANX_STORE."""
         store = create_store()
         return store, "" if store is None else f"/proc/{os.getpid()}/fd/{store}"
 
     def on_started(self, rank: int, pid: int) -> None:
-        """Note that the process of a rank of this host exists."""
+        """Report the start of a rank of this host."""
 
     def on_rank_message(self, rank: int, pid: int, message: dict[str, Any]) -> None:
-        """Pass on a message of an elastic rank, which this host has processed."""
+        """Forward a message from an elastic rank, which this host has already processed."""
 
     def send_to_rank(self, rank: int, message: dict[str, Any]) -> bool:
-        """Send a message to an elastic rank if it is on another host; return whether it is."""
+        """Send a message to an elastic rank on another host; return whether the rank is on another host."""
         return False
 
     def send_generation(self, rank: int) -> bool:
-        """Notify an elastic rank on another host of its rank; return whether it is on another host."""
+        """Send an elastic rank on another host its rank; return whether it is on another host."""
         return False
 
     def begin_generation(self, begun: BeginGeneration) -> None:
-        """Have the other hosts do their parts of a generation; this host does its own next."""
+        """Begin a generation on the other hosts; this host begins it next."""
 
     def do(self, action: PrepareHost | DropHost) -> None:
-        """Take in a host, or send it away."""
+        """Accept or reject a host."""
 
     def on_given_up(self) -> None:
-        """Record that an elastic job fails because of its losses."""
+        """Report that an elastic job fails because of its losses."""
 
     def send_signal(self, signum: int, ranks: tuple[int, ...], *, group: bool, is_relayed: bool = False) -> None:
         """Send a signal to those of `ranks` that are on other hosts."""
 
     def intercept_signal(self, signum: int) -> bool:
-        """Take a signal that has come at this host and would end the job; return whether nothing else is to be done."""
+        """Process a signal to this host that would end the job; return whether the attempt should ignore the signal."""
         return False
 
     @property
@@ -118,7 +118,7 @@ class HostLink:
         return False
 
     def remind(self, rank: int, message: dict[str, Any]) -> None:
-        """Answer a rank of this host that speaks while this host is leaving."""
+        """Answer a message from a rank of this host while the host is leaving."""
 
     @property
     def has_left(self) -> bool:
@@ -130,31 +130,31 @@ class HostLink:
 
     @property
     def is_swept(self) -> bool:
-        """Return whether no process of the job is left on any other host."""
+        """Return whether every process of the job on other hosts has exited."""
         return True
 
     def request_stacks(self, request: ClientRequest) -> None:
-        """Answer a request for the stacks of ranks on other hosts; the link takes over the request."""
+        """Answer a request for the stacks of ranks on other hosts; own the request."""
         answer_others(request.channel, [])
         request.close()
 
     def merge_logs(self, logs: list[GroupLog]) -> list[GroupLog]:
-        """Add the records of other hosts' ranks to `logs`, which has this host's."""
+        """Return `logs`, which are this host's, merged with the records of other hosts' ranks."""
         return logs
 
     @property
     def ended_ns(self) -> dict[int, int]:
-        """Return when processes of other hosts ended, by process number, on CLOCK_MONOTONIC of this host."""
+        """Return when processes of other hosts exited, by pid, on CLOCK_MONOTONIC of this host."""
         return {}
 
     def name_host(self, rank: int) -> str:
         return socket.gethostname()
 
     def begin(self) -> None:
-        """Note that the attempt begins."""
+        """Record that the attempt begins."""
 
     def end(self, attempt: Attempt) -> None:
-        """Note that no process of the attempt is left."""
+        """Record that every process of the attempt has exited."""
 
     def close(self) -> None:
         """Release the link's sockets and files."""

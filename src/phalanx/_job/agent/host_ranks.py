@@ -1,4 +1,4 @@
-"""Manage the processes of this host's ranks: the zygote forks them, reports their ends, and is replaced if lost."""
+"""Manage the processes of this host's ranks: the zygote forks them, reports their exits, and is replaced if lost."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from phalanx.errors import LaunchError
 
 _MAX_REPORT_BYTES = 1 << 18
 _MAX_REPORTS = 256
-_FORKS_AHEAD = 8  # how many ranks the zygote may be asked to fork ahead, with descriptors in transit
+_FORKS_AHEAD = 8  # how many forks may be requested ahead; their descriptors are in transit
 _MAX_FAILED_ZYGOTES = 3
 _DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/accel", "/dev/dri")  # of the drivers of NVIDIA, AMD and others
 
@@ -38,20 +38,20 @@ class ProcessListener(Protocol):
     """A `ProcessListener` is notified of events of the processes; the attempt is one."""
 
     def on_own_start(self, rank: int, pid: int) -> None:
-        """Note that the process of a rank exists."""
+        """Process the start of a rank."""
 
     def on_ended(self, rank: int, pid: int, status: int, at: float) -> None:
-        """Note that a rank's process has ended."""
+        """Process the exit of a rank."""
 
     def on_own_report(self, report: ExceptionReport) -> None:
-        """Process the failure that a rank has reported."""
+        """Process a failure report from a rank."""
 
     def do_elastic(self, actions: list[ElasticAction]) -> None:
-        """Carry out a decision about an elastic job."""
+        """Execute the actions of an elastic job."""
 
 
 class HostRanks:
-    """`HostRanks` manages the processes of the ranks of `place`, by the rank that each was started with."""
+    """`HostRanks` manages the processes of the ranks of `place`, by the rank as which each was started."""
 
     def __init__(
         self,
@@ -63,10 +63,7 @@ class HostRanks:
         numbers: RankNumbers,
         listener: ProcessListener,
     ) -> None:
-        """Create them.
-
-        `state` and `elastic` decide on forks and on losses that the job survives; `numbers` names ranks.
-        """
+        """Create the object. `state` and `elastic` decide which ranks to fork and which losses the job survives."""
         self._plan = plan
         self._host = host
         self._place = place
@@ -77,37 +74,37 @@ class HostRanks:
         self.processes = RankProcesses()
         self.reports, self._rank_reports = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._reported: set[int] = set()  # processes that have reported their failure
-        self._early: list[ExceptionReport] = []  # reports of ranks that the zygote has forked but not announced yet
-        self._next = 0  # how many were forked
+        self._early: list[ExceptionReport] = []  # reports of ranks whose start the zygote has not reported yet
+        self._next = 0  # the number of ranks forked so far
         self._checks_exits = False
-        self._num_failed_zygotes = 0  # how many zygotes in a row died before a rank was asked of them
-        self._zygote_is_new = False  # the current zygote has replaced another one, and has not forked yet
+        self._num_failed_zygotes = 0  # how many zygotes in a row have died before a rank was requested
+        self._zygote_is_new = False  # the current zygote is a replacement, and has not sent an event yet
         self._sweep_due: float | None = None
         self.is_swept = False
         self.has_started = False
-        self.zygote_lost = False  # the zygote has ended
-        self.zygote_killed = False  # it has ended because we killed it: it did not answer
+        self.zygote_lost = False  # the zygote has exited and was not replaced
+        self.zygote_killed = False  # this process has killed the zygote, which did not answer
 
     def exchange_deciders(self, state: Supervision, elastic: Elastic) -> None:
-        """Take the decisions of others from now on: whom to fork, and whose loss the job survives."""
+        """Use other deciders from now on."""
         self._state, self._elastic = state, elastic
 
     @property
     def sweep_due(self) -> float | None:
-        """Return when the zygote must have killed all processes; None if it was not asked to."""
+        """Return the deadline for the zygote to kill all processes; None if this was not requested."""
         return self._sweep_due
 
     @property
     def awaits_start(self) -> bool:
-        """Return whether a process of this host may have been forked that the zygote has not announced yet."""
+        """Return whether the zygote may have forked a rank whose start it has not reported yet."""
         return any(rank not in self.processes.pids and self._state.is_running(rank) for rank in self._place.ranks)
 
     def rank_of(self, pid: int) -> int | None:
-        """Return the rank of a process; None if it is no rank's."""
+        """Return the rank of a process; None if the process is not a rank."""
         return next((rank for rank, known in self.processes.pids.items() if known == pid), None)
 
     def fork_some(self) -> None:
-        """Fork the next ranks, as long as the zygote keeps up and the job continues."""
+        """Fork the next ranks while the job runs, at most `_FORKS_AHEAD` ahead of the zygote."""
         while (
             self._state.phase == "running"
             and self._next < self._place.num_ranks
@@ -123,9 +120,9 @@ class HostRanks:
             self.abandon_rest()
 
     def abandon_rest(self) -> None:
-        """Stop forking: ranks that were not forked are abandoned."""
-        if self._zygote_is_new and self._elastic.awaited:  # its import is no longer needed
-            for rank in self._elastic.awaited:
+        """Stop forking, and abandon the ranks that were not forked."""
+        if self._zygote_is_new and self._elastic.forking:  # it need not finish its imports
+            for rank in self._elastic.forking:
                 self._state.on_retired(rank)
             self._host.zygote.kill()
         for rank in self._place.ranks[self._next :]:
@@ -138,7 +135,7 @@ class HostRanks:
         Raises:
             OSError: no descriptors are left.
         """
-        self._host.errors.renew(rank - self._place.first_rank)
+        self._host.errors.remove(rank - self._place.first_rank)
         environment = self._numbers.plan_environment(rank)
         cpus = self._plan.pinning.cpus[rank - self._place.first_rank]
         reports = self._rank_reports.fileno()
@@ -147,50 +144,50 @@ class HostRanks:
     def send_signal(self, signum: int, ranks: Iterable[int], *, group: bool, delay_s: float | None = None) -> None:
         """Send a signal to those of `ranks` that are on this host.
 
-        `delay_s`: for a signal from outside, how long the zygote waits to see whether every process of the job receives
-        it.
+        `delay_s`: for a signal from outside, how long the zygote waits to detect that every process of the job receives
+        the signal anyway.
         """
         own = [rank for rank in ranks if rank in self._place.ranks]
         zygote = self._host.zygote
-        if delay_s is None or self._zygote_is_new or zygote.control.gone:  # a new one may import for seconds
+        if delay_s is None or self._zygote_is_new or zygote.control.gone:  # a new zygote may import for seconds
             zygote.signal(signum, own, group=group)
             self._host.adopted.signal(signum, own, group=group)
         else:
             zygote.relay(signum, own, group=group, delay_s=delay_s)
 
     def kill_zygote(self) -> None:
-        """Kill the zygote, and with it the ranks; the agent kills the processes that they leave behind."""
+        """Kill the zygote, and with it the ranks; the agent kills their remaining children."""
         self._host.zygote.kill()
         self.zygote_killed = self.zygote_lost = True
 
     def sweep(self) -> bool:
-        """Kill every process of the job on this host; return False if it was asked for before."""
+        """Kill every process of the job on this host; return False if this has begun before."""
         if self._sweep_due is not None:
             return False
         self._sweep_due = time.monotonic() + SWEEP_S
         zygote, adopted = self._host.zygote, self._host.adopted
         if adopted.used:
-            self._bury(list(adopted.sweep(zygote.pid)))
+            self._report_exits(list(adopted.sweep(zygote.pid)))
         if zygote.has_forked and not zygote.control.gone:
             zygote.wake()
             zygote.sweep()
-        else:  # it is still importing: there is nothing below it
+        else:  # it is still importing, and has no children
             self.is_swept = True
         return True
 
     def on_time(self, now: float) -> None:
-        """Kill a zygote that has not swept in time, and look for ends that were not reported yet."""
+        """Kill a zygote that has not swept in time, and find exits that were not reported yet."""
         if self._checks_exits:
             self._find_exits()
         if self._sweep_due is not None and now > self._sweep_due and not self.is_swept:
             self.kill_zygote()
 
     def read_reports(self) -> None:
-        """Read reports for a short while at most, so that a flood of them does not hold up the rest."""
+        """Read at most `_MAX_REPORTS` reports, so that a flood of reports does not delay other events."""
         for _ in range(_MAX_REPORTS):
             try:
                 data = self.reports.recv(_MAX_REPORT_BYTES, socket.MSG_DONTWAIT)
-            except OSError:  # there is no more
+            except OSError:  # the socket is empty
                 return
             report = ExceptionReport.from_bytes(data)
             if report is None:
@@ -201,14 +198,14 @@ class HostRanks:
                 self._early.append(report)
 
     def _forward_report(self, report: ExceptionReport) -> None:
-        # the script may have passed the descriptor on, to a child or as a file of its own: only ranks count
+        # a child of the rank may have inherited the descriptor: accept reports only from ranks
         if self.processes.pids.get(report.rank) == report.pid:
             self._reported.add(report.pid)
             path = self._host.errors.find(report.rank - self._place.first_rank)
             self._listener.on_own_report(replace(report, error_file=path))
 
     def read_error_file(self, rank: int, pid: int, status: int, at: float) -> None:
-        """Read the error file of a process that could not report its failure to us, as below a shell script."""
+        """Report the error file of a process that could not report its failure itself, such as a shell script."""
         path = self._host.errors.find(rank - self._place.first_rank)
         if status == 0 or not path or pid in self._reported:
             return
@@ -217,7 +214,7 @@ class HostRanks:
             self._listener.on_own_report(report)
 
     def receive_events(self, ready: set[int]) -> None:
-        """Process the zygote's events, and its end."""
+        """Process the zygote's events and exit."""
         control = self._host.zygote.control
         if control.fileno() not in ready:
             return
@@ -257,16 +254,16 @@ class HostRanks:
                 self._host.zygote.keep_spare()
 
     def _replace_zygote(self) -> None:
-        """Start another zygote after one has ended, if the ranks outlive it; else end the job."""
+        """Replace a zygote that has exited if the ranks survive it; otherwise set `zygote_lost`, which ends the job."""
         zygote, adopted = self._host.zygote, self._host.adopted
         ranks = {pid: rank for rank, pid in self.processes.pids.items() if self._state.is_running(rank)}
-        # A lost rank was started, but the decision about it may be pending.
-        expected = {*self._state.started, *self._elastic.awaited}
+        # A lost rank counts as started even if its replacement is not decided yet.
+        expected = {*self._state.started, *self._elastic.forking}
         unstarted = any(rank not in expected and self._state.is_running(rank) for rank in self._place.ranks)
         outlive = any(member.outlives for member in self._elastic.members.values())
         if self._state.phase != "running" and adopted.used and all(pid in adopted for pid in ranks):
             zygote.wait_exit()
-            zygote.control.close()  # it had no ranks, and no more will be forked
+            zygote.control.close()  # it has no ranks, and no more will be forked
             return
         if self._state.phase != "running" or unstarted or not outlive:
             self.zygote_lost = True
@@ -274,8 +271,8 @@ class HostRanks:
         status = zygote.wait_exit()
         how = name_signal(-status) if status < 0 else f"exit code {status}"
         self._num_failed_zygotes = 0 if zygote.has_forked else self._num_failed_zygotes + 1
-        who = f"the zygote (pid {zygote.pid}), from which the ranks are forked,"
-        said = f"phalanx run: {who} ended: {how}. The ranks go on"
+        who = f"the zygote (pid {zygote.pid}), which forks the ranks,"
+        text = f"phalanx run: {who} exited: {how}. The ranks continue"
         adopted.adopt(zygote.pid, {pid: rank for pid, rank in ranks.items() if pid not in adopted})
         adopted.signal(
             signal.SIGKILL, [rank for pid, rank in ranks.items() if self._elastic.is_evicted(pid)], group=True
@@ -283,56 +280,56 @@ class HostRanks:
         zygote.control.close()
         try:
             if self._num_failed_zygotes == _MAX_FAILED_ZYGOTES:
-                raise OSError(f"{self._num_failed_zygotes} in a row have ended like this")
+                raise OSError(f"{self._num_failed_zygotes} in a row have exited like this")
             self._host.zygote = zygote.start_another(adopted.sessions)
             self._zygote_is_new = True
         except OSError as error:
-            self._host.display.print(f"{said}, but none of them can be replaced: {error.strerror or error}")
+            self._host.display.print(f"{text}, but lost ranks cannot be replaced: {error.strerror or error}")
             self._listener.do_elastic(self._elastic.on_no_forks(time.monotonic()))
         else:
-            then = "its spare takes its place" if self._host.zygote.was_spare else "another one is started"
-            self._host.display.print(f"{said}; {then}")
-            for rank in self._elastic.awaited:  # ranks that the old zygote was asked to fork, and has not reported
+            then = "its spare replaces it" if self._host.zygote.was_spare else "starting another"
+            self._host.display.print(f"{text}; {then}")
+            for rank in self._elastic.forking:  # the old zygote has not reported these forks
                 self.fork(rank)
                 self._host.zygote.continue_without(rank)
             self._host.zygote.keep_spare()
         self._reap_adopted()
 
     def on_child_signal(self) -> None:
-        """Handle a SIGCHLD: an adopted rank ended, or the zygote was stopped. (Its end shows on its socket.)"""
+        """Handle SIGCHLD: an adopted rank has exited, or the zygote was stopped (its exit closes its socket)."""
         if self._host.adopted.used:
             self._reap_adopted()
         if self._host.zygote.was_stopped():
             self._host.display.print(
-                f"phalanx run: somebody has stopped the zygote (pid {self._host.zygote.pid}), from which the ranks "
-                "are forked. The ranks go on, but their ends are not seen until it does: "
+                f"phalanx run: the zygote (pid {self._host.zygote.pid}), which forks the ranks, was stopped. The ranks "
+                "continue, but their exits are detected only after "
                 f"kill -CONT {self._host.zygote.pid}"
             )
 
     def _reap_adopted(self) -> None:
-        """Reap ranks whose zygote has died: only this process is notified of them."""
+        """Reap adopted ranks, of whose exit only this process is notified."""
         sessions = self._host.adopted.sessions
-        self._bury(list(self._host.adopted.reap(self._host.zygote.pid)))
+        self._report_exits(list(self._host.adopted.reap(self._host.zygote.pid)))
         if sessions != self._host.adopted.sessions:
             self._host.zygote.guard(self._host.adopted.sessions)
 
-    def _bury(self, ends: list[AdoptedExit]) -> None:
+    def _report_exits(self, ends: list[AdoptedExit]) -> None:
         for end in ends:
             self._listener.on_ended(end.rank, end.pid, end.status, end.at)
 
     def on_reported_loss(self) -> None:
-        """Record that a rank reports the loss of another: check for ended processes in this turn of the loop."""
-        self._host.zygote.wake()  # a stopped zygote would not report the rank's end
+        """React to a rank's report of a lost peer: check for exited processes in this turn of the loop."""
+        self._host.zygote.wake()  # a stopped zygote would not report the exit
         self._checks_exits = not any(map(os.path.exists, _DEVICES))
 
     def _find_exits(self) -> None:
-        """Take ranks that are being ended for ended, before the kernel has freed their memory.
+        """Process the exits of dying ranks before the kernel has freed their memory.
 
-        This is not done on a host with devices, since a replacement may need the same device's memory.
+        A host with devices does not do this, since a replacement may need the same device's memory.
         """
         self._checks_exits = False
         for rank, pid in list(self.processes.pids.items()):
-            survives = self._state.phase == "running" and self._elastic.claims(rank, pid)
+            survives = self._state.phase == "running" and self._elastic.survives_loss_of(rank, pid)
             status = find_exit_status(read_stat(pid)) if survives else None
             if status is not None:
                 self._listener.on_ended(rank, pid, os.waitstatus_to_exitcode(status), time.monotonic())
@@ -347,12 +344,12 @@ _MAX_DUMP_BYTES = 1 << 16
 
 
 class RankProcesses:
-    """`RankProcesses` keeps processes by rank: the number that each started with. It holds two descriptors each."""
+    """`RankProcesses` records the process of each rank, and owns two descriptors for each."""
 
     def __init__(self) -> None:
         self.pids: dict[int, int] = {}
-        self.stacks: dict[int, int] = {}  # descriptors of files
-        self.lost_ns: dict[int, int] = {}  # by process: when a process ended whose loss the job survived
+        self.stacks: dict[int, int] = {}  # by rank: the file for its stacks
+        self.lost_ns: dict[int, int] = {}  # by process: the times of exits that the job survived
         self._dumps: dict[int, int] = {}
 
     def fork(
@@ -386,11 +383,11 @@ class RankProcesses:
                 os.close(end)
 
     def read_dump(self, rank: int) -> str:
-        """Return where the process was when a signal ended it."""
+        """Return faulthandler's dump of a fatal signal; empty if there was none."""
         return os.pread(self._dumps[rank], _MAX_DUMP_BYTES, 0).decode(errors="replace")
 
     def lose(self, exit: Exit) -> None:
-        """Forget a process that has ended while the job continues."""
+        """Forget a process that has exited while the job continues."""
         self.pids.pop(exit.rank, None)
         self.lost_ns[exit.pid] = int(exit.at * 1e9)
 

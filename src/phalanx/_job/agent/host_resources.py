@@ -1,4 +1,4 @@
-"""A `HostResources` object holds resources that outlive an attempt at a job on this host."""
+"""A `HostResources` object has the resources that all attempts at a job on this host share."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _REPEAT_S = 0.05
 
 @dataclass
 class HostResources:
-    """`HostResources` holds the zygote, the output, and the sources of signals and requests, shared by all attempts."""
+    """`HostResources` are the zygote, the output, and the sources of signals and requests."""
 
     zygote: ZygoteProcess
     pump: Pump
@@ -32,16 +32,17 @@ class HostResources:
     agent_socket: AgentSocket
     adopted: AdoptedRanks = field(default_factory=AdoptedRanks)
     errors: ErrorFiles = field(default_factory=ErrorFiles)
-    arrived: dict[int, float] = field(default_factory=dict)  # signals that do not count yet, and when they will
+    arrived: dict[int, float] = field(default_factory=dict)  # pending signals, and when to process them
     received: set[int] = field(default_factory=set)  # all signals received by this process
 
     def watch_signals(self, on_signal: Callable[[int], object]) -> Source:
         """Return the loop's source for signals.
 
-        One that ends a job counts after a moment: the same signal again, as `timeout` sends it, is the same request.
+        A signal that ends the job is processed after `_REPEAT_S`; a repetition within that time, as `timeout` sends it,
+        is the same request.
         """
 
-        def hear(ready: set[int]) -> None:
+        def receive(ready: set[int]) -> None:
             now = time.monotonic()
             for number in read_signals(self.signals) if self.signals in ready else ():
                 self.received.add(number)
@@ -50,7 +51,7 @@ class HostResources:
                 del self.arrived[number]
                 on_signal(number)
 
-        return Source(hear, lambda: (self.signals,), due=lambda: min(self.arrived.values(), default=None))
+        return Source(receive, lambda: (self.signals,), due=lambda: min(self.arrived.values(), default=None))
 
     def watch_display(self) -> Source:
         """Return the loop's source that writes queued output as fast as its reader reads."""

@@ -1,4 +1,4 @@
-"""Run a job on its zygote, to its exit code: attempts, restarts, the summary at the end."""
+"""Run a job on its zygote: the attempts, the restarts, the summary at the end; return the exit code."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ if TYPE_CHECKING:
     from phalanx._job.agent.metrics import Metrics
 
 
-LOST_OUTPUT_EXIT_CODE = 120  # Python's own, for output that it cannot write
-_OVERDUE_EXIT_CODE = 124  # the exit code that the command `timeout` has
-# an elastic job whose ranks have not all begun to train may be restarted so often; nothing is lost by it
+LOST_OUTPUT_EXIT_CODE = 120  # as Python's, for output that cannot be written
+_OVERDUE_EXIT_CODE = 124  # as that of the command `timeout`
+# the restarts of an elastic job before all ranks have begun to train; they lose no progress
 _MAX_EARLY_RESTARTS = 3
-_HANG_S = 1.0  # a rank that has waited longer than this when the user ended the job is worth a line
+_HANG_S = 1.0  # when the user stops the job, report ranks that have waited longer than this
 
 
 @dataclass(frozen=True)
 class Flight:
-    """A `Flight` is the records of an attempt's ranks, and when their processes ended (by process number)."""
+    """A `Flight` is the flight records of an attempt's ranks, and the times of their exits by pid."""
 
     groups: list[GroupLog]
     ended_ns: dict[int, int]
@@ -58,8 +58,8 @@ class Flight:
 
 @dataclass(frozen=True)
 class LedAttempt:
-    """A `LedAttempt` has run to its end on a host that took over from another one; `report` is the job's, which that
-    host has begun then.
+    """A `LedAttempt` is a finished attempt that this host has led since the first host was lost; `report` is the job's
+    report, which this host began then.
     """
 
     attempt: Attempt
@@ -81,14 +81,14 @@ def run_to_end(plan: JobPlan, zygote: ZygoteProcess, signals: int) -> int:
 def opened_host(
     plan: JobPlan, zygote: ZygoteProcess, signals: int, viewer: Callable[[Display], Viewer] = lambda display: display
 ) -> Iterator[HostResources]:
-    """Open this host's resources for attempts. On exit no process of the job is left, and every line is written.
+    """Open this host's resources for attempts. On exit, kill all processes of the job, and write every line.
 
-    `viewer` turns this command's display into the viewer of the ranks' lines.
+    `viewer` returns the viewer of the ranks' lines for this command's display.
 
     Raises:
         LaunchError: the log directory cannot be written.
     """
-    limits.raise_open_files(plan.num_ranks)  # ours: the zygote was started before, and the ranks keep the user's
+    limits.raise_open_files(plan.num_ranks)  # only this process's limit, not the ranks'
     agent_socket = AgentSocket()
     try:
         display = Display(colour=wants_colour(plan.command_environment, plan.columns > 0), terminal=plan.columns > 0)
@@ -101,14 +101,14 @@ def opened_host(
     except LaunchError:
         agent_socket.close()
         raise
-    metrics: list[Metrics] = []  # it has one entry, or none
+    metrics: list[Metrics] = []  # at most one
     folder = JobFolder(plan.command_environment)
     host.errors = ErrorFiles(logs.attempts or folder.path)
     try:
         zygote.assign(folder.path)
         if logs.streams:
             display.print(f"phalanx run: --redirects and --tee write to {logs.attempts}")
-        folder.remove_others()  # the zygote is busy meanwhile
+        folder.remove_others()  # meanwhile the zygote imports
         if plan.settings.metrics is not None:
             metrics += _begin_metrics(plan, display, *plan.settings.metrics)
         yield host
@@ -116,7 +116,7 @@ def opened_host(
         for one in metrics:
             one.close()
         agent_socket.close()
-        host.zygote.close(kill_descendants([host.zygote.pid]))  # it may be another one by now
+        host.zygote.close(kill_descendants([host.zygote.pid]))  # it may be a replacement
         host.errors.close()
         folder.close()
         display.release()
@@ -129,15 +129,15 @@ def opened_host(
 def run_attempts(
     plan: JobPlan, host: HostResources, begin: Callable[[int], Attempt], led: LedAttempt | None = None
 ) -> int:
-    """Run attempts until the job has succeeded or may not be restarted, print how it ended, and return the exit code.
+    """Run attempts until the job has succeeded or may not be restarted, print its result, and return the exit code.
 
-    `begin` creates an attempt by number. The first attempt is `led` if this host has led it to its end in place of the
-    host that began the job. A requested report is written, however the job ends.
+    `begin` creates the attempt with a number. If this host has taken over the lead during an attempt, that attempt is
+    `led`, and comes first. A requested report is written, whatever the result.
 
     Raises:
         LaunchError: the report's folder cannot be written.
     """
-    reports: list[JobReport] = []  # it has one entry, or none
+    reports: list[JobReport] = []  # at most one
     if led is not None and led.report is not None:
         reports.append(led.report)
     code = 1
@@ -150,8 +150,8 @@ def run_attempts(
 
 
 def _begin_metrics(plan: JobPlan, display: Display, host: str, port: int) -> list[Metrics]:
-    """Start to serve the job's metrics; return the server: one, or none if the host can do without."""
-    from phalanx._job.agent.metrics import TOKEN_VARIABLE, Metrics  # here, because most jobs have none
+    """Serve the job's metrics; return the server, or nothing if it cannot bind and is optional."""
+    from phalanx._job.agent.metrics import TOKEN_VARIABLE, Metrics  # here, because most jobs serve none
 
     try:
         metrics = Metrics(host, port, plan.command_environment.get(TOKEN_VARIABLE, ""))
@@ -165,7 +165,7 @@ def _begin_metrics(plan: JobPlan, display: Display, host: str, port: int) -> lis
 
 
 def begin_report(plan: JobPlan, host: HostResources, folder: str) -> JobReport | None:
-    """Begin the report of a running job. A failure is logged, and the job continues."""
+    """Begin the report of a running job. On failure, print the reason and return None."""
     try:
         return _make_report(plan, folder, is_new=False)
     except LaunchError as error:
@@ -174,7 +174,7 @@ def begin_report(plan: JobPlan, host: HostResources, folder: str) -> JobReport |
 
 
 def _make_report(plan: JobPlan, folder: str, *, is_new: bool = True) -> JobReport:
-    from phalanx._job.agent.job_report import JobReport  # here, because most jobs leave none
+    from phalanx._job.agent.job_report import JobReport  # here, because most jobs write none
 
     return JobReport(plan, folder, is_new=is_new)
 
@@ -186,7 +186,7 @@ def _run_attempts(
     reports: list[JobReport],
     led: LedAttempt | None,
 ) -> int:
-    # How many restarts of all ranks, or replacements in an elastic job, are left; None: of replacements any number.
+    # The restarts, or replacements in an elastic job, that are left; None: any number of replacements, no restarts.
     left = plan.settings.max_restarts if led is None else led.attempt.elastic.max_replacements
     left_early, times = _MAX_EARLY_RESTARTS, ""
     losses: list[LostRank] = []
@@ -196,7 +196,7 @@ def _run_attempts(
         has_run = led is not None
         attempt = begin(restart_count) if led is None else led.attempt
         led = None
-        if folder is not None and not reports:  # not before: the job may continue elsewhere, recording in that folder
+        if folder is not None and not reports:  # a job that has moved may record there
             try:
                 reports.append(_make_report(plan, folder))
             except LaunchError:
@@ -204,7 +204,7 @@ def _run_attempts(
                 raise
         if left is not None:
             attempt.elastic.max_replacements = left
-        if times:  # their number is known now: fewer hosts may have returned
+        if times:  # here, because only now the number of hosts is known
             host.display.print(f"phalanx run: starting all {attempt.place.world_size} ranks again ({times})")
         try:
             if not has_run:
@@ -214,7 +214,7 @@ def _run_attempts(
             flight = Flight(attempt.collect_logs() if asked_for else [], attempt.ended_ns)
         finally:
             attempt.close()
-        if attempt.report_folder and not is_report_begun:  # the program has asked for it
+        if attempt.report_folder and not is_report_begun:  # the script has requested it
             report = begin_report(plan, host, attempt.report_folder)
             reports += [] if report is None else [report]
             is_report_begun = True
@@ -239,10 +239,10 @@ def _run_attempts(
             break
         if early:
             left_early -= 1
-            times = "a rank was lost before all had begun to train"
+            times = "a rank was lost before all ranks had begun to train"
         else:
             left = (left or 0) - 1
-            times = "once more" if left == 0 else f"up to {left + 1} times more"
+            times = "once more" if left == 0 else f"up to {left + 1} more times"
         for report in reports:
             report.add_restart(times)
         _report_failures(host, attempt, flight)
@@ -252,17 +252,17 @@ def _run_attempts(
 
 
 def _conclude(plan: JobPlan, host: HostResources, attempt: Attempt, flight: Flight) -> int:
-    """Print how the job ended, and return the exit code."""
+    """Print the job's result, and return the exit code."""
     state = attempt.state
     if state.interrupted is not None:
         if state.interrupted == signal.SIGPIPE:
-            # the reader of our output has closed it, and the reason for the job's end was printed
+            # the reader has closed our stdout; the reason was already printed
             return 128 + signal.SIGPIPE
         text = describe_flight(flight.groups, flight.ended_ns, waited_s=_HANG_S)
         if text:
             host.display.print(text)
         host.display.print(describe_signal_end(state, traceback=plan.settings.traceback))
-        # ranks that took the signal as a request, saved their work and returned 0 have succeeded
+        # ranks that handled the signal, saved their work and exited with 0 have succeeded
         ended_well = state.finished and all(end.is_orderly for end in state.exits.values())
         return _find_orderly_code(state) if ended_well else 128 + state.interrupted
     ends = state.exits.values()
@@ -270,15 +270,13 @@ def _conclude(plan: JobPlan, host: HostResources, attempt: Attempt, flight: Flig
         host.display.print(describe_overdue(state))
         return _OVERDUE_EXIT_CODE if state.failures or not state.finished else 0
     if attempt.elastic.phase is ElasticPhase.ENDING and all(end.status in (0, BELOW_MINIMUM_EXIT_CODE) for end in ends):
-        return BELOW_MINIMUM_EXIT_CODE  # the reason was printed
+        return BELOW_MINIMUM_EXIT_CODE  # the reason was already printed
     if not state.failures:
         if plan.result_path:
             JobResult(attempt.place.world_size).write(plan.result_path)
         if code := _find_orderly_code(state):
             ranks = name_ranks([rank for rank, end in sorted(state.exits.items()) if end.status])
-            host.display.print(
-                f"phalanx run: {ranks} ended with exit code {code} (EX_TEMPFAIL): start the job again later"
-            )
+            host.display.print(f"phalanx run: {ranks} exited with code {code} (EX_TEMPFAIL): start the job again later")
         return code
     _copy_error_file(plan, state.failures[0])
     if plan.result_path:
@@ -291,12 +289,12 @@ def _conclude(plan: JobPlan, host: HostResources, attempt: Attempt, flight: Flig
 
 
 def _find_orderly_code(state: Supervision) -> int:
-    """Return EX_TEMPFAIL if a rank of a job without a failure asks to be started again later, otherwise 0."""
+    """Return EX_TEMPFAIL if a rank of a job without failures asks to be started again later, otherwise 0."""
     return max((end.status for end in state.exits.values()), default=0)
 
 
 def _copy_error_file(plan: JobPlan, first: RankFailure) -> None:
-    """Write the first failed rank's error file to the file that a scheduler named for this."""
+    """Copy the first failed rank's error file to the file that a scheduler has named."""
     own = plan.command_environment.get(VARIABLE)
     if own and first.report is not None and first.report.error_file:
         copy_error_file(first.report.error_file, own, first.exit.status if first.exit is not None else 1)
@@ -333,9 +331,9 @@ def _report_zygote_lost(host: HostResources, state: Supervision) -> int:
     pid, status = host.zygote.pid, host.zygote.wait_exit()
     how = name_signal(-status) if status < 0 else f"exit code {status}"
     host.display.print(
-        f"phalanx run: the zygote (pid {pid}), from which the ranks are forked, ended: {how}. "
+        f"phalanx run: the zygote (pid {pid}), which forks the ranks, exited: {how}. "
         f"All {len(state.exits) + len(state.running)} ranks were killed. "
-        "If nobody killed it, memory is the first suspect; if it ended while importing torch, try --no-preload."
+        "If nobody killed it, the host may be out of memory; if it exited while importing torch, try --no-preload."
     )
     return 1
 
@@ -357,13 +355,13 @@ def _open_logs(plan: JobPlan) -> Logs:
     except OSError as error:
         raise LaunchError(
             f"phalanx run: --log-dir {log_dir}: cannot write {error.filename}: {error.strerror}. "
-            "Choose a directory that is yours.",
+            "Choose a directory to which you can write.",
             exit_code=2,
         ) from error
 
 
 def _flush(host: HostResources) -> None:
-    """Write queued output, however slowly it is read; a signal that would end the job also ends this."""
+    """Write the queued output, however slow its reader is, until a signal arrives that would end the job."""
     numbers: list[int] = []
     loop = EventLoop(host.watch_signals(numbers.append), host.watch_display())
     while host.display.writers and not set(numbers) & set(ENDING_SIGNALS):
@@ -371,11 +369,11 @@ def _flush(host: HostResources) -> None:
 
 
 _MAX_LINES = 12
-_MAX_PLACES = 3  # the most places named in the line on a job that the user has stopped
+_MAX_PLACES = 3  # in the line on a job that the user has stopped
 
 
 def describe_losses(losses: Sequence[LostRank]) -> str:
-    """Return the ranks that an elastic job has lost, the first in front; of many those in the middle are left out."""
+    """Return a list of the ranks that an elastic job has lost, in order; leave out the middle of a long list."""
     lines = [
         f"  rank {lost.rank} (pid {lost.pid}){f' on {lost.host}' if lost.host else ''}"
         f"{f' after step {lost.step}' if lost.step >= 0 else ''}: {lost.why}"
@@ -390,35 +388,35 @@ def describe_losses(losses: Sequence[LostRank]) -> str:
 
 
 def describe_overdue(state: Supervision) -> str:
-    """Return one line on ranks that had to be stopped because the others had ended."""
+    """Return one line on ranks that exceeded the exit timeout, and were stopped."""
     return (
-        f"phalanx run: {name_ranks(state.overdue)} did not end within "
-        f"{state.exit_timeout_s:g} s of the first (--exit-timeout), and had to be "
+        f"phalanx run: {name_ranks(state.overdue)} did not exit within "
+        f"{state.exit_timeout_s:g} s after the first (--exit-timeout), and had to be "
         f"{'killed' if state.killed else 'stopped'}"
     )
 
 
 def describe_signal_end(state: Supervision, *, traceback: bool = False) -> str:
-    """Return one line on how a stopped job ended; `traceback`: the ranks' stacks were shown before."""
+    """Return one line on a job that a signal has stopped; `traceback`: the tracebacks were already shown."""
     assert state.interrupted is not None
     name = name_signal(state.interrupted)
     if not state.killed:
         return f"phalanx run: stopped by {name}{'' if traceback else _describe_places(state)}"
     ranks = ", ".join(str(rank) for rank in state.killed)
     return (
-        f"phalanx run: stopped by {name}; rank{'s' * (len(state.killed) > 1)} {ranks} did not end within "
-        f"{state.shutdown_timeout_s:g} s and had to be killed (--shutdown-timeout gives them more)"
+        f"phalanx run: stopped by {name}; rank{'s' * (len(state.killed) > 1)} {ranks} did not exit within "
+        f"{state.shutdown_timeout_s:g} s and had to be killed (--shutdown-timeout sets the time)"
     )
 
 
 def _describe_places(state: Supervision) -> str:
-    """Return where the ranks were when the user's signal arrived, as far as they have reported it."""
+    """Return where the user's signal interrupted the ranks that have reported it."""
     places: dict[str, list[int]] = {}
     for rank, report in sorted(state.reports.items()):
         if report.place and state.is_stopped_by_user(report):
             places.setdefault(report.place, []).append(rank)
     if not places:
         return ""
-    told = [f"{name_ranks(ranks)} at {place}" for place, ranks in list(places.items())[:_MAX_PLACES]]
+    shown = [f"{name_ranks(ranks)} at {place}" for place, ranks in list(places.items())[:_MAX_PLACES]]
     more = f", {len(places) - _MAX_PLACES} more places" if len(places) > _MAX_PLACES else ""
-    return f"; {', '.join(told)}{more} (--traceback shows tracebacks)"
+    return f"; {', '.join(shown)}{more} (--traceback shows tracebacks)"

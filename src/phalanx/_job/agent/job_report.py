@@ -1,4 +1,4 @@
-"""Write the job's report for the launcher: begin it with the job, record events, and write it at any end."""
+"""Write the job's report for the launcher: begin it with the job, record events, and write it, whatever the result."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class JobReport:
     """A `JobReport` writes the report of a job.
 
     Raises:
-        LaunchError: its folder cannot be written, or another job that is running will write there.
+        LaunchError: its folder cannot be written, or belongs to another running job.
     """
 
     def __init__(self, plan: JobPlan, folder: str, *, is_new: bool = True) -> None:
-        """Begin the report of a job. A folder that `is_new` has no records of this run."""
+        """Begin the report of a job. If the report `is_new`, the folder has no records of this run."""
         self._folder = os.path.abspath(folder)
         self._begun = plan.begun
         self._events: list[RunEvent] = []
@@ -54,7 +54,7 @@ class JobReport:
         if other is not None:
             raise LaunchError(
                 f"phalanx run: --report {folder}: another job, {other.name} (pid {other.pid}), is running and "
-                "leaves its report there. Choose another directory, or wait for its end.",
+                "writes its report there. Choose another directory, or wait until that job has ended.",
                 exit_code=USAGE_EXIT_CODE,
             )
         try:
@@ -64,14 +64,17 @@ class JobReport:
         except OSError as error:
             raise LaunchError(
                 f"phalanx run: --report {folder}: cannot write {error.filename}: {error.strerror}. "
-                "Choose a directory that is yours.",
+                "Choose a directory to which you can write.",
                 exit_code=USAGE_EXIT_CODE,
             ) from error
 
     def add_attempt(
         self, state: Supervision, losses: Sequence[LostRank], world_size: int, hosts: Mapping[str, tuple[float, float]]
     ) -> None:
-        """Add an ended attempt: its failures, its losses, and other hosts' clocks and a core's copying speed."""
+        """Add the failures and losses of an attempt that has ended.
+
+        `hosts` has the clock offset and the copy speed of a core of each other host.
+        """
         self._state = state
         self.record = replace(
             self.record,
@@ -91,12 +94,10 @@ class JobReport:
             self._add(_when(failure), "stopped" if failure.stopped else kind, summarise(failure), failure.rank, detail)
 
     def add_restart(self, why: str) -> None:
-        self._add(time.monotonic(), "restart", f"all ranks are started again ({why})")
+        self._add(time.monotonic(), "restart", f"all ranks are restarted ({why})")
 
     def write(self, code: int) -> str:
-        """Write the report of a job that has ended with this exit code, which stays whatever goes wrong here; return a
-        line for the user.
-        """
+        """Write the report of a job that has ended with this exit code; return a line for the user; never raise."""
         state = self._state
         end, text = "well" if code == 0 else "failed", ""
         if state is not None and state.interrupted is not None:
@@ -151,7 +152,7 @@ def _target_words(plan: JobPlan) -> list[str]:
 
 
 def _words(plan: JobPlan) -> list[str]:
-    """Return the options that matter most, as words of a command line."""
+    """Return the most important options, as words of a command line."""
     settings = plan.settings
     words = ["--nproc-per-node", str(plan.num_ranks)]
     if settings.rendezvous is not None:

@@ -1,4 +1,4 @@
-"""A `JobResult` is the agent's report of how a job ended, for a program that has started it."""
+"""A `JobResult` is the result of a job, which the agent writes for a program that has started it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class JobResult:
-    """A `JobResult` says how a job ended. `failed_rank` is the rank that failed first, or -1; `text` describes it.
+    """`failed_rank` is the rank that failed first, or -1; `text` describes the failure.
 
     A `world_size` of 0 means that the job did not begin.
     """

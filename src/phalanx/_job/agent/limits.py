@@ -1,4 +1,4 @@
-"""Check that the system allows the descriptors and processes of a number of ranks, and report what is missing."""
+"""Check that the system allows enough descriptors and processes for the ranks, and explain how to allow more."""
 
 from __future__ import annotations
 
@@ -8,38 +8,38 @@ import resource
 from phalanx._base.control_groups import find_groups, read_number
 from phalanx._base.descriptors import raise_limit
 
-_FDS_PER_RANK = 5  # the reading ends of two pipes, a file for its dump, one for its stacks, and its log
-_FDS_ON_THEIR_WAY = 40  # five for each of the ranks whose descriptors are being sent to the zygote
+_FDS_PER_RANK = 5  # the read ends of two pipes, the files for its dump and its stacks, and its log
+_FDS_IN_TRANSIT = 40  # five for each fork that may be requested ahead
 _FDS_OF_JOB = 24  # libraries, signals, the zygote, the store, reports, the agent's socket
-# for groups that show their flight recorder and for commands that ask; without room for them the job runs without
-_FDS_OF_VISITORS = 256
+# flight recorders of groups and connections of `phalanx top`; without room for them the job still runs
+_FDS_OF_CLIENTS = 256
 
 
 def needed_open_files(num_ranks: int) -> int:
-    """Return how many descriptors the agent needs at least for `num_ranks` ranks."""
-    return (_FDS_PER_RANK - 1) * num_ranks + min(_FDS_ON_THEIR_WAY, 5 * num_ranks) + _FDS_OF_JOB
+    """Return the fewest descriptors that the agent needs for `num_ranks` ranks."""
+    return (_FDS_PER_RANK - 1) * num_ranks + min(_FDS_IN_TRANSIT, 5 * num_ranks) + _FDS_OF_JOB
 
 
 def find_problem(num_ranks: int) -> str | None:
-    """Return why the agent cannot hold the descriptors of `num_ranks` ranks, in words for the user; None if it can."""
+    """Return why the agent cannot open enough descriptors for `num_ranks` ranks, for the user; None if it can."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = needed_open_files(num_ranks)
     if hard == resource.RLIM_INFINITY or needed <= hard:
         return None
     return (
-        f"{num_ranks} rank{'s' * (num_ranks > 1)} need {needed} open files in this command (RLIMIT_NOFILE), and no "
-        f"more than {hard} are allowed. Raise the limit (`ulimit -Hn`, LimitNOFILE= of a service, --ulimit nofile= of "
+        f"{num_ranks} rank{'s' * (num_ranks > 1)} need {needed} open files in this command (RLIMIT_NOFILE), and at "
+        f"most {hard} are allowed. Raise the limit (`ulimit -Hn`, LimitNOFILE= of a service, --ulimit nofile= of "
         "a container) or start fewer ranks."
     )
 
 
 def raise_open_files(num_ranks: int) -> None:
-    """Raise this process's own soft limit to the need of `num_ranks` ranks; running processes keep their limits."""
-    raise_limit((_FDS_PER_RANK + 1) * num_ranks + _FDS_ON_THEIR_WAY + _FDS_OF_JOB + _FDS_OF_VISITORS)
+    """Raise this process's soft limit for `num_ranks` ranks; running processes keep their limits."""
+    raise_limit((_FDS_PER_RANK + 1) * num_ranks + _FDS_IN_TRANSIT + _FDS_OF_JOB + _FDS_OF_CLIENTS)
 
 
 def explain_start(rank: int, num_ranks: int, error: OSError) -> str:
-    """Return words for the user when `rank` could not be started."""
+    """Return the message for the user that `rank` could not be started."""
     return f"phalanx run: rank {rank} of {num_ranks} could not be started: {explain(error)}"
 
 
@@ -57,7 +57,7 @@ def explain(error: OSError) -> str:
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         return f"{why} This command may have {soft} open files (`ulimit -n`; at most {hard}, `ulimit -Hn`)."
     if error.errno == errno.ENOMEM:
-        return f"{why} Start fewer ranks, or look at `ulimit -v` and the memory limit of the container."
+        return f"{why} Start fewer ranks, or check `ulimit -v` and the memory limit of the container."
     return why
 
 

@@ -1,4 +1,4 @@
-"""Serve the job's numbers to a scraper: `phalanx run --metrics :9400`."""
+"""Serve the job's metrics to Prometheus: `phalanx run --metrics :9400`."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _COMMAND = "phalanx run --metrics"
 
 
 class Metrics:
-    """`Metrics` serves the data of `phalanx top` on this agent's job at /metrics.
+    """`Metrics` serves the data that `phalanx top` shows of this agent's job, at /metrics.
 
-    Its own thread queries the agent over the agent's socket, as `phalanx top` does; the ranks do nothing for it.
+    A thread queries the agent through its socket, as `phalanx top` does; the ranks have no work with it.
 
     Raises:
         LaunchError: the address cannot be bound.
@@ -31,7 +31,7 @@ class Metrics:
         except ValueError as error:
             raise LaunchError(
                 f"phalanx run: --metrics {shown}: {error}. Set {TOKEN_VARIABLE} to a secret that the scraper sends "
-                "(Authorization: Bearer ...), or give a port alone, which only this host reaches.",
+                "(Authorization: Bearer ...), or give only a port, which only this host reaches.",
                 exit_code=2,
             ) from None
         except OSError as error:
@@ -39,16 +39,16 @@ class Metrics:
 
     @property
     def address(self) -> str:
-        """Return the address that a scraper reads."""
+        """Return the URL to scrape."""
         return f"{self._server.address}/metrics"
 
     def _make(self) -> Page:
         if self._watch is None:
             job = next((job for job in find_jobs(_COMMAND) if job.pid == os.getpid()), None)
             if job is None:
-                raise LaunchError(f"{_COMMAND}: the agent cannot be asked on this system")
+                raise LaunchError(f"{_COMMAND}: not supported on this system: the agent has no socket")
             self._watch = JobWatch(job)
-        return Page(CONTENT_TYPE, as_prometheus(self._watch.look()).encode())
+        return Page(CONTENT_TYPE, as_prometheus(self._watch.sample()).encode())
 
     def close(self) -> None:
         self._server.close()

@@ -1,4 +1,4 @@
-"""Tell which rank each process of this host is, and where the ranks meet, in the current generation."""
+"""Assign ranks to this host's processes in the current generation, and open the store of their rendezvous."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from phalanx._job.agent.plan import JobPlan, find_free_port
 
 
 class RankNumbers:
-    """`RankNumbers` identifies processes by the ranks they were started with (slots); generations may renumber them."""
+    """`RankNumbers` maps the slots of this host to ranks in the current generation.
+
+    A slot is the rank as which a process was started; parameters named `rank` are slots.
+    """
 
     def __init__(self, plan: JobPlan, host: HostResources, restart_count: int, link: HostLink) -> None:
         self._plan = plan
@@ -28,7 +31,7 @@ class RankNumbers:
         part = None if link.first is None else link.first.generation.part_of(link.member)
         self.part = part or self._plan_first_part()
         self.store: int | None = None
-        self._old_stores: dict[int, int] = {}  # by generation: some ranks may still be about to open them
+        self._old_stores: dict[int, int] = {}  # by generation; ranks may still open them
         self._store_path = ""
         self._master_port = 0
 
@@ -38,7 +41,7 @@ class RankNumbers:
         return self._begun
 
     def exchange_link(self, link: HostLink) -> None:
-        """Create the stores of later generations through another link."""
+        """Use another link for the stores of later generations."""
         self._link = link
 
     def set_master(self, address: str, port: int) -> None:
@@ -50,7 +53,7 @@ class RankNumbers:
         return HostPart(part.member, part.slots, (), self._link.place)
 
     def open(self) -> None:
-        """Create the store in which the first generation meets."""
+        """Create the store for the rendezvous of the first generation."""
         self._open_store()
 
     def _open_store(self) -> None:
@@ -71,7 +74,7 @@ class RankNumbers:
         return part
 
     def plan_environment(self, rank: int) -> dict[str, str]:
-        """Return the variables of the process in slot `rank`, whose error file stays the same."""
+        """Return the variables of the process in slot `rank`; its error file is the same in every generation."""
         variables = plan_rank_environment(
             self._plan,
             self.part.place,
@@ -86,7 +89,7 @@ class RankNumbers:
         return {**variables, error_files.VARIABLE: path}
 
     def plan_message(self, rank: int) -> dict[str, Any] | None:
-        """Return the current generation's message to an elastic rank; None if the rank is not in it."""
+        """Return the message that sends an elastic rank the current generation; None if the rank has no part in it."""
         if self._begun is None or rank not in self.part.slots:
             return None
         return plan_message(self._begun.generation, rank, self._begun, self.plan_environment(rank))
@@ -97,7 +100,7 @@ class RankNumbers:
         return bool(self._old_stores)
 
     def close_stores_before(self, generation: int) -> None:
-        """Close the stores of earlier generations, which no rank will open any more."""
+        """Close the stores of generations before `generation`, which no rank will open any more."""
         for number in [number for number in self._old_stores if number < generation]:
             os.close(self._old_stores.pop(number))
 

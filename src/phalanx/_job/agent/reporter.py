@@ -1,4 +1,4 @@
-"""Report an uncaught exception in a rank: the user's own lines, and advice if the cause is known."""
+"""Report an uncaught exception in a rank, with the user's own lines, and with advice if the cause is known."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ import phalanx
 from phalanx._job.agent.failure import ExceptionReport
 
 _NO_TERMINAL = (
-    "A debugger found nobody at the keyboard: ranks have no terminal. To step through the script, run it as the only "
-    "rank, without `phalanx run`:\n"
+    "A debugger was started, but ranks have no terminal. To step through the script, run it as the only rank, without "
+    "`phalanx run`:\n"
     "  RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 python SCRIPT\n"
-    "`phalanx stacks` shows where the ranks of a running job are."
+    "`phalanx stacks` shows the stacks of a running job."
 )
 _NO_GUARD = (
-    "The script starts processes by 'spawn' or 'forkserver' (the default from Python 3.14 on). Each of them "
-    "imports the script, and would start more. Put what the script does below this line:\n"
+    "The script starts processes by 'spawn' or 'forkserver' (the default from Python 3.14 on). Each process "
+    "imports the script, and would start more processes. Put the script's statements below this line:\n"
     '  if __name__ == "__main__":'
 )
 _LIBRARY_FRAMES_HEAD = "Traceback (most recent call last; --traceback shows the lines of libraries):\n"
-# PyTorch's C++ adds to the message of an exception that it passes on: the Python frames below it.
+# PyTorch's C++ appends Python frames to the message of an exception that it rethrows.
 _FRAMES_IN_MESSAGE = re.compile(r"\n\nAt:\n(  \S+\(\d+\): .+\n)+\n*")
 _CAUSE = "\nThe exception above caused this one:\n\n"
 
@@ -35,19 +35,19 @@ class Reporter:
 
     def __init__(self, rank: int, reports: int) -> None:
         self.pid = os.getpid()
-        self.script: CodeType | None = None  # once it is compiled
+        self.script: CodeType | None = None  # set once it is compiled
         self._rank = rank
         self._reports = reports
         self._identity = _identify(reports)
 
     def send(self, error: BaseException, at: float) -> None:
-        """Send `error`, raised at `at` on the monotonic clock; never raises."""
+        """Send `error`, raised at `at` on the monotonic clock; never raise."""
         try:
             report = self._describe(error, at)
-            if _identify(self._reports) == self._identity:  # else the script has closed it, and opened its own file
+            if _identify(self._reports) == self._identity:  # otherwise the number now belongs to a file of the script
                 os.write(self._reports, report.to_bytes())
         except Exception:
-            pass  # the exception's own __str__ failed, or the agent has ended: the exit code still reports the failure
+            pass  # the exception's __str__ failed, or the agent has exited: the exit code still reports the failure
 
     def _describe(self, error: BaseException, at: float) -> ExceptionReport:
         names = tuple(cls.__name__ for cls in type(error).__mro__)
@@ -56,11 +56,11 @@ class Reporter:
                 "",
                 "",
                 f"sys.exit({error.code!r})",
-            )  # the script's decision: the place says enough
+            )  # the script's decision: the place is enough
         else:
             text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
             own_lines = format_own_lines(error)
-            # a SyntaxError names the place first, indented; of a message with several lines the first one counts
+            # a SyntaxError has the place first, indented; take the first line of the message
             said = traceback.format_exception_only(type(error), error)
             summary = next(part for part in said if not part.startswith(" ")).splitlines()[0]
         advice = self._advise(error)
@@ -90,10 +90,10 @@ class Reporter:
 
 
 def format_own_lines(error: BaseException) -> str:
-    """Return the traceback without the lines of libraries, apart from the innermost where a library raised.
+    """Return the traceback without the lines of libraries, except the innermost if a library raised.
 
-    An exception of the chain that has none of the user's lines is left out, except the last. Without any line of the
-    user's, and for groups of exceptions, the whole traceback is returned.
+    Chained exceptions without any line of the user are left out, except the last. If no line is the user's, and for
+    exception groups, return the whole traceback.
     """
     whole = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     folders = _library_folders()
@@ -107,7 +107,7 @@ def format_own_lines(error: BaseException) -> str:
             continue
         if frames and own and frames[-1] is not own[-1] and not _is_ours(frames[-1].filename):
             own.append(frames[-1])
-        # without columns, so that no line of ^^^^ follows
+        # without columns, which would add a line of ^^^^
         lines = [traceback.FrameSummary(frame.filename, frame.lineno, frame.name, line=frame.line) for frame in own]
         said = "".join(traceback.format_exception_only(type(one), one))
         said = _FRAMES_IN_MESSAGE.sub("\n", said)
@@ -117,12 +117,12 @@ def format_own_lines(error: BaseException) -> str:
 
 
 def find_place(error: BaseException) -> str:
-    """Return the place of the traceback's innermost line that is the user's own, as `train.py:88`, or "".
+    """Return the innermost line of the traceback that is the user's own, as `train.py:88`, or "".
 
-    What a library raised is placed where the user called it: that line is to be read first; the traceback has the rest.
+    For an exception raised in a library, this is the user's call.
     """
     if isinstance(error, SyntaxError) and error.filename and os.path.exists(error.filename):
-        return f"{os.path.basename(error.filename)}:{error.lineno}"  # the traceback ends at the import of that file
+        return f"{os.path.basename(error.filename)}:{error.lineno}"  # the traceback ends at the file's import
     frames = traceback.extract_tb(error.__traceback__)
     folders = _library_folders()
     users = [frame for frame in frames if not _is_library(frame.filename, folders)] or frames
@@ -149,7 +149,7 @@ def _starts_processes(filename: str) -> bool:
 
 
 def _is_library(filename: str, folders: tuple[str, ...]) -> bool:
-    parts = filename.split(os.sep)  # one environment may take packages from another
+    parts = filename.split(os.sep)  # an environment may use packages of another
     return filename.startswith(folders) or "site-packages" in parts or "dist-packages" in parts
 
 
@@ -160,7 +160,7 @@ def _library_folders() -> tuple[str, ...]:
 
     folders = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     folders |= {*site.getsitepackages(), site.getusersitepackages(), os.path.dirname(phalanx.__file__)}
-    torch = sys.modules.get("torch")  # it may be in another module
+    torch = sys.modules.get("torch")  # it may be in another folder
     if torch is not None and torch.__file__ is not None:
         folders.add(os.path.dirname(torch.__file__))
     return ("<frozen ", *(os.path.abspath(folder) + os.sep for folder in folders))

@@ -1,4 +1,4 @@
-"""Answer requests at the agent's socket: ranks show their memory, and others ask where the ranks are."""
+"""Answer requests at the agent's socket: ranks share their memory, and commands ask for snapshots of the job."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from phalanx._job.inspect.stacks.job_snapshot import JobSnapshot, answer
 if TYPE_CHECKING:
     from phalanx._job.agent.attempt import Attempt
 
-# requests that only ranks may make, which have the token
-_OF_RANKS = ("group", PROGRESS_PAGE, "elastic", "store", REPORT)
-_MAX_KNOCKING = 256  # the most connections of ranks that the zygote has not reported yet
+# requests that only ranks may send, which have the token
+_ONLY_FROM_RANKS = ("group", PROGRESS_PAGE, "elastic", "store", REPORT)
+_MAX_EARLY = 256  # the most connections of processes that the zygote has not reported yet
 
 
 class Requests:
@@ -26,7 +26,7 @@ class Requests:
 
     def __init__(self, attempt: Attempt) -> None:
         self._attempt = attempt
-        self._knocking: list[ClientRequest] = []
+        self._early: list[ClientRequest] = []
         self._started_ns = time.monotonic_ns()
 
     @property
@@ -34,7 +34,7 @@ class Requests:
         return self._attempt.host.agent_socket
 
     def receive(self, ready: set[int]) -> None:
-        """Answer the requests that have come on the descriptors that are ready."""
+        """Answer the requests on the ready descriptors."""
         for fd in self._socket.fds:
             if fd not in ready:
                 continue
@@ -47,7 +47,7 @@ class Requests:
     def _answer(self, request: ClientRequest) -> None:
         attempt = self._attempt
         kind = request.message.get("kind")
-        if kind in _OF_RANKS and not self._socket.has_token(request):
+        if kind in _ONLY_FROM_RANKS and not self._socket.has_token(request):
             request.close()
         elif kind == "group":
             request.channel.close()
@@ -59,7 +59,7 @@ class Requests:
             attempt.report_folder = attempt.report_folder or str(request.message.get("folder", ""))
             request.close()
         elif kind == "elastic":
-            self._admit(request)
+            self._accept(request)
         elif kind == "stacks of other hosts":
             attempt.link.request_stacks(request)
         else:
@@ -70,18 +70,18 @@ class Requests:
                 self._answer_snapshot(request)
             request.close()
 
-    def _admit(self, request: ClientRequest) -> None:
-        """Accept the connection of a rank that survives the loss of others.
+    def _accept(self, request: ClientRequest) -> None:
+        """Accept the connection of an elastic rank.
 
-        The kernel identifies the process: processes that a rank has started have the token, too.
+        The kernel identifies its process: children of a rank have the token, too.
         """
         attempt, zygote = self._attempt, self._attempt.host.zygote
         pid = request.channel.peer.pid
         rank = attempt.ranks.rank_of(pid)
         if rank is None and attempt.ranks.awaits_start:
-            self._knocking.append(request)  # the zygote may announce the process soon
-            if len(self._knocking) > _MAX_KNOCKING:
-                self._knocking.pop(0).close()
+            self._early.append(request)  # the zygote may report the process soon
+            if len(self._early) > _MAX_EARLY:
+                self._early.pop(0).close()
             return
         if rank is None:
             self._refuse(request, pid)
@@ -92,26 +92,26 @@ class Requests:
         zygote.warm_up()
         zygote.keep_spare()
         welcome = {"kind": "welcome", "generation": attempt.numbers.generation}
-        attempt.links.admit(request.channel, rank, pid, welcome)
+        attempt.links.accept(request.channel, rank, pid, welcome)
         attempt.on_rank_message(rank, pid, request.message)
 
-    def admit_early(self) -> None:
-        """Look again at connections that came before the zygote announced their process."""
-        knocking, self._knocking = self._knocking, []
-        for request in knocking:
-            self._admit(request)
+    def accept_early(self) -> None:
+        """Process the connections that arrived before the zygote reported their process."""
+        early, self._early = self._early, []
+        for request in early:
+            self._accept(request)
 
     def _refuse(self, request: ClientRequest, pid: int) -> None:
-        """Refuse a process that wants to be a rank and is none, such as one below `phalanx run bash train.sh`."""
-        why = f"phalanx.elastic works in a process that phalanx run has started itself, and pid {pid} is none of them"
+        """Refuse a process that is not a rank, such as a child in `phalanx run bash train.sh`."""
+        why = f"phalanx.elastic works only in a process that phalanx run has started itself, unlike pid {pid}"
         request.channel.put({"kind": "refused", "why": why})
         request.close()
         lost = self._attempt.ranks.processes.lost_ns
         if pid not in lost and read_state(pid) not in ("", "Z"):  # it may have been a rank until now
-            self._socket.notice("no rank", f"{why}. To this one, the loss of a rank is the end of the job")
+            self._socket.notice("no rank", f"{why}. Without it, the job fails when a rank is lost")
 
     def _answer_snapshot(self, request: ClientRequest) -> None:
-        """Answer with the processes of all ranks, and with copies of the descriptors to which they write."""
+        """Answer with the processes of all ranks, and the descriptors of their stacks, records and progress pages."""
         attempt = self._attempt
         processes, settings, place = attempt.ranks.processes, attempt.plan.settings, attempt.numbers.part.place
         living = [rank for rank in attempt.state.running if rank in processes.pids]
@@ -141,7 +141,7 @@ class Requests:
         answer(request.channel, snapshot, stacks, [observer.control for observer in observed], list(pages.values()))
 
     def close(self) -> None:
-        """Close the connections that were not admitted."""
-        for request in self._knocking:
+        """Close the connections that were not accepted."""
+        for request in self._early:
             request.close()
-        self._knocking.clear()
+        self._early.clear()

@@ -1,4 +1,4 @@
-"""Create files without a name that the ranks of an attempt open through the agent, or are given."""
+"""Create anonymous files that the ranks of an attempt inherit, or open through the agent."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _next_store = 0
 
 
 def create_scratch(name: str) -> int:
-    """Return a file without a name which a rank writes, and we read when it can't report; each write appends."""
+    """Return an anonymous file to which a rank appends, and which we read when the rank can't report."""
     if sys.platform != "linux":
         return os.open(os.devnull, os.O_RDWR)
     fd = create(name)
@@ -23,11 +23,11 @@ def create_scratch(name: str) -> int:
 
 
 def create_store() -> int | None:
-    """Return a file without a name, which the ranks open through this process; it ends with it and opens no port.
+    """Return an anonymous file, which the ranks open through this process; it needs no port, and disappears with us.
 
-    The number of its descriptor is never used for anything but stores: the end of torch's FileStore, which Python's
-    collector may put off by several generations, opens the path once more to count itself out. It must not find a pipe
-    there, which would end the rank, nor another file, which it would write to.
+    The number of its descriptor is never reused except for stores: the destructor of torch's FileStore, which garbage
+    collection may delay by several generations, opens the path once more to decrement its count. If it found a pipe
+    there, the rank would die; it would overwrite any other file.
     """
     global _next_store
     if sys.platform != "linux":
@@ -35,11 +35,11 @@ def create_store() -> int | None:
     fd = create("phalanx-store")
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     end = min(soft, _STORES_END) if soft > 0 else _STORES_END
-    first = end // 2  # other descriptors of an agent have lower numbers, and rarely come so far
+    first = end // 2  # an agent's other descriptors have lower numbers, and rarely reach this one
     for lowest in (max(first, _next_store), first):
         try:
             store = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, lowest)
-        except OSError:  # all numbers from there on have been used: from the first again
+        except OSError:  # all numbers from `lowest` on are used: begin with the first again
             continue
         os.close(fd)
         _next_store = store + 1

@@ -1,4 +1,4 @@
-"""`Settings` are a job as requested: the parsed options of `phalanx run`."""
+"""`Settings` are the parsed options of `phalanx run`."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ USAGE_EXIT_CODE = 2
 
 @dataclass(frozen=True)
 class Settings:
-    """`Settings` are a job as requested. A field has the name of its option, where it has one.
+    """`Settings` are the parsed options of a job. A field has the name of its option, if it has one.
 
     Arguments:
         nproc_per_node: a number, or auto, cpu or gpu.
         env: variables for the ranks of all hosts: a value, or None for the value on this host.
-        rendezvous: where the hosts meet; None for a job on one host.
+        rendezvous: how the hosts find each other; None for a job on one host.
         run_id: --rdzv-id; empty if it was not given.
         local_rank_argument: whether the target gets its local rank as its first argument, as under
             torch.distributed.launch.
-        share: which part of this host's cores this command uses, and into how many parts they are divided.
-        needs_metrics: whether the job fails if the metrics cannot be served, because this command asks for them.
+        share: the index of this command's share of the host's cores, and the number of shares.
+        needs_metrics: whether the job fails if the metrics cannot be served, because this command requests them.
         print_completion: a shell: print its completion script, and run nothing.
     """
 
@@ -45,7 +45,7 @@ class Settings:
     evict_after_s: float | None = None
     affinity: bool = True
     preload: bool = True
-    max_restarts: int | None = None  # None: no restart, and in an elastic job as many replacements as help
+    max_restarts: int | None = None  # None: no restarts; in an elastic job, replacements as long as they help
     role: str = "default"
     signals_to_handle: str = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
     master_addr: str = "127.0.0.1"
@@ -58,17 +58,17 @@ class Settings:
     rendezvous: Rendezvous | None = None
     share: tuple[int, int] = (0, 1)
     log_line_prefix_template: str = ""
-    metrics: tuple[str, int] | None = None  # where the job's numbers are served: a host and a port
+    metrics: tuple[str, int] | None = None  # host and port of the metrics server
     needs_metrics: bool = True
     traceback: bool = False
     print_completion: str = ""
 
 
 def refuse(problems: Sequence[str]) -> None:
-    """Refuse a configuration that has problems.
+    """Refuse a configuration with problems.
 
     Raises:
-        LaunchError: there are some; each is a line of the message, which begins with the command.
+        LaunchError: there are problems; each is a line of the message, and begins with the command.
     """
     if problems:
         raise LaunchError("\n".join(f"phalanx run: {problem}" for problem in problems), exit_code=USAGE_EXIT_CODE)

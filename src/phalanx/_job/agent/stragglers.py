@@ -1,4 +1,4 @@
-"""Describe the ranks that remain after others have ended: their state, and their last operation."""
+"""Describe the ranks that still run after others have exited: their state, and their last operation."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _STATES = {
     "R": "running",
     "S": "sleeping",
     "D": "in a system call that cannot be interrupted (a disk or a network file system?)",
-    "T": "stopped (SIGSTOP or Ctrl-Z); `kill -CONT {pid}` lets it go on",
+    "T": "stopped (SIGSTOP or Ctrl-Z); `kill -CONT {pid}` continues it",
     "t": "stopped by a debugger",
-    "Z": "ended, and about to be noticed",
+    "Z": "exited, about to be reaped",
 }
 
 
@@ -29,12 +29,12 @@ def describe_stragglers(
     groups: Sequence[GroupLog],
     local_ranks: range,
 ) -> str:
-    """Return a line for each of `ranks`, whose processes are `pids`; `groups` are their logs.
+    """Return a line for each of `ranks`. `pids` are their processes by rank, `groups` their logs.
 
-    For a rank outside of `local_ranks` the line only says that it is on another host.
+    The line for a rank outside `local_ranks` says only that the rank is on another host.
     """
     gone = world_size - len(ranks)
-    lines = [f"phalanx run: {gone} of {world_size} ranks have ended; still there {waited_s:.1f} s later:"]
+    lines = [f"phalanx run: {gone} of {world_size} ranks have exited; still running {waited_s:.1f} s later:"]
     for rank in ranks[:_MAX_LINES]:
         pid = pids.get(rank)
         absent = "not started yet" if rank in local_ranks else "on another host"
@@ -46,12 +46,12 @@ def describe_stragglers(
 
 
 def describe_process(pid: int, groups: Sequence[GroupLog]) -> tuple[str, str]:
-    """Return the system's and the recorder's information on a process; empty if there is none."""
+    """Return a process's state and its last operation; empty where unknown."""
     return _STATES.get(read_state(pid), "").format(pid=pid), _describe_last(pid, groups)
 
 
 def _describe_last(pid: int | None, groups: Sequence[GroupLog]) -> str:
-    """Return the last place that the recorder saw the process at, in any group; empty if there is none."""
+    """Return the last operation of the process in any group; empty if there is none."""
     logs = [log.records for group in groups for log in group.ranks if log.pid == pid and log.records]
     if not logs:
         return ""

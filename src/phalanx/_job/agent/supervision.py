@@ -1,13 +1,13 @@
-"""Decide what to do about each thing that happens to a job: a state and its transitions, without clock or process.
+"""Decide how to react to the events of a job: a state machine, without clock or process.
 
-                       a rank fails              settled, or the user's signal          all gone
-    running ──────────────────────────▶ settling ────────────────────▶ stopping ─────────────▶ finished
+                       a rank fails            time is over, or the user's signal     all have exited
+    running ──────────────────────────▶ failing ─────────────────────▶ stopping ─────────────▶ finished
        │                                                                  │ grace over, or a second signal
-       ├── all ranks end with 0 ─▶ finished                             └──▶ killing ─▶ finished
-       └── some end with 0, others not within the exit timeout ─▶ stopping
+       ├── all ranks exit with 0 ─▶ finished                              └──▶ killing ─▶ finished
+       └── some exit with 0, others not within the exit timeout ─▶ stopping
 
-A failing job settles for a moment before its other ranks are stopped, so that they can still report: this distinguishes
-the rank that died in silence from those that raised because of it.
+After a failure the other ranks have a moment to report their own errors before they are stopped: these distinguish a
+rank that died in silence from the ranks that raised because of it.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from phalanx._base.loss_detection import HOST_LOSS_GRACE_S, REPORT_GRACE_S, SAME
 from phalanx._base.processes import ENDING_SIGNALS, RELAYED_SIGNALS
 from phalanx._job.agent.failure import ExceptionReport, Exit, HostLoss, RankFailure, decide_failures
 
-_TELL_AFTER_S = (10.0, 60.0, 600.0, 3600.0)  # then every hour
+_REPORT_AFTER_S = (10.0, 60.0, 600.0, 3600.0)  # then every hour
 
 
 @dataclass(frozen=True)
 class Signal:
     """Send `signum` to `ranks`; to their process groups, as a terminal would, if `group`.
 
-    `is_relayed`: the agent has received it, and the ranks may have, too.
+    `is_relayed`: the agent has received the signal, and the ranks may have received it, too.
     """
 
     signum: int
@@ -44,7 +44,7 @@ class Kill:
 
 @dataclass(frozen=True)
 class ReportStragglers:
-    """Print which ranks are still there, `waited_s` after the end of another."""
+    """Print the ranks that are still running `waited_s` after another has exited."""
 
     waited_s: float
 
@@ -52,17 +52,17 @@ class ReportStragglers:
 Action = Signal | Kill | ReportStragglers
 
 
-def decide_delay_s(signum: int, *, came_here: bool) -> float:
-    """Return how long a host holds a signal from outside, which may be on its way to every process of the job.
+def decide_delay_s(signum: int, *, received_here: bool) -> float:
+    """Return how long a host delays relaying a signal from outside, which may reach every process of the job anyway.
 
-    A scheduler sends SIGTERM to other hosts a moment later.
+    A scheduler may send SIGTERM to other hosts a moment later.
     """
-    return SAME_SIGNAL_S if came_here or signum != signal.SIGTERM else SAME_SIGTERM_S
+    return SAME_SIGNAL_S if received_here or signum != signal.SIGTERM else SAME_SIGTERM_S
 
 
 @dataclass
 class Supervision:
-    """`Supervision` decides about one attempt at the job. Every method takes an event and returns actions."""
+    """`Supervision` decides when to stop the ranks of one attempt. Its methods take events and return actions."""
 
     world_size: int
     shutdown_timeout_s: float
@@ -71,39 +71,39 @@ class Supervision:
     reports: dict[int, ExceptionReport] = field(default_factory=dict)
     lost: dict[int, HostLoss] = field(default_factory=dict)  # the ranks whose host is lost
     started: set[int] = field(default_factory=set)
-    abandoned: set[int] = field(default_factory=set)  # the job was asked to end before they were forked
+    abandoned: set[int] = field(default_factory=set)  # the ranks that were not forked because the job ended
     retired: set[int] = field(default_factory=set)  # the ranks without which an elastic job continues
     sent: dict[int, float] = field(default_factory=dict)
     interrupted: int | None = None
-    killed: tuple[int, ...] = ()  # the ranks that outlived the grace period
-    overdue: tuple[int, ...] = ()  # the ranks that outlived the first to end by more than the exit timeout
+    killed: tuple[int, ...] = ()  # the ranks that did not exit within the grace period
+    overdue: tuple[int, ...] = ()  # the ranks that did not exit within the exit timeout
     report_grace_s: float = REPORT_GRACE_S
     is_alone: bool = True  # no rank is on another host
-    is_saving: bool = False  # the ranks of an elastic job save their state, and end, without a time limit
+    is_saving: bool = False  # the ranks of an elastic job save their state and exit, without a time limit
     phase: str = "running"
     next_due: float | None = None
     _first_end: float | None = None
     _last_end: float = 0.0
-    _told: int = 0  # how often the remaining ranks were named since the last end
-    _witness: int = 0  # a rank that was still running when it was last checked
+    _num_reports: int = 0  # the reports of the remaining ranks since the last exit
+    _running_rank: int = 0  # a rank that was running at the last check
 
     @property
     def running(self) -> tuple[int, ...]:
-        """Return the ranks that have not ended, or are still to be started."""
+        """Return the ranks that have not exited, including ranks that have not started."""
         return tuple(rank for rank in range(self.world_size) if self.is_running(rank))
 
     def is_running(self, rank: int) -> bool:
-        """Return whether this rank has not ended, or is still to be started."""
+        """Return whether this rank has not exited; it may not have started."""
         gone = (self.exits, self.abandoned, self.lost, self.retired)
         return rank < self.world_size and not any(rank in ranks for ranks in gone)
 
     @property
     def has_running(self) -> bool:
-        """Return whether a rank is left. It costs nothing as long as the rank that was found last still runs."""
-        if not self.is_running(self._witness):
-            others = itertools.chain(range(self._witness, self.world_size), range(self._witness))
-            self._witness = next(filter(self.is_running, others), self._witness)
-        return self.is_running(self._witness)
+        """Return whether any rank is running; constant time while the rank found last is running."""
+        if not self.is_running(self._running_rank):
+            others = itertools.chain(range(self._running_rank, self.world_size), range(self._running_rank))
+            self._running_rank = next(filter(self.is_running, others), self._running_rank)
+        return self.is_running(self._running_rank)
 
     @property
     def finished(self) -> bool:
@@ -115,18 +115,18 @@ class Supervision:
         return decide_failures(self.exits, self.reports, self.sent, self.lost)
 
     def is_stopped_by_user(self, report: ExceptionReport) -> bool:
-        """Return whether a rank reports only the end that the user asked for: by Ctrl-C, or by a peer's end."""
+        """Return whether the report only reflects that the user stopped the job: by Ctrl-C, or through a lost peer."""
         return self.interrupted is not None and not {"KeyboardInterrupt", "PeerLostError"}.isdisjoint(report.types)
 
     def on_started(self, rank: int) -> None:
         self.started.add(rank)
 
     def on_abandoned(self, rank: int) -> None:
-        """Note that `rank` will not be started any more."""
+        """Record that `rank` will not be started."""
         self.abandoned.add(rank)
 
     def on_lost(self, rank: int) -> None:
-        """Record the end of `rank`'s process in an elastic job that continues; its earlier report is no failure."""
+        """Record the exit of `rank` in an elastic job that continues; its earlier report is no failure."""
         self.reports.pop(rank, None)
 
     def on_retired(self, rank: int) -> None:
@@ -134,24 +134,24 @@ class Supervision:
         self.retired.add(rank)
 
     def on_replaced(self, rank: int) -> None:
-        """Note that `rank` is lost, and that a process is forked again for its number."""
+        """Record that `rank` is lost, and that a replacement is forked."""
         self.started.discard(rank)
         self.retired.discard(rank)
 
     def on_exit(self, exit: Exit) -> list[Action]:
-        """Decide how to react to the end of a rank's process."""
+        """Decide how to react to the exit of a rank."""
         self.exits[exit.rank] = exit
         if not exit.is_orderly or (exit.status and exit.rank in self.reports):
             return self._await_reports(exit.at)
         if self._first_end is None:
             self._first_end = exit.at
-        self._last_end, self._told = exit.at, 0
+        self._last_end, self._num_reports = exit.at, 0
         if self.phase == "running":
             self._wait_for_rest()
         return []
 
     def on_report(self, report: ExceptionReport, now: float) -> list[Action]:
-        """Decide how to react to a rank's report of an exception; its process may take its time to end."""
+        """Decide how to react to a rank's report of an exception; the rank may exit much later."""
         self.reports.setdefault(report.rank, report)
         return self._await_reports(now)
 
@@ -161,7 +161,7 @@ class Supervision:
         return self._await_reports(now, HOST_LOSS_GRACE_S) if self.lost else []
 
     def on_signal(self, signum: int, now: float) -> list[Action]:
-        """Decide how to react to a signal to the agent: one that ends the job, or one to pass on."""
+        """Decide how to react to a signal to the agent: end the job, or relay the signal."""
         if signum not in ENDING_SIGNALS:
             is_for_group = signum not in (signal.SIGUSR1, signal.SIGUSR2)
             return [Signal(signum, self.running, is_for_group, is_relayed=signum in RELAYED_SIGNALS)]
@@ -173,16 +173,16 @@ class Supervision:
         self.interrupted = signum
         if signum == signal.SIGPIPE:
             return self._stop(signal.SIGTERM, now)
-        delay_s = decide_delay_s(signum, came_here=self.is_alone)
+        delay_s = decide_delay_s(signum, received_here=self.is_alone)
         return self._stop(signum, now, delay_s)
 
     def on_time(self, now: float) -> list[Action]:
-        """Execute what is due; the agent calls this at `next_due`."""
+        """Return the actions that are due; the agent calls this at `next_due`."""
         if self.next_due is None or now < self.next_due:
             return []
         if self.phase == "running":
-            return self._notice(now)
-        if self.phase == "settling":
+            return self._report_rest(now)
+        if self.phase == "failing":
             return self._stop(signal.SIGTERM, now)
         if self.phase == "stopping":
             self.killed = self.running
@@ -190,37 +190,34 @@ class Supervision:
         return []
 
     def _wait_for_rest(self) -> None:
-        """Plan when to report the remaining ranks to the user.
-
-        They may take their time, but the user who waits for the command is notified.
-        """
+        """Plan when to report the remaining ranks to the user, or to stop them after the exit timeout."""
         assert self._first_end is not None
-        often = len(_TELL_AFTER_S) - 1
-        times = [self._last_end + _TELL_AFTER_S[min(self._told, often)] * max(1, self._told - often + 1)]
+        last = len(_REPORT_AFTER_S) - 1
+        times = [self._last_end + _REPORT_AFTER_S[min(self._num_reports, last)] * max(1, self._num_reports - last + 1)]
         if self.exit_timeout_s is not None:
             times.append(self._first_end + self.exit_timeout_s)
         self.next_due = min(times) if self.has_running else None
 
-    def _notice(self, now: float) -> list[Action]:
+    def _report_rest(self, now: float) -> list[Action]:
         assert self._first_end is not None
         if self.exit_timeout_s is not None and now >= self._first_end + self.exit_timeout_s:
             self.overdue = self.running
             return [ReportStragglers(now - self._last_end), *self._stop(signal.SIGTERM, now)]
-        self._told += 1
+        self._num_reports += 1
         self._wait_for_rest()
         return [ReportStragglers(now - self._last_end)]
 
     def _await_reports(self, now: float, span_s: float = 0.0) -> list[Action]:
         if self.phase == "running" and not self.is_saving:
-            self.phase, self.next_due = "settling", now + max(span_s, self.report_grace_s)
+            self.phase, self.next_due = "failing", now + max(span_s, self.report_grace_s)
         return []
 
     def _stop(self, signum: int, now: float, delay_s: float | None = None) -> list[Action]:
-        """Send `signum` to the ranks; the grace period begins after `delay_s`, for which the zygote may hold it."""
+        """Send `signum` to the ranks; the grace period begins after `delay_s`, the zygote's delay."""
         self.phase, self.next_due = "stopping", now + (delay_s or 0.0) + self.shutdown_timeout_s
         self.sent.setdefault(signum, now)
-        # Ctrl-C goes to whole groups, as a terminal sends it: programs expect that. Other signals go to the rank alone,
-        # which must get the chance to stop its own children in order. A rank that reported is ending already.
+        # Ctrl-C goes to whole process groups, as programs expect from a terminal. Other signals go only to the rank,
+        # which can then stop its own children in order. A rank that has reported is already exiting.
         ranks = tuple(rank for rank in self.running if rank not in self.reports)
         is_for_group = signum == signal.SIGINT
         return [Signal(signum, ranks, is_for_group, is_relayed=delay_s is not None)] if ranks else []

@@ -19,17 +19,17 @@ Form = Literal["source", "bytecode", "folder", "archive"]
 MAGIC_NUMBER = importlib.util.MAGIC_NUMBER
 BYTECODE_HEADER = 16  # bytes before the code object: magic number, flags, date and size or hash of the source
 _READ_ONCE = (
-    "Every rank reads the script, and standard input or a pipe can be read only once. Write the script into a file: "
+    "Every rank reads the script, and standard input or a pipe can be read only once. Write the script to a file: "
     "cat > /tmp/script.py; phalanx run /tmp/script.py"
 )
 
 _ELASTIC = re.compile(rb"phalanx\.(elastic|Trainer)\b|from phalanx import [^#\n]*\b(elastic|Trainer)\b")
-_NEAR = 0.75  # a ratio of difflib: two exchanged letters in a name of five
+_NEAR = 0.75  # a ratio of difflib: two swapped letters in a name of five
 
 
 @dataclass(frozen=True)
 class JobTarget:
-    """A script's path, a module's name or a program, and the arguments that belong to it."""
+    """A script's path, a module's name or a program, with its arguments."""
 
     kind: Kind
     name: str
@@ -44,7 +44,7 @@ class JobTarget:
 
 
 def find_local_rank_flag(target: JobTarget) -> str:
-    """Return the option by which `target` reads its local rank: with underscores if it knows only that spelling."""
+    """Return the option by which `target` reads its local rank: --local_rank if the script has only that spelling."""
     source = read_source(target)
     only_underscore = b"--local_rank" in source and b"--local-rank" not in source
     return "--local_rank" if only_underscore else "--local-rank"
@@ -54,8 +54,8 @@ def may_train(target: JobTarget) -> bool:
     """Return whether the script mentions an optimizer, a class that creates one, or `phalanx.elastic`.
 
     Each rank of such a script imports the dependencies of torch's optimizers, which takes nearly as long as torch
-    itself. If only other files of the program mention one, that cannot be known in advance. A script that mentions a
-    variable that this import reads may set it, so its ranks import for themselves.
+    itself. Optimizers in other files of the program are not detected. A script that mentions a variable that this
+    import reads may set the variable, so its ranks import for themselves: return False.
     """
     source = read_source(target)
     trains = any(word in source for word in (b"optim", b"DistributedDataParallel", b"Trainer", b"elastic"))
@@ -68,7 +68,7 @@ def is_elastic(target: JobTarget) -> bool:
 
 
 def read_source(target: JobTarget) -> bytes:
-    """Return the source of a script, or of a module below the working directory; of any other nothing."""
+    """Return the source of a script, or of a module below the working directory; empty for any other target."""
     paths = [target.name, os.path.join(target.name, "__main__.py")] if target.kind == "script" else []
     if target.kind == "module":
         path = os.path.join(*target.name.split("."))
@@ -80,15 +80,15 @@ def read_source(target: JobTarget) -> bytes:
 
 
 def find_problem(target: JobTarget, environment: Mapping[str, str]) -> str | None:
-    """Return why `target` cannot run in `environment`, in words for the user; None if no reason is found.
+    """Return the reason for the user why `target` cannot run in `environment`; None if none is found.
 
-    Nothing of `target` runs.
+    Runs no code of `target`.
     """
     if target.kind == "script":
         return _find_script_problem(target.name)
     if target.kind == "program":
         if _which(target.name, environment.get("PATH")) is None:
-            return f"program {target.name!r}: not found, or not executable. Give its path, or look at PATH."
+            return f"program {target.name!r}: not found, or not executable. Give its path, or check PATH."
         return None
     return _find_module_problem(target.name, environment.get("PYTHONPATH", ""))
 
@@ -123,7 +123,7 @@ def _find_script_problem(path: str) -> str | None:
     try:
         mode = os.stat(path).st_mode
         if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-            return f"script {path!r}: is no regular file. {_READ_ONCE}"
+            return f"script {path!r}: is not a regular file. {_READ_ONCE}"
         form = find_form(path)
         if form == "folder":
             main = os.path.join(path, "__main__.py")
@@ -147,12 +147,12 @@ def _find_script_problem(path: str) -> str | None:
     except FileNotFoundError:
         program = _which(path)
         if program and os.path.basename(path).startswith("python"):
-            advice = f" Leave {path!r} out: scripts are run with {sys.executable} without it."
+            advice = f" Leave out {path!r}: {sys.executable} runs the script anyway."
         else:
             advice = f" To run the program {program}, use --no-python." if program else _suggest_neighbour(path)
         return f"script {path!r}: no such file in {os.getcwd()}.{advice}"
     except OSError as error:
-        return f"script {path!r}: cannot be read: {error.strerror}. Look at its permissions: ls -l {path}"
+        return f"script {path!r}: cannot be read: {error.strerror}. Check its permissions: ls -l {path}"
     return _find_source_problem(path)
 
 
@@ -160,11 +160,11 @@ def _find_source_problem(path: str) -> str | None:
     with open(path, "rb") as file:
         source = file.read()
     hint = "" if path.endswith(".py") else " To run a program, use --no-python."
-    if b"\0" in source:  # Python reports it differently in each version
+    if b"\0" in source:  # each version of Python reports them differently
         return f"script {path!r}: not Python source: it contains null bytes.{hint}"
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the ranks' own compilation shows them
+            warnings.simplefilter("ignore")  # the ranks show them when they compile the script
             compile(source, path, "exec", dont_inherit=True)
     except SyntaxError as error:
         text = (error.text or "").rstrip()
@@ -184,10 +184,10 @@ def _which(name: str, path: str | None = None) -> str | None:
 
 
 def _find_module_problem(name: str, python_path: str) -> str | None:
-    """Return why a module cannot be found; only its top package is sought, since more would import it."""
+    """Return why a module cannot be found; check only its top-level package, since more would import it."""
     if name == "__main__" or not all(part.isidentifier() for part in name.split(".")):
         return f"module {name!r}: not a module's name. For a file leave out -m; a module has no .py and no slash."
-    if name.endswith(".py") and os.path.isfile(name):  # also a module's name, if it is in a package
+    if name.endswith(".py") and os.path.isfile(name):  # may also name module py of package train
         return f"module {name!r}: is a file. Leave out -m, or name the module: -m {name.removesuffix('.py')}"
     import importlib.machinery
 
@@ -200,7 +200,7 @@ def _find_module_problem(name: str, python_path: str) -> str | None:
 
 
 def _suggest_neighbour(path: str) -> str:
-    """Return the script in the same folder whose name is similar; the suffixes, which are alike, do not count."""
+    """Return a hint with the script in the same folder whose name is most similar, apart from the suffix."""
     import difflib
 
     folder = os.path.dirname(path) or "."

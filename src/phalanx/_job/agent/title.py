@@ -13,10 +13,10 @@ _PR_SET_MM_ARG_END = 9
 
 
 def set_command(words: Sequence[str]) -> None:
-    """Set the command that `ps`, `top` and `pgrep -f` show to `words`, as far as they fit.
+    """Set the command that `ps`, `top` and `pgrep -f` show to `words`, truncated to the room of the old command.
 
-    Keep the first word: the C library uses it as the program's path. If the system does not reveal the address of the
-    words, nothing changes.
+    Keep the first word: the C library uses it as the program's path. Do nothing if the system hides the address of the
+    command line.
     """
     try:
         start, end = map(int, read_stat("self")[45:47])
@@ -28,13 +28,13 @@ def set_command(words: Sequence[str]) -> None:
     data = b"".join(os.fsencode(word) + b"\0" for word in words)
     if len(data) > room:
         data = data[: room - 1] + b"\0"
-    # Python has copied the words before, and the last byte stays 0: the kernel would read on from there
+    # Python has copied the old words, and the last byte stays 0, because the kernel reads up to a 0
     ctypes.memmove(start, data.ljust(room, b"\0"), room)
-    # a privileged process can cut off the rest, too; else zeros follow
+    # a privileged process can also shorten the command; otherwise zeros follow
     numbers = (_PR_SET_MM, _PR_SET_MM_ARG_END, start + len(data), 0, 0)
     ctypes.CDLL(None).prctl(*(ctypes.c_ulong(number) for number in numbers))
 
 
 def count_room(words: Sequence[str]) -> int:
-    """Return how many bytes `words` take where the kernel keeps them."""
+    """Return the number of bytes of `words` in the kernel's copy of the command line."""
     return sum(len(os.fsencode(word)) + 1 for word in words)

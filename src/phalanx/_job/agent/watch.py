@@ -1,8 +1,8 @@
-"""Watch the ranks while they run: a rank that keeps the others waiting is reported, or killed.
+"""Watch the running ranks: report or kill a rank that makes the others wait.
 
-every few seconds    states of processes, pages of progress, flight recorders     nothing is asked of a rank
-somebody is silent   ask it for its Python stack, wait half a second
-then                 say who waits for whom, where it is; with --evict-after: kill it
+every few seconds    read process states, progress pages and flight recorders, without any work in the ranks
+a rank is silent     request its Python stack, and wait half a second
+then                 report which ranks wait for it, and its stack; with --evict-after: kill it
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from phalanx._comm.diagnostics.rank_list import name_ranks
 from phalanx._job.agent.stragglers import describe_process
 from phalanx._job.inspect.stacks.dump import without_launcher
 
-_LOOK_S = 15.0
-_QUICKEST_LOOK_S = 0.1
-_LOOKS_IN_TIME = 5  # a silent rank is killed only after so many checks
+_CHECK_S = 15.0
+_MIN_CHECK_S = 0.1
+_CHECKS_BEFORE_EVICTION = 5  # a silent rank is killed only after this many checks
 _ANSWER_S = 0.5  # a rank writes its stack within a millisecond, unless it cannot
-_TELL_AFTER_S = (60.0, 600.0, 3600.0)
+_REPORT_AFTER_S = (60.0, 600.0, 3600.0)
 _SLOW_AFTER_S = 60.0
 _MAX_STACK_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
-class AccusedRank:
-    """An `AccusedRank` is a rank that keeps the others waiting; it writes a requested stack after `offset`."""
+class SuspectedRank:
+    """A `SuspectedRank` is a rank that may make the others wait; it writes its requested stack after `offset`."""
 
     rank: int
     pid: int
-    silent: Silent
+    silent: SilentProcess
     offset: int
     due: float
     evict: bool
@@ -47,85 +47,88 @@ class RankWatch:
 
     def __init__(self, evict_after_s: float | None, now: float) -> None:
         self._evict_after_s = evict_after_s
-        self._period_s = _LOOK_S
+        self._period_s = _CHECK_S
         if evict_after_s is not None:
-            self._period_s = min(_LOOK_S, max(_QUICKEST_LOOK_S, evict_after_s / _LOOKS_IN_TIME))
-        self._next_look = now + self._period_s
-        self._standing: dict[int, int] = {}  # by process: since when it is in such a state (ns)
-        self._told: dict[int, int] = {}  # by process: how often it was reported in this silence
-        self._accused: dict[int, AccusedRank] = {}  # by rank: the accusation
+            self._period_s = min(_CHECK_S, max(_MIN_CHECK_S, evict_after_s / _CHECKS_BEFORE_EVICTION))
+        self._next_check = now + self._period_s
+        self._stuck_since_ns: dict[int, int] = {}  # by process: when it was first seen in such a state (ns)
+        self._num_reports: dict[int, int] = {}  # by process: the number of reports in this silence
+        self._suspects: dict[int, SuspectedRank] = {}  # by rank
         self._lateness = LatenessCounter()
-        self._slow_told = False
+        self._slow_reported = False
         self._slow_due = now + _SLOW_AFTER_S
 
     @property
     def next_due(self) -> float:
-        """Return when `look` or `judge` must next be called."""
-        return min([self._next_look, *(accused.due for accused in self._accused.values())])
+        """Return when `check` or `confirm` must next be called."""
+        return min([self._next_check, *(suspect.due for suspect in self._suspects.values())])
 
     def is_due(self, now: float) -> bool:
-        return now >= self._next_look
+        return now >= self._next_check
 
-    def look(
+    def check(
         self,
         pids: Mapping[int, int],
         groups: Sequence[GroupLog],
         steps_ns: Mapping[int, int],
         stacks: Mapping[int, int],
         now: float,
-    ) -> list[AccusedRank]:
-        """Look at the ranks (`pids`); return those that must be asked for their stacks (descriptors by rank)."""
-        self._next_look = now + self._period_s
+    ) -> list[SuspectedRank]:
+        """Check the ranks; return new suspects, whose stacks the caller must request.
+
+        `pids`: the processes by rank. `stacks`: the descriptors of the files for their stacks, by rank.
+        """
+        self._next_check = now + self._period_s
         now_ns = time.monotonic_ns()
         states = {pid: read_state(pid) for pid in pids.values()}
-        standing = [pid for pid, state in states.items() if state and state in STANDING]
-        self._standing = {pid: self._standing.get(pid, now_ns) for pid in standing}
+        stuck = [pid for pid, state in states.items() if state and state in STUCK_STATES]
+        self._stuck_since_ns = {pid: self._stuck_since_ns.get(pid, now_ns) for pid in stuck}
         self._lateness.add(groups)
-        silents = find_silent(groups, set(pids.values()), self._standing, steps_ns, now_ns)
+        silents = find_silent(groups, set(pids.values()), self._stuck_since_ns, steps_ns, now_ns)
         rank_of = {pid: rank for rank, pid in pids.items()}
-        self._told = {pid: times for pid, times in self._told.items() if pid in {s.pid for s in silents}}
+        self._num_reports = {pid: times for pid, times in self._num_reports.items() if pid in {s.pid for s in silents}}
         new = []
         for silent in silents:
             rank = rank_of[silent.pid]
-            times = self._told.get(silent.pid, 0)
+            times = self._num_reports.get(silent.pid, 0)
             evict = (
                 self._evict_after_s is not None
                 and silent.silent_s >= self._evict_after_s
                 and states[silent.pid] != "t"  # under a debugger
             )
-            tell = times < len(_TELL_AFTER_S) and silent.silent_s >= _TELL_AFTER_S[times]
-            if rank in self._accused or not (evict or tell) or (not evict and not silent.waiting):
+            report = times < len(_REPORT_AFTER_S) and silent.silent_s >= _REPORT_AFTER_S[times]
+            if rank in self._suspects or not (evict or report) or (not evict and not silent.waiting):
                 continue
-            self._told[silent.pid] = times + 1
+            self._num_reports[silent.pid] = times + 1
             offset = os.fstat(stacks[rank]).st_size if rank in stacks else 0
-            self._accused[rank] = AccusedRank(rank, silent.pid, silent, offset, now + _ANSWER_S, evict)
-            new.append(self._accused[rank])
+            self._suspects[rank] = SuspectedRank(rank, silent.pid, silent, offset, now + _ANSWER_S, evict)
+            new.append(self._suspects[rank])
         return new
 
-    def judge(
+    def confirm(
         self, pids: Mapping[int, int], groups: Sequence[GroupLog], steps_ns: Mapping[int, int], now: float
-    ) -> list[AccusedRank]:
-        """Return the accused whose time to answer is over and which are still silent; they are accused no more."""
-        due = [accused for accused in self._accused.values() if now >= accused.due]
-        for accused in due:
-            del self._accused[accused.rank]
+    ) -> list[SuspectedRank]:
+        """Remove the suspects that are due; return those that are still silent."""
+        due = [suspect for suspect in self._suspects.values() if now >= suspect.due]
+        for suspect in due:
+            del self._suspects[suspect.rank]
         if not due:
             return []
-        found = find_silent(groups, set(pids.values()), self._standing, steps_ns, time.monotonic_ns())
+        found = find_silent(groups, set(pids.values()), self._stuck_since_ns, steps_ns, time.monotonic_ns())
         silents = {silent.pid: silent for silent in found}
         return [
-            replace(accused, silent=silents[accused.pid])
-            for accused in due
-            if accused.pid in silents and silents[accused.pid].silent_s >= accused.silent.silent_s
+            replace(suspect, silent=silents[suspect.pid])
+            for suspect in due
+            if suspect.pid in silents and silents[suspect.pid].silent_s >= suspect.silent.silent_s
         ]
 
-    def find_slow(self, now: float) -> Slow | None:
-        """Return a process that is constantly slower than the others; each is returned once."""
-        if self._slow_told or now < self._slow_due:
+    def find_slow(self, now: float) -> SlowProcess | None:
+        """Return a process that is constantly slower than the others; at most one per attempt."""
+        if self._slow_reported or now < self._slow_due:
             return None
         self._slow_due = now + _SLOW_AFTER_S
         slow = self._lateness.find_slow()
-        self._slow_told = slow is not None
+        self._slow_reported = slow is not None
         if slow is None:
             self._lateness = LatenessCounter()
         return slow
@@ -137,114 +140,114 @@ def read_stack(fd: int, offset: int) -> str:
     return without_launcher(data.decode(errors="replace"))
 
 
-def describe_wait(accused: AccusedRank, rank_of: Mapping[int, int], groups: Sequence[GroupLog]) -> str:
-    """Return in words who waits for whom, since when, and where that rank is."""
-    silent = accused.silent
+def describe_wait(suspect: SuspectedRank, rank_of: Mapping[int, int], groups: Sequence[GroupLog]) -> str:
+    """Describe which ranks wait for the suspect, for how long, and its last operation."""
+    silent = suspect.silent
     waiting = sorted(rank_of[pid] for pid in silent.waiting if pid in rank_of)
-    who = f"rank {accused.rank} (pid {accused.pid})"
-    where = "; ".join(filter(None, describe_process(accused.pid, groups)))
+    who = f"rank {suspect.rank} (pid {suspect.pid})"
+    where = "; ".join(filter(None, describe_process(suspect.pid, groups)))
     if waiting:
         return (
             f"{name_ranks(waiting)} wait{'s' * (len(waiting) == 1)} for {who} in {silent.operation}, "
             f"for {silent.silent_s:.1f} s: it is {where}"
         )
-    return f"{who} has done nothing for {silent.silent_s:.1f} s: it is {where}"
+    return f"{who} has been inactive for {silent.silent_s:.1f} s: it is {where}"
 
 
-def describe_slow(slow: Slow, rank: int) -> str:
-    """Describe the cost of a rank that is slower than the others."""
+def describe_slow(slow: SlowProcess, rank: int) -> str:
+    """Describe a rank that is slower than the others, and how long they wait for it."""
     return (
-        f"phalanx run: rank {rank} (pid {slow.pid}) is slower than the others: in {slow.span_s:.0f} s it came last "
-        f"to {slow.times} of {slow.num_operations} operations, and for {slow.share * 100:.0f} % of the time they "
-        "waited for it alone. `phalanx top` shows it, `phalanx stacks` where it is"
+        f"phalanx run: rank {rank} (pid {slow.pid}) is slower than the others: in {slow.span_s:.0f} s it entered "
+        f"{slow.times} of {slow.num_operations} operations last, and the others waited only for it for "
+        f"{slow.share * 100:.0f} % of the time. See `phalanx top` and `phalanx stacks`"
     )
 
 
-# Find the rank for which the others wait: one that does not enter an operation, or always enters last.
+# Find the rank for which the others wait: it does not enter an operation, or always enters last.
 #
-# The functions are pure: they read records.
+# The functions are pure.
 #
 #     rank 0   ─────┤ in all_reduce #7 ………………………… now
 #     rank 1   ─────┤ in all_reduce #7 ………………………… now
-#     rank 2   ──────── (not in any operation) ……… now        silent: since ranks 0 and 1 came, or its own last sign
+#     rank 2   ──────── (not in any operation) ……… now        silent: since ranks 0 and 1 entered, or its last sign
 #
-# A rank that waits itself is not the one that is waited for, unless its process is stopped, or in a system call that
-# cannot be interrupted: then it may hold up the very operation in which it is.
+# A rank in an operation is not silent, unless its process is stopped, or in a system call that cannot be interrupted:
+# then it may block the very operation in which it is.
 
-STANDING = "TtD"  # letters of /proc/PID/stat: stopped, in a debugger, in a system call that cannot be interrupted
-_MOSTLY = 0.8  # a rank that is called slower comes last to at least this share of the operations
-_COSTLY = 0.1  # the others wait for it during at least this share of the time
-_FEW = 50  # fewer operations do not show who is slow
+STUCK_STATES = "TtD"  # letters of /proc/PID/stat: stopped, in a debugger, in a system call that cannot be interrupted
+_MIN_LAST_SHARE = 0.8  # a slow rank enters last in at least this share of the operations
+_MIN_WAIT_SHARE = 0.1  # the others wait for a slow rank for at least this share of the time
+_MIN_OPERATIONS = 50  # with fewer operations no rank is called slow
 
 
 @dataclass(frozen=True)
-class Silent:
-    """A `Silent` is a process that others wait for: for how long, and in which operation."""
+class SilentProcess:
+    """A `SilentProcess` is a process for which others wait, and for how long, and in which operation."""
 
     pid: int
     silent_s: float
     waiting: tuple[int, ...]  # processes
-    operation: str  # empty if only the process's state shows it
+    operation: str  # empty if only the process's state shows that it is stuck
 
 
 def find_silent(
     groups: Sequence[GroupLog],
     pids: Collection[int],
-    standing_ns: Mapping[int, int],
+    stuck_since_ns: Mapping[int, int],
     last_step_ns: Mapping[int, int],
     now_ns: int,
-) -> list[Silent]:
-    """Return the processes among `pids` that others wait for, the longest silence first.
+) -> list[SilentProcess]:
+    """Return the processes among `pids` for which others wait, the longest silence first.
 
     Arguments:
         groups: the logs of the ranks.
-        standing_ns: since when processes have been in one of the states `STANDING`.
-        last_step_ns: when processes have last completed a step, if known.
+        stuck_since_ns: by process: when it was first seen in one of the states `STUCK_STATES`.
+        last_step_ns: by process: when it last completed a step, if known.
     """
-    # no rank waits any more in a group that has lost a member: its log is history
+    # ignore groups that have lost a member: no rank waits there any more
     groups = [group for group in groups if all(rank.pid in pids for rank in group.ranks)]
-    signs = _last_signs(groups, last_step_ns)
-    running = _running(groups)
-    found: dict[int, Silent] = {}
+    active_ns = _find_last_activity(groups, last_step_ns)
+    running = _find_active(groups)
+    found: dict[int, SilentProcess] = {}
     for group in groups:
-        for (counted, seq), inside in _waits(group, pids).items():
+        for (counted, seq), inside in _find_waiting(group, pids).items():
             began_ns = min(record.enter_ns for record in inside.values())
             for member in group.ranks:
                 if member.pid not in pids or member.left or not member.came:
                     continue
-                waiters = [record for pid, record in inside.items() if pid not in standing_ns]
-                has_come = _has_come(member.records, counted, seq, waiters)
-                if member.pid in standing_ns:
+                waiters = [record for pid, record in inside.items() if pid not in stuck_since_ns]
+                has_entered = _has_entered(member.records, counted, seq, waiters)
+                if member.pid in stuck_since_ns:
                     others = [r.enter_ns for pid, r in inside.items() if pid != member.pid]
-                    if not others or (has_come and member.pid not in inside):
+                    if not others or (has_entered and member.pid not in inside):
                         continue
-                    since_ns = max(standing_ns[member.pid], min(others))
-                elif has_come or member.pid in running:
+                    since_ns = max(stuck_since_ns[member.pid], min(others))
+                elif has_entered or member.pid in running:
                     continue
                 else:
-                    since_ns = max(began_ns, signs.get(member.pid, 0))
+                    since_ns = max(began_ns, active_ns.get(member.pid, 0))
                 waiting = tuple(pid for pid in inside if pid != member.pid)
                 operation = next(record.place for pid, record in inside.items() if pid in waiting)
-                silent = Silent(member.pid, max(0, now_ns - since_ns) / 1e9, waiting, operation)
+                silent = SilentProcess(member.pid, max(0, now_ns - since_ns) / 1e9, waiting, operation)
                 if member.pid not in found or found[member.pid].silent_s < silent.silent_s:
                     found[member.pid] = silent
-    newest_ns = max(signs.values(), default=0)
-    for pid, since_ns in standing_ns.items():
-        if pid in pids and pid not in found and not running:  # no recorder reports waiting, and no process is active
-            found[pid] = Silent(pid, max(0, now_ns - max(since_ns, newest_ns)) / 1e9, (), "")
+    newest_ns = max(active_ns.values(), default=0)
+    for pid, since_ns in stuck_since_ns.items():
+        if pid in pids and pid not in found and not running:  # no process is in an operation
+            found[pid] = SilentProcess(pid, max(0, now_ns - max(since_ns, newest_ns)) / 1e9, (), "")
     return sorted(found.values(), key=lambda silent: -silent.silent_s)
 
 
 def _counter(record: Record) -> str:
-    """Return the name of the counter for an operation: gradient rounds are counted separately."""
+    """Return the name of the counter of an operation: gradient rounds are counted separately."""
     return "gradients" if record.kind == GRADIENTS else "calls"
 
 
-def _has_come(records: Sequence[Record], counted: str, seq: int, waiters: Sequence[Record]) -> bool:
-    """Return whether the process with these records has entered an operation in which `waiters` are.
+def _has_entered(records: Sequence[Record], counted: str, seq: int, waiters: Sequence[Record]) -> bool:
+    """Return whether the process with these records has entered operation `seq`, in which `waiters` are.
 
-    Each reducer counts its own gradient rounds. A record with this number may belong to another reducer, or to an
-    earlier one (a wrapper makes a new one after its first step), if it left its last round before the others entered.
+    Each reducer counts its own gradient rounds. A record with this number may belong to another reducer (DDP rebuilds
+    its reducer after the first step) if the process left its last round before the others entered.
     """
     came = (record for record in records if _counter(record) == counted and record.seq >= seq)
     if counted == "calls" or not waiters:
@@ -253,32 +256,32 @@ def _has_come(records: Sequence[Record], counted: str, seq: int, waiters: Sequen
     return any(record.leave_ns == 0 or record.leave_ns >= latest_ns for record in came)
 
 
-def _running(groups: Sequence[GroupLog]) -> set[int]:
+def _find_active(groups: Sequence[GroupLog]) -> set[int]:
     return {rank.pid for group in groups for rank in group.ranks if any(r.leave_ns == 0 for r in rank.records)}
 
 
-def _last_signs(groups: Sequence[GroupLog], last_step_ns: Mapping[int, int]) -> dict[int, int]:
-    signs = dict(last_step_ns)
+def _find_last_activity(groups: Sequence[GroupLog], last_step_ns: Mapping[int, int]) -> dict[int, int]:
+    active_ns = dict(last_step_ns)
     for group in groups:
         for rank in group.ranks:
             for record in rank.records[-1:]:
-                signs[rank.pid] = max(signs.get(rank.pid, 0), record.enter_ns, record.leave_ns)
-    return signs
+                active_ns[rank.pid] = max(active_ns.get(rank.pid, 0), record.enter_ns, record.leave_ns)
+    return active_ns
 
 
-def _waits(group: GroupLog, pids: Collection[int]) -> dict[tuple[str, int], dict[int, Record]]:
-    """Return the collectives of the group in which a process is, with those processes."""
-    waits: dict[tuple[str, int], dict[int, Record]] = defaultdict(dict)
+def _find_waiting(group: GroupLog, pids: Collection[int]) -> dict[tuple[str, int], dict[int, Record]]:
+    """Return the unfinished collectives of the group, with the records of the processes in them."""
+    waiting: dict[tuple[str, int], dict[int, Record]] = defaultdict(dict)
     for rank in group.ranks:
         for record in rank.records:
             if record.leave_ns == 0 and record.is_collective and rank.pid in pids:
-                waits[_counter(record), record.seq][rank.pid] = record
-    return waits
+                waiting[_counter(record), record.seq][rank.pid] = record
+    return waiting
 
 
 @dataclass(frozen=True)
-class Slow:
-    """A `Slow` process is the last one: in how many operations, and for which share of the others' waiting time."""
+class SlowProcess:
+    """A `SlowProcess` entered `times` operations last; the others waited for it `share` of the time."""
 
     pid: int
     times: int
@@ -288,27 +291,27 @@ class Slow:
 
 
 class LatenessCounter:
-    """`LatenessCounter` counts who came last to the operations since the beginning. Feed it with looks that overlap."""
+    """`LatenessCounter` counts how often each process entered an operation last. Successive logs must overlap."""
 
     def __init__(self) -> None:
-        self._counted: dict[tuple[str, tuple[int, ...], str], int] = {}  # by group: the latest number that was counted
+        self._counted: dict[tuple[str, tuple[int, ...], str], int] = {}  # by group: the last operation that was counted
         self._times: dict[int, int] = defaultdict(int)
         self._lead_ns: dict[int, int] = defaultdict(int)
         self._num_operations = 0
         self._span_ns = 0
 
     def add(self, groups: Sequence[GroupLog]) -> None:
-        """Count the operations that are new, and to which all ranks of a group have come."""
+        """Count the new operations that all ranks of a group have entered."""
         seen_ns: list[int] = []
         for group in groups:
             pids = tuple(rank.pid for rank in group.ranks)
             if len(pids) < group.world_size or len(pids) < 2:
-                continue  # the others are on other hosts
+                continue  # other ranks are on other hosts
             entered: dict[tuple[str, int], dict[int, int]] = defaultdict(dict)
             for rank in group.ranks:
                 for record in rank.records:
                     if record.is_collective:
-                        # each reducer counts its rounds: the first one's, as not all may be in the second one's yet
+                        # reducers count separately: take the first one's, since some ranks may not have the second yet
                         entered[_counter(record), record.seq].setdefault(rank.pid, record.enter_ns)
             for (counted, seq), times in sorted(entered.items()):
                 key = (group.name, pids, counted)
@@ -323,13 +326,13 @@ class LatenessCounter:
         if seen_ns:
             self._span_ns += max(seen_ns) - min(seen_ns)
 
-    def find_slow(self) -> Slow | None:
+    def find_slow(self) -> SlowProcess | None:
         """Return the process that is constantly slower than the others, if there is one."""
-        if self._num_operations < _FEW:
+        if self._num_operations < _MIN_OPERATIONS:
             return None
         pid = max(self._times, key=self._times.__getitem__)
         span_ns = max(1, self._span_ns)
         share = self._lead_ns[pid] / span_ns
-        if self._times[pid] < _MOSTLY * self._num_operations or share < _COSTLY:
+        if self._times[pid] < _MIN_LAST_SHARE * self._num_operations or share < _MIN_WAIT_SHARE:
             return None
-        return Slow(pid, self._times[pid], self._num_operations, share, span_ns / 1e9)
+        return SlowProcess(pid, self._times[pid], self._num_operations, share, span_ns / 1e9)

@@ -1,8 +1,8 @@
 """Turn a fork of the zygote into a rank: the user's `python script.py`, `python -m module` or program.
 
-The script is the process's real `__main__`, run at the bottom of the stack; when it ends, the interpreter's own
-finalisation follows (threads joined, atexit run, output flushed) and its own exit code. This module only observes: an
-uncaught exception is reported to the agent with its time before the interpreter prints it.
+The script is the process's real `__main__`, run at the bottom of the stack; after it the interpreter finalises as
+usual (joins threads, runs atexit, flushes output), and sets the exit code. This module only observes: it reports an
+uncaught exception and its time to the agent before the interpreter prints it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from phalanx._job.agent.reporter import Reporter
 from phalanx._job.agent.target import BYTECODE_HEADER, JobTarget, find_form
 from phalanx._job.agent.title import set_command
 
-_OUR_FDS = 8  # we use this many numbers at the upper end of a rank's descriptor range
+_OUR_FDS = 8  # we use this many of a rank's highest descriptors
 _CALLS = tuple(
     os.path.join(os.path.dirname(phalanx.__file__), "_job", "launch", "calls", name)
     for name in ("__main__.py", "rank.py")
@@ -47,7 +47,7 @@ _LAUNCHER_FILES = (__file__, *_CALLS, "<string>", runpy.__file__, "<frozen runpy
 
 @dataclass(frozen=True)
 class Assignment:
-    """An `Assignment` is all that a rank needs; the first five fields are descriptors, which the rank owns."""
+    """An `Assignment` is the input of a new rank; the first five fields are descriptors, which the rank owns."""
 
     stdout: int
     stderr: int
@@ -63,7 +63,7 @@ class Assignment:
 
 
 def fill_in_local_rank(target: JobTarget, local_rank: str, flag: str) -> JobTarget:
-    """Return the target of one rank; the option `flag`, unless it is empty, passes the target its local rank.
+    """Return the target of one rank. Unless `flag` is empty, that option with the local rank is the first argument.
 
     As in torchrun, `${local_rank}` in the arguments becomes the local rank, and `$$` a dollar sign.
     """
@@ -73,9 +73,9 @@ def fill_in_local_rank(target: JobTarget, local_rank: str, flag: str) -> JobTarg
 
 
 def run_worker(assignment: Assignment) -> None:
-    """Become the assigned rank; end the process when its code has ended.
+    """Run the assigned rank in this process, and exit.
 
-    If the interpreter must finalize, this returns, or raises the exception of the user's code.
+    If the interpreter must finalise, return, or raise the exception of the user's code.
     """
     shared = frozenset(sys.modules)
     _become_own_process(assignment)
@@ -84,15 +84,15 @@ def run_worker(assignment: Assignment) -> None:
         _execute(assignment, report)
     _reseed()
     use_in_rank(assignment.folder)
-    if not faulthandler.is_enabled():  # else the user asked for dumps on stderr
+    if not faulthandler.is_enabled():  # otherwise the user wants dumps on stderr
         faulthandler.enable(file=_move_up(assignment.dump))
     if hasattr(faulthandler, "register"):
         faulthandler.register(
             STACKS_SIGNAL, file=_move_up(assignment.stacks), all_threads=True
-        )  # the handler is written in C, so that it also works in a hang
+        )  # the handler is in C, so it also works in a hang
     _record_steps()
     code = _prepare_main(assignment, report)
-    if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:  # otherwise the parent has chosen to ignore it
+    if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:  # otherwise the parent ignores it
         signal.signal(signal.SIGINT, signal.default_int_handler)
     status = 0
     try:
@@ -101,15 +101,15 @@ def run_worker(assignment: Assignment) -> None:
         failed_at = time.monotonic()
         error.__traceback__ = _without_launcher(error.__traceback__)
         if os.getpid() != report.pid:
-            raise  # a child that the script forked by hand: its end is the script's affair
+            raise  # a child that the script has forked: the script handles its exit
         if isinstance(error, SystemExit):
             if compute_exit_status(error.code) == os.EX_TEMPFAIL and type(error) is SystemExit:
-                pass  # no failure: the script asks to be started again later
+                pass  # no failure: the script asks to be restarted later
             elif compute_exit_status(error.code) != 0:
                 report.send(error, failed_at)
             elif error.code:
                 print(
-                    f"phalanx run: sys.exit({error.code!r}) is success: of an exit code the system keeps eight bits, 0",
+                    f"phalanx run: sys.exit({error.code!r}) is success: the system keeps only eight bits, here 0",
                     file=sys.stderr,
                 )
             if not can_end_quickly():
@@ -117,7 +117,7 @@ def run_worker(assignment: Assignment) -> None:
             status = compute_exit_status(error.code)
             if error.code is not None and not isinstance(error.code, int):
                 print(error.code, file=sys.stderr)
-            error.__traceback__ = None  # the frames reference objects to free
+            error.__traceback__ = None  # its frames reference objects to be freed
             error.code = None
         else:
             _report_error(error, failed_at, report)
@@ -132,32 +132,32 @@ def run_worker(assignment: Assignment) -> None:
 
 
 def _report_error(error: BaseException, failed_at: float, report: Reporter) -> None:
-    """Report an error to the agent, and print it as the interpreter does, but without our frames."""
+    """Report an error to the agent, and print it like the interpreter, but without our frames."""
     report.send(error, failed_at)
     sys.excepthook(type(error), error, error.__traceback__)
-    sys.excepthook = lambda *_: None  # the interpreter's end must not print it again
+    sys.excepthook = lambda *_: None  # the interpreter must not print it again
 
 
 def compute_exit_status(code: object) -> int:
-    """Return the exit code of a process whose script calls `sys.exit(code)`, as the interpreter finds it."""
+    """Return the exit code that the interpreter sets after `sys.exit(code)`."""
     if code is None:
         return 0
     if isinstance(code, int):
-        return code & 0xFF if -(1 << 63) <= code < 1 << 63 else 0xFF  # a C long, of which the system keeps eight bits
-    return 1  # it was printed
+        return code & 0xFF if -(1 << 63) <= code < 1 << 63 else 0xFF  # the system keeps eight bits of a C long
+    return 1  # the interpreter prints `code`
 
 
 def _move_up(fd: int) -> int:
-    """Move `fd` to a high number, closed in programs that the rank starts; return the number.
+    """Move `fd` to a high number, close-on-exec; return the number.
 
-    A script that closes foreign descriptors (`os.closerange(3, 64)`, as daemons do) misses it. If the script closes it
-    anyway, files that it opens later get low numbers: we never write into a file of the user's.
+    A script that closes foreign descriptors (`os.closerange(3, 64)`, as daemons do) rarely closes it. If it does, files
+    that it opens later get low numbers, so we never write to a file of the user.
     """
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     floor = (1024 if soft == resource.RLIM_INFINITY else min(soft, 1024)) - _OUR_FDS
     try:
         high = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, max(floor, 3))
-    except OSError:  # all numbers up there are taken
+    except OSError:  # no high number is free
         return fd
     os.close(fd)
     return high
@@ -165,7 +165,7 @@ def _move_up(fd: int) -> int:
 
 def _become_own_process(assignment: Assignment) -> None:
     die_with_parent(assignment.parent)
-    os.setpgid(0, 0)  # the terminal's signals reach the agent only; it passes them on, once
+    os.setpgid(0, 0)  # the terminal's signals reach only the agent, which relays them once
     os.dup2(assignment.stdout, 1)
     os.dup2(assignment.stderr, 2)
     os.close(assignment.stdout)
@@ -174,7 +174,7 @@ def _become_own_process(assignment: Assignment) -> None:
     if assignment.cpus:
         _pin(frozenset(assignment.cpus))
     for stream in (sys.stdout, sys.stderr):
-        # Output goes to a pipe but is meant to be seen live, as on a terminal.
+        # Output goes to a pipe, but must appear at once, as on a terminal.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True)
 
@@ -185,25 +185,25 @@ def _pin(cpus: frozenset[int]) -> None:
     try:
         os.sched_setaffinity(0, cpus)
     except OSError:
-        return  # the cores were taken from us since the agent looked; running unpinned is right, only slower
+        return  # the system has withdrawn these cores; running unpinned is only slower
     if cpus == everywhere:
         return
 
     def release() -> bool:
-        chosen = os.sched_getaffinity(0) != cpus  # by the script
+        chosen = os.sched_getaffinity(0) != cpus  # the script has pinned itself
         if not chosen:
             os.sched_setaffinity(0, everywhere)
         return not chosen
 
     os.register_at_fork(after_in_child=release)
     _release_while_starting_programs(release, lambda: os.sched_setaffinity(0, cpus))
-    # DataLoader compares its workers with the cores that the rank is pinned to, and would warn of too many
+    # DataLoader compares its workers with the rank's cores, and would warn of too many workers
     counts = "|".join(str(count) for count in range(1, len(everywhere) + 1))
     warnings.filterwarnings("ignore", f"This DataLoader will create ({counts}) worker", UserWarning)
 
 
 def _release_while_starting_programs(release: Callable[[], bool], pin: Callable[[], None]) -> None:
-    """Unpin the calling thread while it starts a program: the program inherits its cores, and runs no fork hook.
+    """Unpin the calling thread while it starts a program, which inherits the thread's cores and runs no fork hook.
 
     `subprocess` and multiprocessing's "spawn" and "forkserver" start programs through these functions.
     """
@@ -228,8 +228,8 @@ def _release_while_starting_programs(release: Callable[[], bool], pin: Callable[
 
 
 def _execute(assignment: Assignment, report: Reporter) -> NoReturn:
-    """Replace this process by the target's program."""
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores it, and an ignored signal would stay ignored
+    """Replace this process with the target's program."""
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores it, and the program would inherit that
     try:
         os.execvpe(assignment.target.name, list(assignment.target.command), os.environ)
     except OSError as error:
@@ -239,25 +239,25 @@ def _execute(assignment: Assignment, report: Reporter) -> NoReturn:
 
 
 def _reseed() -> None:
-    """Give each rank the random state that a fresh interpreter would have: its own, from the operating system."""
+    """Seed the random generators from the operating system, as in a fresh interpreter."""
     # Python's `random` reseeds itself after a fork.
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is not None:
         numpy_random.seed()
     torch = sys.modules.get("torch")
     if torch is not None:
-        torch.default_generator.seed()  # not torch.seed(): that would queue a seed for CUDA too
+        torch.default_generator.seed()  # not torch.seed(), which also queues a seed for CUDA
 
 
 def _record_steps() -> None:
-    """Record this process's steps for the run's report, if one is asked for; its children record nothing."""
+    """Record this process's steps for the run's report, if one was requested; its children record nothing."""
     folder = os.environ.pop("PHALANX_REPORT", "")
     if folder:
         from phalanx._job.report.recording import begin_in_rank
 
         try:
             begin_in_rank(folder)
-        except (OSError, ImportError) as error:  # without the C core nothing can be recorded
+        except (OSError, ImportError) as error:  # recording needs the C core
             print(f"phalanx run: --report: this rank's steps cannot be recorded: {error}", file=sys.stderr)
 
 
@@ -265,7 +265,7 @@ def _prepare_main(assignment: Assignment, report: Reporter) -> Callable[[], obje
     """Set up `__main__`, `sys.argv` and `sys.path` as the interpreter does; return the function that runs the code."""
     main = ModuleType("__main__")
     main.__dict__["__builtins__"] = sys.modules["builtins"]
-    if sys.version_info < (3, 14):  # since then a module computes its annotations when it is asked for them
+    if sys.version_info < (3, 14):  # later versions compute a module's annotations on demand
         main.__annotations__ = {}
     sys.modules["__main__"] = main
     command, arguments = assignment.target.command, assignment.target.arguments
@@ -276,7 +276,7 @@ def _prepare_main(assignment: Assignment, report: Reporter) -> Callable[[], obje
         sys.argv = ["-m", *arguments]
         if not safe_path:
             sys.path.insert(0, os.getcwd())
-        # private, but it is what `python -m` itself calls, and unchanged since Python 3.3
+        # private, but `python -m` itself calls it, and it is unchanged since Python 3.3
         run_module: Callable[[str], object] = runpy._run_module_as_main  # type: ignore[attr-defined]
         return lambda: run_module(assignment.target.name)
     sys.argv = [assignment.target.name, *arguments]
@@ -317,40 +317,40 @@ def _is_launcher(frame: FrameType) -> bool:
     return frame.f_code.co_filename in _LAUNCHER_FILES
 
 
-# End a rank as any Python program ends, but without tearing down the interpreter.
+# Exit a rank like any Python program, but without tearing down the interpreter.
 #
-# What the zygote has imported is in pages that all ranks share. At its end, the interpreter visits every object of
-# every module once more to free it, and each visit copies a page: 8 ranks of 49 MB grew to 940 MB together, and 32 idle
-# ranks took 20 s to end. So the rank repeats the interpreter's steps that concern the program, in the same order, and
-# leaves the rest to the kernel, which frees pages without reading them.
+# The ranks share the pages of the zygote's imports. At exit, the interpreter visits every object of every module to
+# free it, and each visit copies a page: 8 ranks of 49 MB grew to 940 MB together, and 32 idle ranks took 20 s to exit.
+# So the rank repeats the interpreter's steps that concern the program, in the same order, and leaves the rest to the
+# kernel, which frees pages without reading them.
 #
 # threads joined > atexit > the script's own modules cleared (files closed, __del__) > streams flushed > _exit
 
 
 def can_end_quickly() -> bool:
-    """Return whether neither the interpreter's own finalization nor that of C libraries is needed."""
-    if sys.flags.inspect or "LD_PRELOAD" in os.environ:  # a profiler that writes its results at the very end, perhaps
+    """Return whether the finalization of the interpreter and of C libraries can be skipped."""
+    if sys.flags.inspect or "LD_PRELOAD" in os.environ:  # a profiler may write its results at the very end
         return False
-    if "mpi4py.MPI" in sys.modules:  # MPI is finalized by a hook below Python's
+    if "mpi4py.MPI" in sys.modules:  # mpi4py finalizes MPI in a C-level exit hook
         return False
     torch = sys.modules.get("torch")
     return torch is None or not torch.cuda.is_initialized()
 
 
 def end_quickly(status: int, shared: Collection[str]) -> None:
-    """End the process with `status`, which looks from outside like the interpreter's own end.
+    """Exit the process with `status`; from outside this looks like the interpreter's own exit.
 
-    `shared` are the modules that were loaded before the script, which stay untouched. This returns only if the streams
-    cannot be flushed: then the interpreter reports that itself, with its own exit code.
+    `shared` are the modules loaded before the script, which stay untouched. Return only if the streams cannot be
+    flushed: the interpreter then reports that, with its own exit code.
     """
     try:
-        threading._shutdown()  # type: ignore[attr-defined]  # what the interpreter calls; it joins all but the daemons
+        threading._shutdown()  # type: ignore[attr-defined]  # as the interpreter; joins all threads but daemons
     except BaseException:
         sys.excepthook(*sys.exc_info())
     atexit._run_exitfuncs()
     gc.collect()
-    # The interpreter stops daemon threads before it clears modules. Here they continue, but only while this thread
-    # waits, and their output is lost.
+    # The interpreter stops daemon threads before it clears modules. Here they still run whenever this thread blocks,
+    # and their errors are not printed.
     sys.setswitchinterval(1e6)
     threading.excepthook = lambda _: None
     _free_modules(shared)
@@ -360,7 +360,7 @@ def end_quickly(status: int, shared: Collection[str]) -> None:
                 stream.flush()
     except (OSError, ValueError):
         return
-    ctypes.CDLL(None).fflush(None)  # this flushes the output of C libraries
+    ctypes.CDLL(None).fflush(None)  # flush the output of C libraries
     os._exit(status)
 
 
@@ -383,7 +383,7 @@ def _free_modules(shared: Collection[str]) -> None:
 
 
 def _clear(names: dict[str, Any]) -> None:
-    """Clear a module as the interpreter does if it is still referenced: private names first, builtins stay."""
+    """Clear a module that is still referenced, like the interpreter: private names first, builtins never."""
     for private in (True, False):
         for name in list(names):
             if name != "__builtins__" and (name.startswith("_") and not name.startswith("__")) == private:

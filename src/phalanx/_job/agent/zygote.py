@@ -2,32 +2,32 @@
 
     agent ──control socket──▶ zygote ──fork──▶ rank 0, 1, 2 …        (each becomes `python script.py`)
 
-The zygote holds no CUDA context (if an import creates one, the zygote restarts without that import), starts no thread
-and never runs user code. It adopts every orphan below it. When the agent's end of the socket closes, for whatever
-reason, the zygote kills all its descendants before it ends itself. When the zygote dies, the kernel kills the ranks
-(their death signal), and the agent adopts and kills their children.
+The zygote has no CUDA context (if an import creates one, the zygote restarts without that import), starts no thread and
+never runs user code. It adopts all orphans among its descendants. When the agent's end of the socket closes, for any
+reason, the zygote kills all its descendants and exits. When the zygote dies, the kernel kills the ranks (by their
+parent-death signal), and the agent adopts and kills their children.
 
-In an elastic job the zygote has a spare: a fork of itself, which does nothing until the zygote is killed, and then
-replaces it without an import. To the agent the spare is another zygote, which receives its first command then.
+In an elastic job the zygote has a spare: a fork of itself, which sleeps until the zygote is killed, and then replaces
+it without an import. For the agent the spare is another zygote, to which it now sends the first command.
 
 A signal may be sent to the agent alone (`docker stop`, Ctrl-C) or to every process of the job (systemd, `scancel`). The
-zygote survives the signal, and can distinguish the two: nobody signals the zygote alone. It relays the agent's signal,
-unless it receives the same signal itself, since then the ranks do, too.
+zygote survives the signal, and so can distinguish the two: nobody signals the zygote alone. It relays the agent's
+signal, unless it receives the same signal itself, because then the ranks do, too.
 
-A rank is identified by the number with which it was started. In an elastic job the same number is forked again after
-the loss of its process, and the ranks outlive the zygote: the agent adopts them, and a new zygote forks later ones.
+A rank is identified by its slot, the rank as which it was started. In an elastic job the replacement of a lost rank has
+the same slot, and the ranks survive the zygote: the agent adopts them, and a new zygote forks later ranks.
 
 Commands:  fork {rank, environment, cpus}, with descriptors stdout, stderr, reports, dump, stacks;
            signal {signum, ranks, group};  sweep;
            relay {signum, ranks, group, delay_s}: send a signal that the agent received, unless the zygote receives it;
-           elastic {rank}: if it is lost, the job continues, and the rest of its process group is killed;
-           warm: import what ranks need to begin to train, which may be soon;
-           guard {sessions}: those of earlier zygotes, which are killed with all else when the agent has gone;
+           elastic {rank}: the job survives the loss of this rank: then kill the rest of its process group;
+           warm: import the modules for training;
+           guard {sessions}: the sessions of earlier zygotes, to be killed, too, when the agent has exited;
            spare, with a descriptor, the spare's control socket: fork a spare;
-           membership {membership}: with it the zygote notifies the first host if the agent is killed;
+           membership {membership}: to notify the first host if the agent is killed;
 Events:    started {rank, pid};  unforked {rank, errno};  exit {rank, pid, status, at};  swept;
-           spare {pid}: 0 where it could not be forked, or has ended;
-           relay {signum, ranks, group}: send it to those that the zygote has not forked
+           spare {pid}: 0 if the spare could not be forked, or has exited;
+           relay {signum, ranks, group}: send the signal to these ranks, which the zygote has not forked
 """
 
 from __future__ import annotations
@@ -70,9 +70,9 @@ from phalanx._job.agent.title import set_command
 from phalanx._job.agent.worker import Assignment, fill_in_local_rank, run_worker
 from phalanx._job.agent.zygote_command import plan_zygote_code
 
-# What a rank imports when it begins to train. The first costs every process half a second and more, and any optimizer
-# of torch's imports it: a rank that takes the place of another one would keep all waiting for that.
-_FOR_TRAINING = (
+# The modules that a rank imports to train. The first takes half a second or more, and every optimizer of torch imports
+# it: the others would wait for a replacement to import it.
+_TRAINING_MODULES = (
     "torch._dynamo", "torch.nn.parallel.distributed", "torch.utils.data", "phalanx.ddp.module", "phalanx.data.sampler",
     "phalanx.optim.zero", "phalanx.elastic.run",
 )  # fmt: skip
@@ -86,42 +86,42 @@ def main(
     sessions: Sequence[int] = (),
     reports_death: bool = False,
 ) -> None:
-    """Serve the agent on descriptor `control` until it ends; return only in a rank, when its script has ended.
+    """Serve the agent on descriptor `control` until it exits; return only in a rank, when its script has ended.
 
     Arguments:
-        warm: import more, because ranks will train, or may have to be restarted.
-        sessions: those of earlier zygotes, whose ranks live.
-        reports_death: if the agent is killed, notify the first host, also while torch is being imported.
+        warm: also import the modules for training.
+        sessions: the sessions of earlier zygotes that still have live ranks.
+        reports_death: if the agent is killed, even during the import of torch, notify the first host.
     """
     if (
         not sessions and not reports_death
-    ):  # while torch is being imported nothing watches the socket, and there is nothing to clean up
+    ):  # nothing polls the socket during the import of torch, and nothing is to be cleaned up
         die_with_parent(agent)
     adopt_orphans()
-    set_command([sys.executable, f"(phalanx run {agent}: the zygote, from which the ranks are forked)"])
+    set_command([sys.executable, f"(phalanx run {agent}: the zygote, which forks the ranks)"])
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        # Until a rank runs its script, Ctrl-C ends it without a traceback of ours. Python's handler only takes a note
-        # of the signal; in a rank that is about to become a program the note would be lost with Python.
+        # Until a rank runs its script, Ctrl-C kills it without a traceback of ours. Python's handler would only set a
+        # flag, which is lost when a rank executes a program.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    gc.disable()  # an import makes objects that stay: to look for garbage in between only takes time
+    gc.disable()  # objects of imports stay: collecting garbage would only take time
     if preload:
         _import_torch()
     if use := find_own_cuda_use():
         print(describe(use, preloads=preload), file=sys.stderr, flush=True)
         if preload:
-            _begin_again(control, agent, sessions, reports_death, preload=False)
+            _restart(control, agent, sessions, reports_death, preload=False)
     elif warm:
         _import_for_training()
-        if find_own_cuda_use():  # then each rank imports that by itself, as under any other launcher
-            _begin_again(control, agent, sessions, reports_death, preload=preload)
-    gc.freeze()  # this also keeps the pages of the modules shared when the ranks' collector runs
+        if find_own_cuda_use():  # then each rank imports these modules itself, as under any other launcher
+            _restart(control, agent, sessions, reports_death, preload=preload)
+    gc.freeze()  # so that the ranks' garbage collection does not copy the shared pages
     gc.enable()
     assignment = _Zygote(Channel(socket.socket(fileno=control)), agent, sessions).serve(reports_death=reports_death)
     run_worker(assignment)
 
 
-def _begin_again(control: int, agent: int, sessions: Sequence[int], reports_death: bool, *, preload: bool) -> None:
-    """Restart as a zygote that imports less: forks of a process with these imports cannot use a GPU."""
+def _restart(control: int, agent: int, sessions: Sequence[int], reports_death: bool, *, preload: bool) -> None:
+    """Restart this zygote with fewer imports: forks of a process with CUDA initialised cannot use a GPU."""
     close_devices()
     own, room = sys.orig_argv.index("-c"), sys.orig_argv[-1]
     code = plan_zygote_code(control, agent, preload=preload, warm=False, sessions=sessions, reports_death=reports_death)
@@ -140,19 +140,19 @@ def _import_torch() -> None:
 
         patch_launched_rank()
     except Exception:
-        pass  # a script without torch runs anyway; one with torch fails in its own import, which reports the error
+        pass  # a script without torch needs none; a script with torch fails at its own import, which reports the error
     finally:
         loading.join()  # nothing may be forked while a thread runs
 
 
 def _import_for_training() -> None:
     before = set(os.environ)
-    for name in _FOR_TRAINING:
+    for name in _TRAINING_MODULES:
         try:
             importlib.import_module(name)
         except Exception:
-            pass  # a script without torch runs all the same
-    for name in os.environ.keys() - before:  # torch._dynamo names a folder for its cache, as it would in the rank
+            pass  # a script without torch needs none
+    for name in os.environ.keys() - before:  # torch._dynamo sets its cache folder; it does so again in each rank
         del os.environ[name]
 
 
@@ -170,8 +170,8 @@ def _load_torch_library() -> None:
 
 def _fork() -> int:
     with warnings.catch_warnings():
-        # Python warns of threads that a library has started in C. Python's own have ended, and the child of a library
-        # that cannot be forked is found out by `find_own_cuda_use`.
+        # Python warns of threads that a library has started in C. Python's own threads have ended, and
+        # `find_own_cuda_use` detects the library that cannot be forked.
         warnings.simplefilter("ignore", DeprecationWarning)
         return os.fork()
 
@@ -185,25 +185,25 @@ class _Zygote:
         self._elastic: set[int] = set()  # the processes of elastic ranks
         self._ranks: dict[int, int] = {}  # by process: its rank, until it is reaped
         self._target: JobTarget | None = None
-        self._local_rank_flag = ""  # the option by which the target gets its local rank
+        self._local_rank_flag = ""  # the option that passes the target its local rank
         self._folder = ""
         self._membership: dict[str, Any] = {}  # the agent's membership, in a job on several hosts
-        self._caught = contextlib.ExitStack()  # while it is open, signals do not interrupt but are read
-        self._received: dict[int, float] = {}  # by signal: when this process received it last
-        self._delayed: list[tuple[float, dict[str, Any]]] = []  # messages to relay, with their times
+        self._caught = contextlib.ExitStack()  # while open, signals are read from a descriptor
+        self._received: dict[int, float] = {}  # by signal: when this process last received it
+        self._delayed: list[tuple[float, dict[str, Any]]] = []  # signals to relay, and when
         self._spare = 0  # the process of the spare
-        self._is_spare = False  # whether this process is a spare whose zygote lives
+        self._is_spare = False  # whether this process is a spare that has not replaced its zygote
 
     def serve(self, *, reports_death: bool = False) -> Assignment:
-        """Serve the agent's commands; return only in each forked rank.
+        """Serve the agent's commands; return only in a forked rank.
 
-        `reports_death`: read the messages that a killed agent has sent, too: they have the first host's address.
+        `reports_death`: if the agent has been killed, still read its messages, which have the first host's address.
         """
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # the agent's parent may have ignored it
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # the agent may have inherited SIG_IGN
         signals = self._caught.enter_context(caught_signals([signal.SIGCHLD, *RELAYED_SIGNALS]))
         signal.pthread_sigmask(signal.SIG_UNBLOCK, RELAYED_SIGNALS)
         outlive_parent()
-        if not (self._is_spare or reports_death) and os.getppid() != self._agent:  # it died unobserved
+        if not (self._is_spare or reports_death) and os.getppid() != self._agent:  # the agent died before this
             kill_sessions(self._sessions)
             os._exit(1)
         poll = select.poll()
@@ -211,12 +211,12 @@ class _Zygote:
         poll.register(signals, select.POLLIN)
         while True:
             ready = [fd for fd, _ in poll.poll(self._wait_ms())]
-            # Also where poll() has not seen it: a signal that was sent before a command is here before the command.
+            # Read even if poll() has not reported it: a signal sent before a command must be processed first.
             for number in read_signals(signals):
                 self._on_signal(number)
             self._relay_due()
             if self._control.fileno() in ready:
-                # One, because a rank that is forked for it would inherit the descriptors of those after it.
+                # One at a time: a forked rank would inherit the descriptors of later messages.
                 for message in self._control.receive_available(limit=1):
                     self._is_spare = False
                     assignment = self._execute(message.content, message.fds)
@@ -233,14 +233,14 @@ class _Zygote:
         self._delayed = [delayed for delayed in self._delayed if delayed[1]["signum"] != number]
 
     def _delay(self, message: dict[str, Any]) -> None:
-        """Delay a signal that the agent has received; drop it if this process has received it, too."""
+        """Delay a signal that the agent has received; drop the signal if this process has received it, too."""
         now = time.monotonic()
         at = self._received.get(message["signum"])
         if at is None or now > at + SAME_SIGTERM_S:
             self._delayed.append((now + message["delay_s"], message))
 
     def _wait_ms(self) -> int | None:
-        """Return how long to wait for an event; None: until there is one."""
+        """Return how long to wait for an event; None without limit."""
         due = min((at for at, _ in self._delayed), default=None)
         return None if due is None else max(0, math.ceil((due - time.monotonic()) * 1000))
 
@@ -260,13 +260,13 @@ class _Zygote:
         signal_children(named, message["signum"], group=message["group"])
 
     def _end_with_agent(self) -> NoReturn:
-        """End this process and all ranks, because the agent has ended; a spare leaves that to the zygote."""
+        """Kill all ranks and exit, because the agent has exited; a spare only exits."""
         if self._is_spare:
             os._exit(0)
         kill_sessions(self._sessions)
         kill_descendants(list(self._ranks))
         if self._folder:
-            remove(self._folder)  # the agent would do it, if it had not been killed
+            remove(self._folder)  # the agent removes it itself unless it was killed
         if self._membership:
             self._notify_first_host()
         os._exit(0)
@@ -278,7 +278,7 @@ class _Zygote:
             self._target = JobTarget(target["kind"], target["name"], tuple(target["arguments"]))
             self._local_rank_flag, self._folder = message["local_rank_flag"], message["folder"]
             if self._target.kind != "program":
-                from multiprocessing import process  # noqa: F401  once for all ranks: each says where its sockets go
+                from multiprocessing import process  # noqa: F401  once for all ranks, which set its folder
         elif command == "membership":
             self._membership = message["membership"]
         elif command == "warm":
@@ -296,20 +296,20 @@ class _Zygote:
             self._report_exits(kill_descendants(list(self._ranks)))
             self._send_event({"event": "swept"})
         elif command in ("fork", "spare"):
-            # A signal that reaches the child before it has its own dispositions stays pending there.
+            # Signals stay pending in the child until it has set its own handlers.
             with blocked_signals(RELAYED_SIGNALS):
                 return self._fork(message, fds) if command == "fork" else self._fork_spare(*fds)
         return None
 
     def _fork_spare(self, control: int) -> Assignment | None:
-        """Fork a spare, which waits; return the assignment of a rank that the spare forks, and None in this process."""
+        """Fork a spare. Return None in this process; the spare returns only in a rank, with its assignment."""
         try:
             self._spare = _fork()
         except OSError:
             self._spare = 0
         if self._spare == 0 and os.getpid() != self._pid:
-            self._leave()
-            adopt_orphans()  # no fork inherits this
+            self._undo_setup()
+            adopt_orphans()  # a fork does not inherit this
             os.setsid()  # a session of its own, which identifies its ranks
             set_command([sys.executable, f"(phalanx run {self._agent}: the spare zygote)"])
             spare = _Zygote(Channel(socket.socket(fileno=control)), self._agent, ())
@@ -321,13 +321,13 @@ class _Zygote:
         return None
 
     def _notify_first_host(self) -> None:
-        """Notify the first host that the agent was killed; nothing else is left to do here."""
+        """Notify the first host that the agent was killed."""
         try:
             from phalanx._job.agent.orphaned import notify_first_host
 
             notify_first_host(self._membership, self._agent)
         except Exception:
-            pass  # the first host finds out by our silence
+            pass  # the first host detects the loss by a timeout
 
     def _fork(self, message: dict[str, Any], fds: Sequence[int]) -> Assignment | None:
         """Fork one rank; return its assignment in the child, None in the zygote."""
@@ -340,7 +340,7 @@ class _Zygote:
             self._send_event({"event": "unforked", "rank": rank, "errno": error.errno})
             return None
         if pid == 0:
-            self._leave()
+            self._undo_setup()
             stdout, stderr, reports, dump, stacks = fds
             environment, cpus = message["environment"], message["cpus"]
             assert self._target is not None
@@ -352,21 +352,21 @@ class _Zygote:
         for fd in fds:
             os.close(fd)
         try:
-            os.setpgid(pid, pid)  # the rank does it too; the first call counts, so that signals reach the group
+            os.setpgid(pid, pid)  # the rank does this, too: signals must reach the group from now on
         except OSError:
-            pass  # it has ended, or runs another program already
+            pass  # it has exited, or already runs another program
         self._send_event({"event": "started", "rank": rank, "pid": pid})
         return None
 
-    def _leave(self) -> None:
+    def _undo_setup(self) -> None:
         """Undo, in the child, the setup that made this process a zygote."""
         self._caught.close()
         self._control.close()
 
     def _reap(self) -> None:
-        # Reported before it is reaped: if we are killed in between, the agent adopts it and reports the same once more.
+        # Report before reaping: if this process is killed in between, the agent adopts the rank, and reports it again.
         for pid, status in reap_children():
-            if pid in self._elastic and status != 0:  # its children (DataLoader workers) must not stay with the job
+            if pid in self._elastic and status != 0:  # its children (DataLoader workers) must not stay
                 signal_children([pid], signal.SIGKILL, group=True)
             self._report_exit(pid, status)
 
@@ -375,7 +375,7 @@ class _Zygote:
             self._report_exit(pid, os.waitstatus_to_exitcode(status))
 
     def _report_exit(self, pid: int, status: int) -> None:
-        rank = self._ranks.pop(pid, None)  # None: an orphan that we adopted
+        rank = self._ranks.pop(pid, None)  # None for an adopted orphan
         self._elastic.discard(pid)
         if pid == self._spare:
             self._spare = 0
@@ -387,4 +387,4 @@ class _Zygote:
         try:
             self._control.send(event)
         except OSError:
-            pass  # the agent has ended; the next receive detects it
+            pass  # the agent has exited; the next receive detects this

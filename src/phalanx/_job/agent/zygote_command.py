@@ -1,10 +1,10 @@
-"""Plan the command that starts a zygote, for the agent and for a zygote that begins again."""
+"""Plan the command that starts a zygote, for the agent and for a zygote that restarts."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-# Run by `python -c`, so that below the script there are as few frames as can be. The empty entry is the working
+# Run by `python -c`, so that as few frames as possible are below the script's. The empty entry is the working
 # directory, which must not shadow modules (the user's `random.py`) while torch is imported.
 _BOOT = (
     "import sys; '' in sys.path and sys.path.remove(''); "

@@ -1,4 +1,4 @@
-"""A `ZygoteProcess` is the zygote in the agent: a child process, and the socket by which they exchange messages."""
+"""A `ZygoteProcess` is the agent's handle of the zygote: the child process, and the socket for messages."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from phalanx._job.agent.title import count_room
 from phalanx._job.agent.zygote_command import plan_zygote_code
 
 _MAX_ROOM = 1 << 14
-_MAX_SPARES = 20  # the most spares of one zygote: what kills them may never stop
+_MAX_SPARES = 20  # per zygote, because the cause of their deaths may persist
 
 
 class Spare:
-    """A `Spare` is a fork of the zygote, which takes its place when that is killed. `pid` is 0 until it exists."""
+    """A `Spare` is a fork of the zygote that replaces it when it is killed. `pid` is 0 until the fork."""
 
     def __init__(self, control: Channel) -> None:
         self.control = control
@@ -31,7 +31,7 @@ class Spare:
 
 
 class _ForkedProcess:
-    """A child that this process did not start, with as much of `subprocess.Popen` as a zygote needs."""
+    """A child that this process did not start, with the methods of `subprocess.Popen` that a zygote needs."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -61,7 +61,7 @@ class _ForkedProcess:
 
 
 class ZygoteProcess:
-    """`ZygoteProcess` is this host's zygote. No call blocks, or fails if the zygote is dead: `control.gone` is set."""
+    """No method blocks, except `wait_exit`; if the zygote has died, none raises, and `control.gone` is set."""
 
     def __init__(
         self,
@@ -73,16 +73,16 @@ class ZygoteProcess:
         """Start a zygote for the ranks of `plan`.
 
         Arguments:
-            sessions: those of earlier zygotes, whose ranks live.
-            spare: the spare of a zygote that has ended; this zygote is the spare, and no process is started.
+            sessions: the sessions of earlier zygotes that still have live ranks.
+            spare: the spare of the previous zygote, to be used instead of starting a process.
         """
         settings = plan.settings
-        self.has_forked = False  # whether it has forked, or was asked to
+        self.has_forked = False  # whether a fork was requested
         self._plan = plan
         self._preload = settings.preload and settings.target.kind != "program"
-        # Ranks that train, or that may be restarted, need more modules, which the zygote imports once for all.
+        # Ranks that train, or that may be restarted, need more modules, which the zygote imports once.
         self._warm = self._preload and (bool(settings.max_restarts) or may_train(settings.target))
-        self._sent: list[dict[str, Any]] = []  # messages that a replacement of this zygote needs, too
+        self._sent: list[dict[str, Any]] = []  # messages to repeat to a replacement of this zygote
         self._spare: Spare | None = None
         self._num_spares = 0
         self._process: subprocess.Popen[bytes] | _ForkedProcess
@@ -101,15 +101,15 @@ class ZygoteProcess:
             sessions=sessions,
             reports_death=settings.rendezvous is not None,
         )
-        # -O, -X, -W and their like are this interpreter's and hold for the ranks
+        # the ranks use this interpreter's flags, such as -O, -X and -W
         flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
         if not has_working_directory() and sys.version_info >= (3, 11):
-            # Python 3.13.0 resolves a missing attribute through the folder of `-c`, and dies if that was removed. Only
-            # a program runs there, and a process that becomes a program keeps none of the interpreter's flags.
+            # Python 3.13.0 looks for a missing attribute in the folder of `-c`, and dies if the folder was removed.
+            # Only a program runs there, to which the interpreter's flags do not apply.
             flags.append("-P")
-        # A rank in a process group of its own would be stopped for reading the terminal. A file or a pipe it may read.
+        # Reading a terminal would stop a rank, because its process group is in the background.
         stdin = subprocess.DEVNULL if os.isatty(0) else None
-        with theirs, blocked_signals(RELAYED_SIGNALS):  # which it unblocks once it can survive them
+        with theirs, blocked_signals(RELAYED_SIGNALS):  # the zygote unblocks them once it handles them
             self._process = subprocess.Popen(
                 [sys.executable, *flags, "-c", code, " " * min(count_room(settings.target.command), _MAX_ROOM)],
                 env=plan_zygote_environment(plan.environment, plan.pinning.threads),
@@ -137,9 +137,9 @@ class ZygoteProcess:
         )
 
     def start_another(self, sessions: Sequence[int]) -> ZygoteProcess:
-        """Return a zygote that replaces this one and receives the same messages; `sessions` are those of its ranks.
+        """Return a replacement of this zygote, which receives the same messages.
 
-        The replacement is the spare, if there is one, which has imported the same modules.
+        The replacement is the spare, if there is one. `sessions` are the sessions that still have live ranks.
 
         Raises:
             OSError: no process could be started.
@@ -151,7 +151,7 @@ class ZygoteProcess:
         return another
 
     def restart(self, plan: JobPlan) -> ZygoteProcess:
-        """Kill this zygote, which has forked no ranks, and return one for `plan`, whose environment differs.
+        """Kill this zygote, which has forked no ranks, and return a zygote for `plan`, whose environment differs.
 
         Raises:
             OSError: no process could be started.
@@ -165,7 +165,7 @@ class ZygoteProcess:
         return another
 
     def keep_spare(self) -> None:
-        """Have the zygote fork a spare of itself, if it has none."""
+        """Have the zygote fork a spare, if it has none."""
         if self._spare is None and self._num_spares < _MAX_SPARES and not self.control.gone:
             self._num_spares += 1
             ours, theirs = socket.socketpair()
@@ -174,18 +174,18 @@ class ZygoteProcess:
                 self.control.put({"command": "spare"}, [theirs.fileno()])
 
     def on_spare(self, pid: int) -> None:
-        """Record the process of the spare; 0 says that there is none, or that it has ended."""
+        """Record the process of the spare; 0 means that it could not be forked, or has exited."""
         if pid and self._spare is not None:
             self._spare.pid = pid
         elif (spare := self._release_spare()) is not None:
             spare.control.close()
 
     def _release_spare(self) -> Spare | None:
-        """Return the spare if it lives; this zygote has none any more."""
+        """Return the spare, without ownership any more; None if there is none, or it has exited."""
         spare, self._spare = self._spare, None
         if spare is None:
             return None
-        spare.control.receive_available()  # the spare sends nothing: only its end can arrive
+        spare.control.receive_available()  # the spare sends nothing: this only detects its exit
         if spare.pid and not spare.control.gone:
             return spare
         spare.control.close()
@@ -200,46 +200,46 @@ class ZygoteProcess:
         self.has_forked = True
         self.control.put({"command": "fork", "rank": rank, "environment": environment, "cpus": cpus}, fds)
 
-    def remember(self, membership: Mapping[str, Any]) -> None:
-        """Send the zygote what it needs to notify the job's first host if this process is killed."""
+    def send_membership(self, membership: Mapping[str, Any]) -> None:
+        """Send the zygote the membership with which it notifies the first host if this process is killed."""
         self._send({"command": "membership", "membership": membership})
 
     def warm_up(self) -> None:
-        """Import the modules for training in the zygote, before a rank must be restarted."""
+        """Have the zygote import the modules for training, so that a replacement starts sooner."""
         if self._preload and not self._warm:
             self._warm = True
             self.control.put({"command": "warm"})
 
     def continue_without(self, rank: int) -> None:
-        """Notify the zygote that the job continues if `rank` is lost: it kills the rest of the rank's process group."""
+        """Have the zygote kill the process group of `rank` when the rank is lost, because the job continues."""
         self.control.put({"command": "elastic", "rank": rank})
 
     def guard(self, sessions: Sequence[int]) -> None:
-        """Have the zygote kill the processes of these sessions when this process has ended."""
+        """Have the zygote kill the processes of these sessions when this process has exited."""
         self.control.put({"command": "guard", "sessions": list(sessions)})
 
     def signal(self, signum: int, ranks: Sequence[int], *, group: bool) -> None:
         self.control.put({"command": "signal", "signum": signum, "ranks": ranks, "group": group})
 
     def relay(self, signum: int, ranks: Sequence[int], *, group: bool, delay_s: float) -> None:
-        """Relay a signal of this process through the zygote, unless every process of the job receives it.
+        """Relay a signal that this process has received, unless every process of the job receives it.
 
-        The zygote waits `delay_s` to see whether it receives the signal itself. It returns, in an event `relay`, the
-        signal for those of `ranks` that are not its children.
+        The zygote waits `delay_s` to detect whether it receives the signal itself. It sends an event `relay` for those
+        of `ranks` that are not its children.
         """
         message = {"command": "relay", "signum": signum, "ranks": ranks, "group": group, "delay_s": delay_s}
         self.control.put(message)
 
     def sweep(self) -> None:
-        """Have the zygote kill every process below it; it answers `swept`."""
+        """Have the zygote kill all its descendants; it then sends `swept`."""
         self.control.put({"command": "sweep"})
 
     def wake(self) -> None:
-        """Continue the zygote if it was stopped: its work now cannot wait for `kill -CONT`."""
+        """Send SIGCONT to the zygote, in case it was stopped."""
         self._process.send_signal(signal.SIGCONT)
 
     def was_stopped(self) -> bool:
-        """Return whether the zygote has been stopped since this was last asked."""
+        """Return whether the zygote has been stopped since the last call."""
         if not SUPPORTED or self._process.returncode is not None:
             return False
         try:
@@ -248,19 +248,19 @@ class ZygoteProcess:
             return False
 
     def poll(self) -> None:
-        """Reap the zygote if it has ended."""
+        """Reap the zygote if it has exited."""
         self._process.poll()
 
     def kill(self) -> None:
-        """Kill the zygote at once, and with it the ranks: the kernel sees to that."""
+        """Kill the zygote, and with it the ranks, by their parent-death signal."""
         self._process.kill()
 
     def wait_exit(self) -> int:
-        """Return the exit code of the zygote, whose socket has closed; minus the signal if one killed it."""
+        """Wait for the zygote, whose socket has closed; return its exit code, or minus the signal that killed it."""
         return self._process.wait()
 
     def close(self, reaped: Mapping[int, int]) -> None:
-        """Close the socket. `reaped` are wait statuses by process that were collected elsewhere."""
+        """Close the socket. `reaped` are the wait statuses of children that the caller has reaped."""
         self.on_spare(0)
         self.control.close()
         if self._process.returncode is None and self.pid in reaped:

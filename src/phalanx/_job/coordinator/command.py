@@ -20,7 +20,7 @@ def run_coordinator(
     *,
     job: str = "",
     lost_after_s: float = MEMBER_TIMEOUT_S,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> None:
     """Serve at `bind` until Ctrl-C or SIGTERM.
 
@@ -33,18 +33,18 @@ def run_coordinator(
     key = find_key(key_file) or ask_for_key()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with Service(
-        bind, key, job=job, lost_after_s=lost_after_s, say=lambda line: say(f"coordinator: {line}")
+        bind, key, job=job, lost_after_s=lost_after_s, log=lambda line: log(f"coordinator: {line}")
     ) as service:
         assert service.address is not None
         assert key is not None
         place = Address(advertised_host(service.address.host), service.address.port)
         with contextlib.suppress(KeyboardInterrupt):
-            say(f"coordinator: listening at {place} (key {key.fingerprint}). To join: phalanx join {place}")
+            log(f"coordinator: listening at {place} (key {key.fingerprint}). To join: phalanx join {place}")
             while service.problem is None:
                 time.sleep(1.0)
     if service.problem is not None:
         raise service.problem
-    say("coordinator: ended.")
+    log("coordinator: ended.")
 
 
 def advertised_host(host: str) -> str:

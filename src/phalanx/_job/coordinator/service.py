@@ -67,7 +67,7 @@ class Service:
         key: the job's key, which a `bind` needs.
         job: a name by which clients notice that they have reached the wrong job.
         lost_after_s: a member that is silent for this long is lost.
-        say: called in the service's thread with a line for the log (refused connections, lost members).
+        log: called in the service's thread with a line for the log (refused connections, lost members).
         coordinator: one that has taken over, with its own `job` and `lost_after_s`; by default a new one.
 
     Raises:
@@ -82,7 +82,7 @@ class Service:
         *,
         job: str = "",
         lost_after_s: float = MEMBER_TIMEOUT_S,
-        say: Callable[[str], None] = lambda line: None,
+        log: Callable[[str], None] = lambda line: None,
         coordinator: ReplicatedCoordinator | None = None,
     ) -> None:
         if bind is not None and key is None:
@@ -93,7 +93,7 @@ class Service:
             )
         if not lost_after_s > 0:
             raise ValueError(f"lost_after_s must be above zero, got {lost_after_s!r}")
-        self._listener_to_lines = say
+        self._listener_to_lines = log
         self.coordinator = coordinator or ReplicatedCoordinator(job=job, lost_after_s=lost_after_s)
         self.address: Address | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)

@@ -6,12 +6,14 @@
     coordinator ◀───────── authenticated, encrypted ───────────┘
       ├─ zygote ── ranks 0, 1                                  └─ zygote ── ranks 2, 3
 
-    start, lead, join_job  decide whether this host leads, and run the job to its end
+    start, lead, join_job  decide whether this host leads, and run the job
     job_spec, node_plan    the first host's description of the job, and the ranks of each host: a pure plan
-    control_channel        messages between agents, without waiting; job_membership: a follower's connections
+    control_channel        non-blocking messages between agents
+    job_membership         a follower's connections
     gather, reach          wait until all hosts have joined, and test whether they reach each other
-    leader, follower       the two kinds of host while ranks run; elastic_hosts is the leader's part in an elastic job
-    succession             the job survives the loss of its leader; leader and follower have one object of it each
+    leader, follower       the first host, and the others, while ranks run
+    elastic_hosts          the decisions of the leader in an elastic job
+    succession             survive the loss of the leader
 
 A job on one host imports none of these modules.
 """

@@ -78,13 +78,13 @@ class ElasticHosts(Elastic):
 
     def note_gone(self, slot: int, lost: LostRank) -> None:
         """Restore a lost rank on which nothing was decided yet."""
-        self._gone.add(slot)
-        self._newest.append(lost)
+        self._lost_slots.add(slot)
+        self._undecided_losses.append(lost)
 
     @property
     def gone(self) -> frozenset[int]:
         """Return the slots of lost ranks on which nothing was decided yet."""
-        return frozenset(self._gone)
+        return frozenset(self._lost_slots)
 
     @property
     def wait_s(self) -> float:
@@ -162,7 +162,7 @@ class ElasticHosts(Elastic):
             return None
         for slot in host.slots:
             if slot in self.generation.slots:
-                self._newest.append(self._lose_slot(slot, label, why, now))
+                self._undecided_losses.append(self._lose_slot(slot, label, why, now))
         self._remove_host(host)
         self._repetition.on_loss()
         return self._decide(now)
@@ -191,7 +191,7 @@ class ElasticHosts(Elastic):
 
     def _remove_host(self, host: HostSlots) -> None:
         """Remove a host; its slots are kept for a host that joins."""
-        self._gone |= set(host.slots) & set(self.generation.slots)
+        self._lost_slots |= set(host.slots) & set(self.generation.slots)
         for slot in host.slots:
             self._forking.discard(slot)
             self._forget(slot)
@@ -291,7 +291,7 @@ class ElasticHosts(Elastic):
             self._tries += 1
             if self._tries >= _MAX_TRIES:
                 return self._drop_untried(now)
-        is_short = bool(self._gone) or self.is_waiting
+        is_short = bool(self._lost_slots) or self.is_waiting
         taken = choose_candidates(self._with_arrivals(), list(self.spares.values()), self.limits) if is_short else []
         for candidate in taken:
             del self.spares[candidate.member]
@@ -347,5 +347,5 @@ class ElasticHosts(Elastic):
         )
         before = f"{without_loss}; " if without_loss else ""
         verb = "is" if len(forked) == 1 else "are"
-        anew = f": {name_ranks(sorted(map(self.rank_of, forked)))} {verb} started anew" if forked else ""
-        return f"phalanx run: {before}{count} go on{anew}"
+        restarted = f": {name_ranks(sorted(map(self.rank_of, forked)))} {verb} restarted" if forked else ""
+        return f"phalanx run: {before}{count} continue{'s' * (size == 1)}{restarted}"

@@ -48,7 +48,7 @@ def connect(
     *,
     job: str = "",
     is_over: Callable[[], bool],
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> JoinedJob:
     """Connect to the coordinator of `job` at the first endpoint that answers; it may start later than this host.
 
@@ -81,7 +81,7 @@ def connect(
             raise LaunchError(f"phalanx run: gave up after {now - began:.0f} s: {problem}") from None
         if not has_notified and now - began > _NOTIFY_AFTER_S:
             has_notified = True
-            say(f"phalanx run: waiting for the first host. {str(problem).splitlines()[0]}")
+            log(f"phalanx run: waiting for the first host. {str(problem).splitlines()[0]}")
         time.sleep(_PAUSE_S)
     client.timeout = _CALL_S
     try:
@@ -113,11 +113,11 @@ def join_first_host(plan: JobPlan, rendezvous: Rendezvous, host: HostResources) 
     """
     over = threading.Event()
 
-    def join(say: Callable[[str], None]) -> JoinedJob:
-        key = None if rendezvous.is_local else _find_key(plan, rendezvous, over, say)
+    def join(log: Callable[[str], None]) -> JoinedJob:
+        key = None if rendezvous.is_local else _find_key(plan, rendezvous, over, log)
         endpoints = (rendezvous.endpoint, *rendezvous.more_endpoints)
         job = plan.settings.run_id
-        return connect(endpoints, key, rendezvous.join_timeout_s, job=job, is_over=over.is_set, say=say)
+        return connect(endpoints, key, rendezvous.join_timeout_s, job=job, is_over=over.is_set, log=log)
 
     return run_interruptibly(host, over, join)
 
@@ -129,10 +129,10 @@ def join_leader(host: HostResources, endpoints: Sequence[str], key: Key | None, 
         LaunchError: as `connect`; or a signal arrived.
     """
     over = threading.Event()
-    return run_interruptibly(host, over, lambda say: connect(endpoints, key, timeout_s, is_over=over.is_set, say=say))
+    return run_interruptibly(host, over, lambda log: connect(endpoints, key, timeout_s, is_over=over.is_set, log=log))
 
 
-def _find_key(plan: JobPlan, rendezvous: Rendezvous, over: threading.Event, say: Callable[[str], None]) -> Key:
+def _find_key(plan: JobPlan, rendezvous: Rendezvous, over: threading.Event, log: Callable[[str], None]) -> Key:
     """Return the job's key; wait for it for some seconds.
 
     Hosts with a shared home that start together for the first time find the key once one of them has created it.
@@ -148,7 +148,7 @@ def _find_key(plan: JobPlan, rendezvous: Rendezvous, over: threading.Event, say:
         while (key := find_key(plan.settings.key_file, plan.command_environment)) is None and not deadline.passed:
             if not has_notified:
                 has_notified = True
-                say(
+                log(
                     f"phalanx run: no key yet ({default_path(plan.command_environment)}); waiting {wait_s:g} s for the "
                     "first host to make one, in case it shares this home"
                 )

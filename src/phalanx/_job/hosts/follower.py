@@ -1,6 +1,6 @@
 """`FollowerLink` reports the events of this host's ranks to the leader, and executes the leader's orders.
 
-If the leader is lost and no other host is elected, this host stops its ranks and ends.
+If the leader is lost and no other host is elected, this host stops its ranks and exits.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from phalanx._job.hosts.generation_message import generation_from_json
 from phalanx._job.hosts.job_membership import JobMembership
 from phalanx._job.hosts.succession.follower_succession import FollowerSuccession, Leadership
 from phalanx._job.inspect.stacks.report import report_own_stacks
-from phalanx._job.inspect.top.look import look_at_own
+from phalanx._job.inspect.top.look import read_own_host
 from phalanx._job.inspect.top.memory import MemoryReader
 from phalanx._job.output.display import Display
 
-_FULL_S = 0.02  # between two checks whether lines may be sent
+_FULL_S = 0.02  # the time between checks of a full channel
 _WAIT = {"kind": "wait"}  # sent to ranks
 
 
@@ -53,24 +53,24 @@ class FollowerSupervision(Supervision):
     channel: ControlChannel | None = None
     attempt: int = 0
     num_signals: int = 0
-    reported_signal: int = 0  # the signal last reported to the leading host
-    reported_to: int = -1  # that leading host's member
+    reported_signal: int = 0  # the signal last reported to the leader
+    reported_to: int = -1  # that leader's member number
     is_elastic: bool = False  # a rank of this host has reported that it survives the loss of others
-    abandoned_by: str = ""  # why the leader is lost, and no other host leads
-    leaves: bool = False  # the job continues without this host, whose ranks finish their step and end
+    abandoned_by: str = ""  # why the leader is lost, if no other host was elected
+    leaves: bool = False  # the job continues without this host, whose ranks finish their step and exit
 
     @property
     def running(self) -> tuple[int, ...]:
-        """Return the ranks of this host that have not ended."""
+        """Return the ranks of this host that have not exited."""
         return tuple(rank for rank in self.place.ranks if self.is_running(rank))
 
     def is_running(self, rank: int) -> bool:
-        """Return whether this rank is one of this host's, and has not ended."""
+        """Return whether this rank is on this host, and has not exited."""
         return rank in self.place.ranks and rank not in self.exits and rank not in self.abandoned
 
     @property
     def finished(self) -> bool:
-        """Return whether no rank runs, and none will be started: an elastic job may replace lost ranks."""
+        """Return whether no rank runs or will be started; an elastic job may replace lost ranks."""
         is_replaced = self.is_elastic and self.phase == "running" and not self.leaves
         awaits_orders = is_replaced and not all(end.is_orderly for end in self.exits.values())
         return not self.running and not awaits_orders
@@ -80,7 +80,7 @@ class FollowerSupervision(Supervision):
             self.channel.put(self.channel.first, kind, attempt=self.attempt, **body)
 
     def on_replaced(self, rank: int) -> None:
-        """Forget the end of a rank that is started again."""
+        """Forget the exit of a rank that is replaced."""
         super().on_replaced(rank)
         self.exits.pop(rank, None)
         self.reports.pop(rank, None)
@@ -101,11 +101,11 @@ class FollowerSupervision(Supervision):
         return []
 
     def on_signal(self, signum: int, now: float) -> list[Action]:
-        """Report a signal to the leader, which decides."""
+        """Report a signal to the leader, which decides how to react."""
         if self.abandoned_by or self.leaves or signum not in ENDING_SIGNALS:
             return super().on_signal(signum, now)
         self.num_signals += 1
-        if self.num_signals > 2:  # the leader did not answer to the first two
+        if self.num_signals > 2:  # the leader has not reacted to the first two
             self.interrupted = signum
             return self._kill(now)
         self._report_signal(signum)
@@ -118,7 +118,7 @@ class FollowerSupervision(Supervision):
         self._report("signal", signum=signum)
 
     def repeat_signal(self) -> None:
-        """Repeat to a new leader a signal that the former one may not have received."""
+        """Report a signal again to a new leader, because the former leader may not have received it."""
         is_undecided = self.reported_signal and self.phase == "running" and not self.leaves
         if is_undecided and self.channel is not None and self.channel.first != self.reported_to:
             self._report_signal(self.reported_signal)
@@ -126,19 +126,19 @@ class FollowerSupervision(Supervision):
     def on_remote_signal(
         self, signum: int, ranks: Iterable[int], group: bool, is_relayed: bool = False
     ) -> list[Action]:
-        """Send `signum` to ranks of this host, by order of the leader."""
+        """Execute the leader's order to send `signum` to ranks of this host."""
         chosen = tuple(rank for rank in ranks if rank in self.running)
         if signum in ENDING_SIGNALS and self.phase == "running":
             self.phase = "stopping"
         return [Signal(signum, chosen, group, is_relayed)] if chosen else []
 
     def sweep(self) -> list[Action]:
-        """Kill all processes, by order of the leader."""
+        """Execute the leader's order to kill all processes."""
         self.phase = "killing"
         return [Kill()]
 
     def on_leader_lost(self, why: str, now: float) -> list[Action]:
-        """Stop the ranks: no host leads the job any more."""
+        """Stop the ranks, because the job has no leader any more."""
         if self.abandoned_by:
             return []
         self.abandoned_by = why
@@ -171,7 +171,7 @@ class ObservedElastic(Elastic):
         super().on_message(slot, pid, message, now)
         member = self.members.get(slot)
         if message.get("kind") == "elastic" and message.get("generation") and member is not None:
-            member.holds_state = False  # it has joined later, and receives the state
+            member.holds_state = False  # it joins later, and receives the state
         return []
 
 
@@ -192,7 +192,7 @@ class FollowerLink(HostLink):
         channel = membership.channel
         super().__init__(plan, place, channel.member, first)
         self.wait_s = 0.0  # how long elastic ranks wait for hosts
-        self.ended: dict[str, Any] | None = None  # the leader's `end`, once received
+        self.ended: dict[str, Any] | None = None  # the leader's message `end`, once received
         self.supervision = FollowerSupervision(
             place.world_size, plan.settings.shutdown_timeout_s, place=place, channel=channel, attempt=number
         )
@@ -206,9 +206,9 @@ class FollowerLink(HostLink):
         self._forward = host.pump.viewer
         self._forward.attempt = number
         self._memory = MemoryReader()
-        self._records: list[tuple[str, dict[str, Any]]] = []  # messages: their kinds and bodies
+        self._records: list[tuple[str, dict[str, Any]]] = []  # kinds and bodies of messages
         self._succession = succession
-        self._is_led_by_another = False  # the host that led the job has left it, and another one is to lead
+        self._is_led_by_another = False  # the leader has left the job, in which another host will lead
 
     def attach(self, attempt: Attempt) -> None:
         self._attempt = attempt
@@ -223,23 +223,23 @@ class FollowerLink(HostLink):
 
     @property
     def fds(self) -> tuple[int, ...]:
-        """Return descriptors that are readable when `receive` has something to do."""
+        """Return the descriptors to poll before `receive`."""
         return (self._channel.fileno(), *self._succession.fds)
 
     @property
     def due(self) -> float | None:
-        """Return when to call `receive` although no descriptor is ready."""
+        """Return when to call `receive` even if no descriptor is ready; None for never."""
         if self._channel.has_more:
             return time.monotonic()
         return time.monotonic() + _FULL_S if self._channel.full else None
 
     def receive(self, ready: set[int]) -> None:
-        """Read messages of the other hosts."""
+        """Process the messages of the other hosts."""
         if self._channel.fileno() in ready or self._channel.has_more:
             for message in self._channel.receive():
                 self._read(message)
         leadership = self._succession.receive(ready)
-        if leadership is Leadership.OWN:  # the attempt has another link now
+        if leadership is Leadership.OWN:  # this host leads: the attempt has another link now
             reported_signal = self.supervision.reported_signal  # the former leader can no longer answer
             if reported_signal and not self.supervision.leaves:
                 self._attempt.on_signal(reported_signal)
@@ -251,11 +251,11 @@ class FollowerLink(HostLink):
         self._forward.flush()
 
     def create_store(self) -> tuple[int | None, str]:
-        """Return a file that names the coordinator, as this host reaches it."""
+        """Return a file with the address at which this host reaches the coordinator."""
         return create_agent_file(*self._membership.open_store())
 
     def on_started(self, rank: int, pid: int) -> None:
-        """Report to the leader that the process of a rank exists."""
+        """Report the start of a rank to the leader."""
         self._channel.put(self._channel.first, "started", attempt=self._number, rank=rank, pid=pid)
 
     def on_rank_message(self, rank: int, pid: int, message: dict[str, Any]) -> None:
@@ -264,14 +264,16 @@ class FollowerLink(HostLink):
             self.supervision.is_elastic = True
             wait_s = message.get("wait_s")
             self.wait_s = float(wait_s) if isinstance(wait_s, int | float) else 0.0
-        if self.supervision.leaves and message.get("kind") in ("elastic", "waiting"):  # it was not connected before
+        if self.supervision.leaves and message.get("kind") in ("elastic", "waiting"):  # it has connected only now
             self._attempt.links.send(rank, LEAVE)
         if self._succession.is_open and message.get("kind") == "waiting":
             self._attempt.links.send(rank, _WAIT)
-        self._channel.put(self._channel.first, "rank says", attempt=self._number, rank=rank, pid=pid, message=message)
+        self._channel.put(
+            self._channel.first, "rank message", attempt=self._number, rank=rank, pid=pid, message=message
+        )
 
     def end(self, attempt: Attempt) -> None:
-        """Report to the leader that no process is left here, after all other reports."""
+        """Send the leader all records, and then the report that every process of this host has exited."""
         self._forward.flush()
         if attempt.ranks.zygote_lost and not attempt.ranks.zygote_killed:
             return
@@ -284,14 +286,14 @@ class FollowerLink(HostLink):
         self.send_records()
 
     def send_records(self) -> None:
-        """Send the leader the records of this host's ranks, all of which have ended."""
+        """Send the leader the records of this host's ranks, after all have exited."""
         for kind, body in self._records:
             self._channel.put(self._channel.first, kind, attempt=self._number, **body)
         self._channel.put(self._channel.first, "swept", attempt=self._number)
 
     @property
     def has_finished(self) -> bool:
-        """Return whether all ranks of this host have ended well."""
+        """Return whether all ranks of this host have succeeded."""
         exits = self.supervision.exits
         return all(rank in exits and not exits[rank].status for rank in self.place.ranks)
 
@@ -300,15 +302,15 @@ class FollowerLink(HostLink):
         self._forward.flush()
 
     def _pack_report(self, folder: str) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield the messages with this host's part of the job's report; the files are removed as they are sent."""
-        from phalanx._job.report.copy_speed import measure_copy_speed  # here, because most jobs leave none
+        """Yield the messages with this host's part of the job's report; remove each file after it."""
+        from phalanx._job.report.copy_speed import measure_copy_speed  # here, because most jobs write none
         from phalanx._job.report.job_record import RANKS
         from phalanx._job.report.transfer import pack_files
 
         for name, text in pack_files(folder, self._plan.run, self._began_at):
             yield "rank file", {"name": name, "text": text}
             if not self.supervision.abandoned_by:
-                with contextlib.suppress(OSError):  # a folder that is no longer writable
+                with contextlib.suppress(OSError):  # the folder is not writable any more
                     os.unlink(os.path.join(folder, RANKS, name))
         with contextlib.suppress(OSError):  # the folder is not empty, or shared
             os.rmdir(os.path.join(folder, RANKS))
@@ -324,7 +326,7 @@ class FollowerLink(HostLink):
         elif message.member == self._channel.first and message.kind == "host lost":
             show_host_lost(message, self._host.display)
             self._notify_ranks(message.body["gone"], describe_loss(message.body["host"], message.body["why"]))
-        elif message.member == self._channel.first and message.kind == "hands over":
+        elif message.member == self._channel.first and message.kind == "transfer leadership":
             self._is_led_by_another = state.leaves
             self._lose_leader("it leaves (SIGTERM)", has_left=True)
         elif message.member == self._channel.first and message.kind == "end":
@@ -336,7 +338,7 @@ class FollowerLink(HostLink):
                 for rank in self.place.ranks:
                     self._attempt.links.send(rank, LEAVE)
                 text = (
-                    "SIGTERM: the ranks of this host finish their step and end; the others continue (again: stop them)"
+                    "SIGTERM: the ranks of this host finish their step and exit; the others continue (again: stop them)"
                 )
                 self._host.display.print(f"phalanx run: {text}")
             elif message.kind == "signal":
@@ -347,7 +349,7 @@ class FollowerLink(HostLink):
                 self._attempt.do(state.on_remote_signal(signum, message.body["ranks"], group, is_relayed))
             elif message.kind == "generation":
                 self._attempt.begin_generation(generation_from_json(message.body["begun"]))
-            elif message.kind == "tell generation":
+            elif message.kind == "send generation":
                 self._attempt.send_generation(int(message.body["rank"]))
             elif message.kind == "to rank":
                 self._attempt.send_to_rank(int(message.body["rank"]), message.body["message"])
@@ -359,8 +361,8 @@ class FollowerLink(HostLink):
                 self._attempt.do(state.sweep())
 
     def _send_stacks(self, request: Any, what: Any) -> None:
-        """Send the leader the stacks of this host's ranks, which have a second to answer; this runs in a thread."""
-        text = look_at_own(self._memory) if what == "top" else report_own_stacks()
+        """Send the leader the stacks of this host's ranks; run in a thread, because the ranks may take a second."""
+        text = read_own_host(self._memory) if what == "top" else report_own_stacks()
         self._channel.put(self._channel.first, "stacks", attempt=self._number, request=request, text=text)
 
     def _lose_leader(self, why: str, *, has_left: bool = False) -> None:
@@ -371,7 +373,7 @@ class FollowerLink(HostLink):
             self._abandon_ranks(why)
 
     def _abandon_ranks(self, why: str) -> None:
-        """Stop the ranks of this host: no host leads the job any more."""
+        """Stop the ranks of this host, because the job has no leader any more."""
         running = len(self._attempt.state.running)
         self._host.display.print(
             f"phalanx run: the first host is lost: {why}. Stopping the {running} rank{'s' * (running != 1)} of this "
@@ -382,7 +384,7 @@ class FollowerLink(HostLink):
         others = [rank for rank in range(now.world_size) if rank not in now.ranks]
         self._notify_ranks(others, f"this host and the first one have lost their connection ({why})")
         actions = self.supervision.on_leader_lost(why, time.monotonic())
-        # Elastic ranks that are cut off are not resumed: the others continue, or the job is lost.
+        # Elastic ranks without a leader cannot continue: the others do, or the job is lost.
         self._attempt.do(self.supervision.sweep() if self.supervision.is_elastic else actions)
 
     def _notify_ranks(self, ranks: Sequence[int], reason: str) -> None:

@@ -64,7 +64,7 @@ class Forward:
         if self._display is not None:
             self._display.print_once(what, text)
         elif self._channel is not None:
-            self._channel.put(self._channel.first, "say", attempt=self.attempt, text=text)
+            self._channel.put(self._channel.first, "print", attempt=self.attempt, text=text)
 
     def show_here(self, display: Display) -> None:
         """Show here the lines that the lost leader has not received."""

@@ -37,7 +37,7 @@ class JobMembership:
 
     def update(self) -> None:
         """Tell the zygote of a new membership, or of another coordinator: orphaned ranks report it."""
-        self._host.zygote.remember(describe_membership(self._client))
+        self._host.zygote.send_membership(describe_membership(self._client))
 
     def open_store(self) -> tuple[str, str, str]:
         """Return the coordinator's address, the job's key, and the path of the relay, which is opened if there is none.

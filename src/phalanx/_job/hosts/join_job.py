@@ -80,7 +80,7 @@ def follow(
     assert isinstance(host.pump.viewer, Forward)
     fields = {**facts.to_json(), "reached": client.address.host}
     try:
-        first = run_interruptibly(host, threading.Event(), lambda say: join_as_follower(client, fields))
+        first = run_interruptibly(host, threading.Event(), lambda log: join_as_follower(client, fields))
         channel = ControlChannel(client)
         channel.first = first
     except JobMovedError:
@@ -163,7 +163,7 @@ class FollowedJob:
         over = threading.Event()
         deadline = Deadline.after(link.wait_s)
 
-        def join(say: Callable[[str], None]) -> bool:
+        def join(log: Callable[[str], None]) -> bool:
             while not over.is_set() and not deadline.passed:
                 is_over = self._channel.is_over
                 with contextlib.suppress(PhalanxError):
@@ -236,7 +236,7 @@ class FollowedJob:
             return None
         if message.member != self._channel.first:
             return None
-        if message.kind == "hands over" and not self._succession.await_leader("it leaves (SIGTERM)"):
+        if message.kind == "transfer leadership" and not self._succession.await_leader("it leaves (SIGTERM)"):
             self._raise_lost("it has left (SIGTERM)")
         self._succession.process(message)
         if message.kind == "late":

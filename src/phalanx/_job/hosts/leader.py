@@ -98,7 +98,7 @@ class LeaderLink(HostLink):
         return self._put_to_host_of(rank, "to rank", message=message)
 
     def send_generation(self, rank: int) -> bool:
-        return self._put_to_host_of(rank, "tell generation")
+        return self._put_to_host_of(rank, "send generation")
 
     def _put_to_host_of(self, rank: int, kind: str, **body: Any) -> bool:
         node = self._peers.find_other(rank)
@@ -328,7 +328,7 @@ class LeaderLink(HostLink):
                 raise ValueError(f"signal {signum} does not end a job")
             if signum != signal.SIGTERM or not (self._succession.defer_leave(node) or self._release(node)):
                 self._attempt.on_signal(signum, f" on {node.label}")
-        elif message.kind == "say":
+        elif message.kind == "print":
             self._host.display.print(f"{printable_lines(str(body['text']))}   (on {node.label})")
         elif message.kind in _RECORD_KINDS:
             self._records.add(message, self._peers.channel.to_own_clock(message.member, 0.0), self._attempt)
@@ -474,7 +474,7 @@ class LateHosts:
             self.notify(member, is_spare=is_spare)
 
 
-_RANK_KINDS = ("started", "abandoned", "exit", "rank says", "report")
+_RANK_KINDS = ("started", "abandoned", "exit", "rank message", "report")
 
 
 class RemoteRanks:
@@ -507,7 +507,7 @@ class RemoteRanks:
             is_known = self._elastic.pid_of(rank) == pid
             if is_known and (attempt.state.phase == "running" or not self._elastic.is_arriving(rank)):
                 attempt.on_exit(Exit(rank, pid, int(body["status"]), at, str(body["dump"])))
-        elif message.kind == "rank says":
+        elif message.kind == "rank message":
             attempt.on_rank_message(_rank_of(body, node), int(body["pid"]), dict(body["message"]))
         elif message.kind == "report":
             self._process_report(message, node, attempt)

@@ -161,7 +161,7 @@ def _open_service(
     first: torchrun's command, typed twice on one host, is a job of two agents.
     """
     if rendezvous.is_local:
-        service = Service(job=plan.run_id, lost_after_s=rendezvous.host_timeout_s, say=notices.put_refusal)
+        service = Service(job=plan.run_id, lost_after_s=rendezvous.host_timeout_s, log=notices.put_refusal)
         return service, [OwnAddress("127.0.0.1", "lo")]
     if problem := _find_shortage(rendezvous.min_nodes):
         raise LaunchError(f"phalanx run: {problem}", exit_code=2)
@@ -170,7 +170,7 @@ def _open_service(
         bind, advertised = decide_addresses(replace(rendezvous, endpoint=endpoint))
         try:
             service = Service(
-                bind, key, job=plan.run_id, lost_after_s=rendezvous.host_timeout_s, say=notices.put_refusal
+                bind, key, job=plan.run_id, lost_after_s=rendezvous.host_timeout_s, log=notices.put_refusal
             )
         except CoordinationError as error:
             if error.reason == "taken" and rendezvous.leads is None:

@@ -1,12 +1,12 @@
 """`AgentSocket` is the socket at which the agent serves ranks that share memory with it, and `phalanx stacks`.
 
-The socket has no file, and is named after this process and random digits, so that no other process can claim the name
-first. The kernel identifies the user on the other side; a connection of another user is closed unread. A client sends
-one message (`phalanx._base.ipc.channel`). The agent never waits for a message.
+The socket has no file; its name has the pid and random digits, so that no other process can bind the name first. The
+kernel identifies the client's user. A client sends one message (`phalanx._base.ipc.channel`). The agent never waits for
+a message.
 
-    another user                       closed unread
-    no whole message yet               may wait, with 63 others; the oldest makes room
-    no message, or without the token   closed                                            each is told, once
+    client of another user               closed unread
+    no whole message yet                 stays open, with 63 others; then the oldest is closed
+    invalid message, or without token    closed                                               each is reported, once
 """
 
 from __future__ import annotations
@@ -25,56 +25,56 @@ from phalanx._base.ipc.peer import Peer, peer_of
 
 PREFIX = "phalanx-agent-"
 
-_MAX_BYTES = 1 << 17  # the most bytes of a message
+_MAX_BYTES = 1 << 17  # of a message
 _MAX_FDS = 2
-_MAX_QUEUED = 256  # a client that leaves this many messages unread is considered stuck
+_MAX_QUEUED = 256  # unread messages after which a client is considered stuck
 _QUEUE = 128  # connections that may wait to be accepted
-_MAX_PENDING = 64  # accepted and without a whole message yet; beyond that the oldest is closed
+_MAX_PENDING = 64  # accepted connections without a whole message; with more, the oldest is closed
 
 
 @dataclass(frozen=True)
 class ClientRequest:
-    """A `ClientRequest` is a client's message and descriptors; `channel` is for the answer. The receiver closes all."""
+    """A `ClientRequest` is a client's message, its descriptors, and the channel for the answer. Its user owns all."""
 
     message: dict[str, Any]
     fds: tuple[int, ...]
     channel: Channel
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Close the channel and the descriptors."""
         self.channel.close()
         for fd in self.fds:
             os.close(fd)
 
 
 class AgentSocket:
-    """An `AgentSocket` listens from construction on; on other systems than Linux never, and `address` is empty."""
+    """An `AgentSocket` listens from construction on. Only on Linux; elsewhere `address` is empty."""
 
     def __init__(self) -> None:
         self.address = ""
         self.token = os.urandom(16).hex()
         self._connections: OrderedDict[int, Channel] = OrderedDict()
         self._listener: socket.socket | None = None
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         self._notices: list[str] = []
         if sys.platform != "linux":
             return
         name = f"{PREFIX}{os.getpid()}-{os.urandom(4).hex()}"
         try:
             self._listener = listen(name, _QUEUE)
-        except OSError:  # a sandbox without Unix sockets: the job runs, unobserved
+        except OSError:  # a sandbox without Unix sockets: nobody can inspect the job
             return
         self.address = f"{name}:{self.token}"
 
     @property
     def fds(self) -> tuple[int, ...]:
-        """Return the descriptors to wait on."""
+        """Return the descriptors to poll."""
         return () if self._listener is None else (self._listener.fileno(), *self._connections)
 
     def read(self, fd: int) -> ClientRequest | None:
         """Accept new connections or read a request on `fd`. Return None if there is no valid request.
 
-        `fd` was one of `fds`; meanwhile that connection may have been closed, and its number reused.
+        `fd` was one of `fds`; that connection may have been closed since, and the number reused.
         """
         assert self._listener is not None
         if fd == self._listener.fileno():
@@ -83,7 +83,7 @@ class AgentSocket:
         return self._read_request(self._connections[fd]) if fd in self._connections else None
 
     def has_token(self, request: ClientRequest) -> bool:
-        """Return whether the sender has the job's token, as its ranks do; note a sender that has not."""
+        """Return whether the sender has the job's token, like its ranks; otherwise record a notice."""
         given = request.message.get("token")
         if isinstance(given, str) and hmac.compare_digest(given.encode(errors="replace"), self.token.encode()):
             return True
@@ -91,17 +91,17 @@ class AgentSocket:
         return False
 
     def notice(self, kind: str, text: str) -> None:
-        """Record for the user that a client was refused; once for each kind, however often it happens."""
-        if kind not in self._told:
-            self._told.add(kind)
+        """Record a notice for the user that a client was refused, once for each kind."""
+        if kind not in self._reported:
+            self._reported.add(kind)
             self._notices.append(text)
 
     def _notice_unheard(self, kind: str, peer: Peer, what: str) -> None:
         who = f"a process of user {peer.uid} (pid {peer.pid})"
-        self.notice(kind, f"{who} {what}. It is not heard, and the job goes on; no more is said of such")
+        self.notice(kind, f"{who} {what}. It was refused, and the job continues; further ones are not reported")
 
     def take_notices(self) -> list[str]:
-        """Return new lines for the user."""
+        """Return the new notices."""
         notices, self._notices = self._notices, []
         return notices
 
@@ -115,8 +115,8 @@ class AgentSocket:
 
     def _admit(self, listener: socket.socket) -> None:
         admitted = 0
-        # Many at once, because another user of the host can fill the queue and keep the ranks out; but few enough that
-        # no connection is closed before it was read.
+        # Accept many at once, because another user can fill the queue, which blocks the ranks; but so few that every
+        # connection is read before it can be closed.
         for _ in range(_QUEUE):
             if admitted == _MAX_PENDING // 2:
                 return
@@ -145,11 +145,11 @@ class AgentSocket:
     def _read_request(self, channel: Channel) -> ClientRequest | None:
         messages = channel.receive_available(limit=1)
         if not (messages or channel.gone or channel.is_garbled):
-            return None  # it has not come yet
+            return None  # incomplete
         del self._connections[channel.fileno()]
         if messages:
             return ClientRequest(messages[0].content, messages[0].fds, channel)
         if channel.is_garbled:
-            self._notice_unheard("garbage", channel.peer, "has sent what is no message of Phalanx")
+            self._notice_unheard("garbage", channel.peer, "has sent an invalid message")
         channel.close()
         return None

@@ -16,17 +16,18 @@ from phalanx._job.schedulers.find import find_allocation
 from phalanx._job.schedulers.rendezvous import find_rendezvous
 from phalanx._job.schedulers.slurm import find_unused_hosts
 
-# These identify a process, not a job: they are meant for this command, and wrong in a rank.
+# These identify this command's process, and would be wrong in a rank.
 _OF_ONE_PROCESS = ("PMI_", "PMIX_", "OMPI_COMM_WORLD_", "MPI_LOCAL", "HYDI_", "HYDRA_", "RANK", "WORLD_SIZE")
 
 
 def plan_node(settings: Settings, environ: Mapping[str, str], problems: list[str]) -> JobPlan:
     """Return the plan of this node's part of the job, or of the whole job if there is only one node.
 
-    The node waits for the others once it knows that it can run its part. `problems` are those of the command line.
+    The node waits for the others only after it has checked that it can run its part. `problems` are the problems of the
+    command line.
 
     Raises:
-        LaunchError: with all the problems that were found; or the first node cannot be found.
+        LaunchError: lists all problems; or the first node cannot be found.
     """
     found = find_node(settings, environ)
     if found is None:
@@ -37,7 +38,7 @@ def plan_node(settings: Settings, environ: Mapping[str, str], problems: list[str
 
 
 def find_node(settings: Settings, environ: Mapping[str, str]) -> Allocation | None:
-    """Return the scheduler's allocation, which makes this command one of several nodes; None if there is one node.
+    """Return the scheduler's allocation if this command is one of several nodes; None if it is the only node.
 
     --standalone overrides the scheduler. If Slurm gave the job more hosts than this command uses, print a line.
 
@@ -51,8 +52,8 @@ def find_node(settings: Settings, environ: Mapping[str, str]) -> Allocation | No
     if found is None and rendezvous is None and (unused := find_unused_hosts(environ)):
         show(
             2,
-            f"phalanx run: Slurm gave this job {unused} hosts, and this command, started once, uses one. "
-            "On all of them: srun --ntasks-per-node=1 phalanx run …",
+            f"phalanx run: Slurm gave this job {unused} hosts, but this command, started once, uses only one. "
+            "To use all: srun --ntasks-per-node=1 phalanx run …",
         )
     return found
 
@@ -74,9 +75,9 @@ def adopt(
     if rendezvous is not None and not rendezvous.min_nodes <= found.num_nodes <= rendezvous.max_nodes:
         problems.append(
             f"--nnodes {rendezvous.max_nodes}, and {found.describe()} has {found.num_nodes}. "
-            "Leave --nnodes out, or start as many."
+            "Leave out --nnodes, or start as many nodes."
         )
-    remaining.pop("PHALANX_KEY", None)  # `complete_rendezvous` reads it; the ranks' children need not inherit it
+    remaining.pop("PHALANX_KEY", None)  # only `complete_rendezvous` reads it; the ranks must not inherit it
     own = replace(
         settings,
         nproc_per_node=(settings.nproc_per_node == "auto" and found.nproc_per_node) or settings.nproc_per_node,
@@ -88,7 +89,7 @@ def adopt(
 
 
 def place_node(rendezvous: Rendezvous, found: Allocation) -> Rendezvous:
-    """Return the rendezvous of node `found`, whose endpoint is not known yet."""
+    """Return the rendezvous of node `found`, still without its endpoint."""
     return replace(
         rendezvous,
         leads=found.node == 0,
@@ -99,7 +100,7 @@ def place_node(rendezvous: Rendezvous, found: Allocation) -> Rendezvous:
 
 
 def complete_rendezvous(plan: JobPlan, environ: Mapping[str, str], found: Allocation) -> JobPlan:
-    """Return the plan with the endpoint of the rendezvous, once it is known; node 0 prints the endpoint.
+    """Find the endpoint of the rendezvous, and return the plan with it; node 0 prints the endpoint.
 
     Raises:
         LaunchError: there is no key, or the first node cannot be found.
@@ -109,8 +110,8 @@ def complete_rendezvous(plan: JobPlan, environ: Mapping[str, str], found: Alloca
     found = replace(found, job=plan.run_id)
     rendezvous, job = find_rendezvous(found, plan.settings.key_file, environ, rendezvous)
     if found.node == 0:
-        hint = f". It is to be started on every host: {found.hint}" if found.hint else ""
-        show(2, f"phalanx run: {replace(found, job=job).describe()}; they meet {_describe_place(rendezvous)}{hint}")
+        hint = f". Start it on every host: {found.hint}" if found.hint else ""
+        show(2, f"phalanx run: {replace(found, job=job).describe()}; rendezvous {_describe_place(rendezvous)}{hint}")
     return replace(plan, run_id=job, settings=replace(plan.settings, rendezvous=rendezvous, run_id=job))
 
 
@@ -119,12 +120,12 @@ def _describe_place(rendezvous: Rendezvous) -> str:
         return "on this host, without a port"
     if rendezvous.endpoint.startswith(":"):
         return f"at port {rendezvous.endpoint[1:]} of this host"
-    # The coordinator will find out which of the job's ports is free.
+    # The coordinator listens on the first free one of the job's ports.
     return f"at {rendezvous.endpoint}{', if that port is free' * bool(rendezvous.more_endpoints)}"
 
 
 def _share_gpus(environ: Mapping[str, str], found: Allocation) -> dict[str, str]:
-    """Return CUDA_VISIBLE_DEVICES for one of several nodes on this host, unless it is set."""
+    """Return CUDA_VISIBLE_DEVICES for one of several nodes on this host, unless the variable is set."""
     if found.num_local_nodes == 1 or "CUDA_VISIBLE_DEVICES" in environ:
         return {}
     gpus, node, num_nodes = count_gpus(environ), found.local_node, found.num_local_nodes
@@ -135,6 +136,6 @@ def _share_gpus(environ: Mapping[str, str], found: Allocation) -> dict[str, str]
 
 
 def _without_process(environ: Mapping[str, str], found: Allocation) -> dict[str, str]:
-    """Return variables without those that belong to this process alone; RANK is one of them only under Kubeflow."""
+    """Return the variables without those that identify only this process, which include RANK only under Kubeflow."""
     names = _OF_ONE_PROCESS if found.scheduler == "Kubeflow" else _OF_ONE_PROCESS[:-2]
     return {name: value for name, value in environ.items() if not name.startswith(names) or name == "RANKS"}

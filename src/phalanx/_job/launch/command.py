@@ -1,8 +1,8 @@
-"""Run `phalanx run`, from its words to its exit code.
+"""Execute `phalanx run`.
 
-    words ─▶ Settings (command_line) ─▶ JobPlan (plan_job) ─▶ the zygote, and the agent on it
+    words ─▶ Settings (command_line) ─▶ JobPlan (plan_job) ─▶ zygote and agent ─▶ exit code
 
-The zygote is started first: while it imports torch, everything else is loaded.
+The zygote is started first: while it imports torch, the agent loads everything else.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ _CAUGHT = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGT
 
 
 def main(words: Sequence[str], *, old_launcher: bool = False) -> int:
-    """Run the job that `words` describe; return the exit code, after printing problems on stderr.
+    """Run the job that `words` describe; print problems on stderr; return the exit code.
 
-    `old_launcher`: parse them as torch.distributed.launch does.
+    `old_launcher`: parse the words like torch.distributed.launch.
     """
     open_standard_descriptors()
     return report_errors(lambda: _run(words, os.environ, old_launcher=old_launcher))
 
 
 def report_errors(command: Callable[[], int], name: str = "run") -> int:
-    """Return the exit code of `command`, which runs `phalanx NAME`; print its LaunchError on stderr."""
+    """Call `command`, which runs `phalanx NAME`; print its LaunchError; return the exit code."""
     try:
         return command()
     except LaunchError as error:
         show(2, str(error).replace("phalanx run:", f"phalanx {name}:"))
         return error.exit_code
-    except KeyboardInterrupt:  # before signals are caught: nothing was started
+    except KeyboardInterrupt:  # before signals are handled: nothing was started
         return 128 + signal.SIGINT
 
 
@@ -55,22 +55,22 @@ def _run(words: Sequence[str], environ: Mapping[str, str], *, old_launcher: bool
     problems: list[str] = []
     settings = read_settings(words, environ, problems, old_launcher=old_launcher)
     if settings is None or (settings.print_completion and not problems):
-        from phalanx._job.launch.manual import format_help, make_completion  # here, because jobs have no use for it
+        from phalanx._job.launch.manual import format_help, make_completion  # here, because jobs do not need it
 
         text = f"{format_help()}\n" if settings is None else make_completion(settings.print_completion)
         guarded(lambda: print(text, end=""))
         return 0
     if any(name in environ for name in SIGNS):
-        from phalanx._job.launch.adopt import plan_node  # here, because most commands are started by hand
+        from phalanx._job.launch.adopt import plan_node  # here, because most commands run without a scheduler
 
         return run_job(plan_node(settings, environ, problems))
     return run_job(plan_job(settings, environ, problems=problems))
 
 
 def run_job(plan: JobPlan, joined: JoinedJob | None = None) -> int:
-    """Run the planned job to its end; return the exit code. No process of the job outlives the call.
+    """Run the planned job; return the exit code. No process of the job survives the call.
 
-    `joined` is the connection to the first host, if `phalanx join` has one already.
+    `joined` is the connection to the first host, if `phalanx join` has already opened it.
 
     Raises:
         LaunchError: the log directory cannot be written, or the system refuses processes or descriptors.
@@ -78,8 +78,8 @@ def run_job(plan: JobPlan, joined: JoinedJob | None = None) -> int:
     if not SUPPORTED:
         show(
             2,
-            f"phalanx run: {sys.platform} tells no process of its parent's death: processes may be left if this "
-            "command is killed with SIGKILL, or if a rank starts daemons. On Linux none are.",
+            f"phalanx run: {sys.platform} does not notify processes of their parent's death: processes may survive if "
+            "this command is killed with SIGKILL, or if a rank starts daemons. On Linux none do.",
         )
     adopt_orphans()
     with caught_signals(signal.Signals[name] for name in _CAUGHT) as signals:
@@ -88,11 +88,11 @@ def run_job(plan: JobPlan, joined: JoinedJob | None = None) -> int:
         except OSError as error:
             raise LaunchError(f"phalanx run: no process could be started: {limits.explain(error)}") from error
         try:
-            if plan.settings.rendezvous is not None:  # a job on one host needs nothing of this
+            if plan.settings.rendezvous is not None:  # here, because a job on one host does not need it
                 from phalanx._job.hosts.start import run_with_other_hosts
 
                 return run_with_other_hosts(plan, zygote, signals, joined)
-            from phalanx._job.agent.job import run_to_end  # here, because it takes time that the zygote needs too
+            from phalanx._job.agent.job import run_to_end  # here, so that the zygote starts first
 
             return run_to_end(plan, zygote, signals)
         finally:

@@ -1,6 +1,6 @@
 """Parse the command line of `phalanx run` into settings, or refuse it with all its problems at once.
 
-The functions are pure, and do not inspect the machine, so that every rule can be tested by itself.
+The functions are pure: they do not inspect the machine, so that tests can cover every rule.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # torchrun reads it withou
 def parse(
     words: Sequence[str], environ: Mapping[str, str] | None = None, *, old_launcher: bool = False
 ) -> Settings | None:
-    """Return the settings as `read_settings` does, or refuse the command line.
+    """Return the settings like `read_settings`, or refuse the command line.
 
     Raises:
-        LaunchError: with every problem of the command line, one per line; its exit code is 2.
+        LaunchError: lists all problems of the command line, one per line; its exit code is 2.
     """
     problems: list[str] = []
     settings = read_settings(words, environ or {}, problems, old_launcher=old_launcher)
@@ -33,13 +33,13 @@ def parse(
 def read_settings(
     words: Sequence[str], environ: Mapping[str, str], problems: list[str], *, old_launcher: bool = False
 ) -> Settings | None:
-    """Return the settings of the words after `phalanx run`, which override those of PET_ variables in `environ`.
+    """Return the settings of the words after `phalanx run`, which override the PET_ variables in `environ`.
 
-    Return None if the words ask for help. Everything after the script belongs to the script. Each problem is appended
-    to `problems`, and leaves the default in its field; the name of the target is empty if it is not known.
+    Return None if the words ask for help. All words after the script belong to the script. Append each problem to
+    `problems`, and leave the default in its field; the name of the target is empty if it is unknown.
 
-    `old_launcher`: the words are those of torch.distributed.launch, which by default starts one rank, and passes its
-    local rank by argument.
+    `old_launcher`: the words are for torch.distributed.launch, which by default starts one rank, and passes the local
+    rank as an argument.
     """
     given: dict[str, Any] = {}
     rest = _read_words(words, given, problems)
@@ -50,7 +50,7 @@ def read_settings(
     if "no-python" in given:
         kinds.append("program")
     if "run-path" in given:
-        kinds = ["script"]  # torchrun's goes first, too
+        kinds = ["script"]  # overrides the others, as in torchrun
     problems += [
         f"--{name}: only the command `phalanx run` starts a job over ssh" for name in SSH_OPTIONS if name in given
     ]
@@ -72,7 +72,7 @@ def read_settings(
     rendezvous = None
     if given.keys() & {"nnodes", "rdzv-backend", "node-rank", "witness"}:
         from phalanx._job.launch.rendezvous_options import (
-            decide_rendezvous,  # here: a job on one host starts without it
+            decide_rendezvous,  # here, because a job on one host does not need it
         )
 
         rendezvous = decide_rendezvous(given, problems)
@@ -84,7 +84,7 @@ def read_settings(
 def split_options(words: Sequence[str], names: Collection[str]) -> tuple[dict[str, str], list[str]]:
     """Return the values of the options `names` before the target, and all other words.
 
-    A flag's value is empty. An unknown option, or one without its value, stays among the words, and `parse` refuses it.
+    A flag's value is empty. Unknown options, and options without their value, stay in the words, for `parse` to refuse.
     """
     options = {option.name: option for option in OPTIONS}
     options.update({option.short: option for option in OPTIONS if option.short})
@@ -125,7 +125,7 @@ def _read_words(words: Sequence[str], given: dict[str, Any], problems: list[str]
         if option is None and flag.startswith("--") and len(names := find_names(name)) == 1:
             option = options.get(names[0])
         if option is None or flag.startswith("--") == (name == option.short):
-            # An unknown flag's value, if any, can't be distinguished from the script: stop at the first unknown flag.
+            # The value of an unknown flag can't be distinguished from the script: stop at the first unknown flag.
             problems.append(explain_unknown(flag, name))
             return []
         if not option.value:
@@ -152,7 +152,7 @@ def _read_value(option: Option, name: str, text: str, given: dict[str, Any], pro
 
 
 def _read_environment(environ: Mapping[str, str], given: dict[str, Any], problems: list[str]) -> None:
-    """Read the settings that torchrun reads from PET_NNODES and the like, unless the command line has them."""
+    """Read the options that torchrun reads from variables such as PET_NNODES, unless the command line has them."""
     for option in OPTIONS:
         name = f"PET_{option.name.replace('-', '_').upper()}"
         text = environ.get(name, "")

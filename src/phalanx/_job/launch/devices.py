@@ -8,16 +8,16 @@ from collections.abc import Mapping
 
 
 def find_cpus() -> tuple[int, ...]:
-    """Return the cores that this process may run on: fewer than the machine has under taskset, Slurm or a container."""
+    """Return the cores on which this process may run; taskset, Slurm or a container may exclude some of the host's."""
     if hasattr(os, "sched_getaffinity"):
         return tuple(sorted(os.sched_getaffinity(0)))
     return tuple(range(os.cpu_count() or 1))
 
 
 def share_cpus(cpus: tuple[int, ...], node: int, num_nodes: int) -> tuple[int, ...]:
-    """Return the part of `cpus` that is for node `node` of the `num_nodes` on this host.
+    """Return the share of `cpus` of node `node` among the `num_nodes` on this host.
 
-    All of them if this process's parent has bound it to cores of its own, or if there are too few.
+    Return all if the parent has already bound this process to its own cores, or if there are too few cores.
     """
     if num_nodes == 1 or len(cpus) < num_nodes or _is_bound(cpus):
         return cpus
@@ -33,14 +33,14 @@ def _is_bound(cpus: tuple[int, ...]) -> bool:
 
 
 def count_gpus(environ: Mapping[str, str]) -> int:
-    """Return the CUDA devices that torch would see: the driver's, limited by CUDA_VISIBLE_DEVICES."""
+    """Return the number of CUDA devices that torch would see: the driver's, limited by CUDA_VISIBLE_DEVICES."""
     return count_visible(_count_installed(), environ.get("CUDA_VISIBLE_DEVICES"))
 
 
 def count_visible(installed: int, visible: str | None) -> int:
     """Return how many of `installed` devices CUDA_VISIBLE_DEVICES leaves.
 
-    CUDA reads the list up to the first entry that isn't a device, or -1. Names (GPU-…, MIG-…) are assumed to exist.
+    CUDA reads the list up to the first invalid entry, such as -1. Named devices (GPU-…, MIG-…) are assumed to exist.
     """
     if visible is None:
         return installed
@@ -55,7 +55,7 @@ def count_visible(installed: int, visible: str | None) -> int:
 
 
 def _count_installed() -> int:
-    """Return the number of GPUs according to NVML, the driver's library; 0 without it."""
+    """Return the number of GPUs according to NVML, the driver's library; 0 without the library."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:

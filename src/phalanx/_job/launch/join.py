@@ -1,4 +1,4 @@
-"""Run `phalanx join HOST:PORT`, from its words to its exit code; the first host sends command, arguments and folder."""
+"""Execute `phalanx join HOST:PORT`; the first host sends the command, its arguments and its folder."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _NOTIFY_TIMEOUT_S = 5.0
 
 
 def main(words: Sequence[str]) -> int:
-    """Join the job that `words` name; returns the exit code, after printing problems on stderr."""
+    """Join the job at the address in `words`; print problems on stderr; return the exit code."""
     open_standard_descriptors()
     if not words or set(words) & {"-h", "--help"}:
         guarded(lambda: print(format_help()))
@@ -43,7 +43,7 @@ def read_words(words: Sequence[str]) -> tuple[str, Settings]:
     """Return HOST:PORT, and this host's settings; options may precede or follow HOST:PORT.
 
     Raises:
-        LaunchError: the words are invalid; the message says why.
+        LaunchError: the words are invalid.
     """
     valued = {f"--{option.name}" for option in OPTIONS if option.value}
     endpoint, options, rest = "", [], list(words)
@@ -74,10 +74,10 @@ def read_words(words: Sequence[str]) -> tuple[str, Settings]:
         raise LaunchError(f"phalanx join: HOST:PORT {error}", exit_code=USAGE_EXIT_CODE) from None
     if port == 0:
         raise LaunchError(
-            f"phalanx join: {endpoint}: which port? The first host prints the line to type, with HOST:PORT",
+            f"phalanx join: {endpoint}: the port is missing. The first host prints the line to type, with HOST:PORT",
             exit_code=USAGE_EXIT_CODE,
         )
-    # The first host decides the number of hosts; more than one lets this host have a number and an address.
+    # The first host decides the number of hosts; any number above one allows --node-rank and --local-addr.
     settings = parse(["--nnodes", "9999", "--master-addr", host, "--master-port", str(port), *options, "-"])
     assert settings is not None
     assert settings.rendezvous is not None
@@ -102,12 +102,11 @@ def _join(endpoint: str, settings: Settings) -> int:
         raise LaunchError(f"phalanx join: {error}", exit_code=USAGE_EXIT_CODE) from None
     if key is None:
         raise LaunchError(
-            f"phalanx join: no key to join {endpoint}, and no terminal to ask for it. The file ~/.config/phalanx/key "
-            "of the "
-            "first host is to be on this one, too (mode 600); or name another: --key-file, PHALANX_KEY_FILE.",
+            f"phalanx join: no key to join {endpoint}, and no terminal to ask for it. Copy the first host's file "
+            "~/.config/phalanx/key to this host (mode 600), or name another file: --key-file, PHALANX_KEY_FILE.",
             exit_code=USAGE_EXIT_CODE,
         )
-    joined = connect([endpoint], key, _JOIN_TIMEOUT_S, is_over=threading.Event().is_set, say=_print)
+    joined = connect([endpoint], key, _JOIN_TIMEOUT_S, is_over=threading.Event().is_set, log=_print)
     job_spec = joined.job_spec
     try:
         if os.path.isdir(job_spec.folder):
@@ -120,9 +119,8 @@ def _join(endpoint: str, settings: Settings) -> int:
             ""
             if os.path.isdir(job_spec.folder)
             else (
-                f"\nThe first host runs it in {job_spec.folder}, which is not here; so it was looked for in "
-                f"{os.getcwd()}. Type "
-                "`phalanx join` in the folder that holds the script."
+                f"\nThe first host runs it in {job_spec.folder}, which does not exist here; searched in {os.getcwd()}. "
+                "Run `phalanx join` in the folder of the script."
             )
         )
         raise LaunchError(
@@ -132,7 +130,7 @@ def _join(endpoint: str, settings: Settings) -> int:
 
 
 def _notify_first_host(joined: JoinedJob, why: str) -> None:
-    """Notify the first host that this host cannot run the job, and why; the first host keeps waiting for another."""
+    """Send the first host the reason why this host cannot run the job; the first host waits for another host."""
     with joined.client as client, contextlib.suppress(PhalanxError):
         client.timeout = _NOTIFY_TIMEOUT_S
         client.join(
@@ -154,12 +152,10 @@ def format_help() -> str:
         "Usage: phalanx join HOST:PORT [OPTIONS]",
         "",
         *textwrap.wrap(
-            "Take part in the job that `phalanx run --nnodes N` has begun on another host, which prints this line. "
-            "Command, "
-            "arguments, folder and options come from there; what the ranks print is shown there. The job's key is "
-            "looked "
-            "for in --key-file, PHALANX_KEY_FILE, PHALANX_KEY and your configuration folder, and asked for at a "
-            "terminal.",
+            "Join the job that `phalanx run --nnodes N` has started on another host, which prints this line. That host "
+            "sends the command, arguments, folder and options, and shows the output of all ranks. The job's key is "
+            "read from --key-file, PHALANX_KEY_FILE, PHALANX_KEY or your configuration folder; on a terminal, "
+            "phalanx join asks for it.",
             80,
         ),
         "",

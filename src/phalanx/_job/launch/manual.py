@@ -1,4 +1,4 @@
-"""Write what `phalanx run` prints about its options: the help, on two screens, and the completion scripts of shells.
+"""Write the help of `phalanx run`, on two screens, and the completion scripts for shells.
 
 The reference page has every option in full.
 """
@@ -14,7 +14,7 @@ _COLUMN = 29
 
 # The title of a section, its options, and a line for each.
 SECTIONS: dict[str, dict[str, str]] = {
-    "What to start": {
+    "Start": {
         "nproc-per-node": "ranks: N, gpu, cpu, or auto (the default)",
         "module": "run a module, as `python -m` does",
         "no-python": "run a program, not a Python script",
@@ -23,25 +23,25 @@ SECTIONS: dict[str, dict[str, str]] = {
         "no-affinity": "do not pin ranks to cores",
         "no-preload": "let each rank import torch itself",
     },
-    "What to show and keep": {
-        "log-dir": "also write each rank's lines into a file in DIR",
-        "report": "leave a report of the run in DIR/report.html",
-        "metrics": "serve numbers of the running job for Prometheus",
+    "Output": {
+        "log-dir": "also write each rank's lines to a file in DIR",
+        "report": "write a report of the run to DIR/report.html",
+        "metrics": "serve metrics of the running job for Prometheus",
         "redirects": "write stdout (1), stderr (2), both (3) to files",
-        "tee": "write them to files, and show them too",
+        "tee": "write them to files, and also show them",
         "local-ranks-filter": "show only these local ranks",
     },
-    "When a rank fails or ends": {
+    "When a rank fails or exits": {
         "max-restarts": "restarts of all ranks after a failure",
-        "traceback": "show the lines of libraries in tracebacks too",
+        "traceback": "also show the lines of libraries in tracebacks",
         "shutdown-timeout": "seconds between SIGTERM and SIGKILL (default 30)",
-        "exit-timeout": "stop ranks so long after one has ended well",
-        "evict-after": "kill a rank that has kept others waiting so long",
+        "exit-timeout": "stop ranks so long after one has succeeded",
+        "evict-after": "kill a rank that others have awaited so long",
     },
     "Several hosts": {
         "hosts": "start the job on these hosts over ssh",
-        "hostfile": "the same, from a file: HOST slots=N",
-        "detach": "end when all ranks of --hosts have started",
+        "hostfile": "read the hosts from a file: HOST slots=N",
+        "detach": "exit when all ranks of --hosts have started",
         "nnodes": "number of hosts, N or MIN:MAX (default 1)",
         "key-file": "file with the job's key (see `phalanx key`)",
         "host-timeout": "a host silent for so long is lost (default 9)",
@@ -49,13 +49,13 @@ SECTIONS: dict[str, dict[str, str]] = {
         "node-rank": "number of this host, with --master-addr",
         "master-addr": "address of host 0",
         "master-port": "its port (default 29500)",
-        "rdzv-endpoint": "where hosts meet, with --rdzv-backend c10d",
+        "rdzv-endpoint": "the rendezvous, with --rdzv-backend c10d",
     },
 }
 
-_ALSO = "Also: {names}. Options of torchrun can be shortened, and given as PET_NPROC_PER_NODE and the like."
+_ALSO = "Also: {names}. Options of torchrun can be shortened, and set by variables such as PET_NPROC_PER_NODE."
 _EXIT = (
-    "Exit status: that of the rank that failed first, 128 + n for signal n; 2 for a wrong command line; 75 if too few "
+    "Exit status: the status of the first failed rank, 128 + n for signal n; 2 for a wrong command line; 75 if too few "
     "ranks of an elastic job are left (start it again); 124 after --exit-timeout."
 )
 

@@ -1,4 +1,4 @@
-"""Plan a job on this host: inspect the host, and decide all that can be decided before a process is started."""
+"""Plan a job on this host: inspect the host, and make all decisions before a process is started."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from phalanx._job.agent.settings import Settings, refuse
 from phalanx._job.agent.target import find_problem
 from phalanx._job.launch.devices import count_gpus, find_cpus, share_cpus
 
-_NO_FOLDER = "the current folder has been removed, and PyTorch cannot be loaded in it. cd to one that is there."
+_NO_FOLDER = "the current folder was removed, and PyTorch cannot be loaded in it. cd to an existing folder."
 _NO_PROC = (
-    "there is no /proc here, and only through it do the ranks find the job's store, which has no port and no name. "
-    "Mount it (mount -t proc proc /proc), or start the ranks yourself with MASTER_ADDR and MASTER_PORT: they will not "
-    "share memory."
+    "there is no /proc, through which the ranks open the job's store, which has no port and no name. Mount it "
+    "(mount -t proc proc /proc), or start the ranks yourself with MASTER_ADDR and MASTER_PORT; then they do not share "
+    "memory."
 )
-_NO_GPU = "this host has no GPU that CUDA could use (the driver shows none, or CUDA_VISIBLE_DEVICES hides them). "
-_RANKS_PER_CORE = 64  # more is a slip of the finger: each rank is a process that wants memory and time
+_NO_GPU = "this host has no GPU for CUDA (the driver finds none, or CUDA_VISIBLE_DEVICES hides them). "
+_RANKS_PER_CORE = 64  # more is a typing error: each rank is a process that needs memory and time
 
 
 def plan_job(
@@ -35,17 +35,17 @@ def plan_job(
 
     Arguments:
         command_environment: the environment of this command.
-        environment: what the ranks inherit; by default built from this command's environment and --env.
-        problems: the problems of the command line, which are raised with those of this host.
+        environment: the environment that the ranks inherit; by default this command's environment and --env.
+        problems: the problems of the command line, which are raised together with those of this host.
 
     Raises:
-        LaunchError: with all the problems that were found.
+        LaunchError: lists all problems.
     """
     problems, is_valid = list(problems), not problems
     if environment is None:
         environment = plan_environment(command_environment, settings.env)
     num_ranks, cpus, cores = 0, find_cpus(), 0
-    if is_valid:  # otherwise the number of ranks may not be the one that the user wants
+    if is_valid:  # otherwise the number of ranks may be wrong
         cpus, all_cpus = share_cpus(cpus, *settings.share), len(cpus)
         cores = max(1, count_cores(all_cpus) * len(cpus) // all_cpus)
         num_ranks = decide_num_ranks(settings, cores, environment, problems)
@@ -92,14 +92,14 @@ def decide_num_ranks(settings: Settings, cores: int, environment: Mapping[str, s
 
 
 def count_ranks(nproc_per_node: str, cores: int, gpus: int, problems: list[str]) -> int:
-    """Return how many ranks `nproc_per_node` means on a host with `cores` usable cores and `gpus` GPUs.
+    """Return the number of ranks for `nproc_per_node` on a host with `cores` usable cores and `gpus` GPUs.
 
-    Append to `problems` if it means a GPU that is missing, or implausibly many ranks.
+    Append to `problems` if there is no GPU, or if the number is implausibly large.
     """
     if nproc_per_node == "gpu" and gpus == 0:
         problems.append(
             f"--nproc-per-node gpu: {_NO_GPU}"
-            f"Use --nproc-per-node cpu for {cores} ranks, one per core; `nvidia-smi` shows what the driver sees."
+            f"Use --nproc-per-node cpu for {cores} ranks, one per core; `nvidia-smi` shows the driver's GPUs."
         )
         return 0
     if nproc_per_node in ("auto", "cpu", "gpu"):
@@ -115,20 +115,16 @@ def count_ranks(nproc_per_node: str, cores: int, gpus: int, problems: list[str])
 
 
 def count_ranks_on_gpus(nproc_per_node: str, gpus: int, ranks_per_gpu: int, problems: list[str]) -> int:
-    """Return how many ranks a host with `gpus` GPUs starts; append to `problems` if they do not fit on the GPUs."""
+    """Return the number of ranks on a host with `gpus` GPUs; append to `problems` if they do not fit on the GPUs."""
     option, most = f"--ranks-per-gpu {ranks_per_gpu}", gpus * ranks_per_gpu
     if gpus == 0:
-        problems.append(
-            f"{option}: {_NO_GPU}Leave it out for ranks on the CPU; `nvidia-smi` shows what the driver sees."
-        )
+        problems.append(f"{option}: {_NO_GPU}Leave it out for ranks on the CPU; `nvidia-smi` shows the driver's GPUs.")
     elif nproc_per_node == "cpu":
-        problems.append(
-            f"{option} and --nproc-per-node cpu: ranks are counted by GPUs or by cores. Give one of the two."
-        )
+        problems.append(f"{option} and --nproc-per-node cpu: ranks are counted by GPUs or by cores. Give only one.")
     elif nproc_per_node.isdecimal() and int(nproc_per_node) > most:
         have = "1 GPU has" if gpus == 1 else f"{gpus} GPUs have"
         problems.append(
-            f"{option}: {have} room for {most} ranks, and --nproc-per-node asks for {nproc_per_node}. "
+            f"{option}: {have} room for {most} ranks, but --nproc-per-node is {nproc_per_node}. "
             f"Give --ranks-per-gpu {-(-int(nproc_per_node) // gpus)}."
         )
     else:

@@ -1,10 +1,10 @@
 """Read the rendezvous options of `phalanx run`, with torchrun's meanings.
 
-    --nnodes 2                                               here; `phalanx join …` is printed for the others
-    --nnodes 2 --node-rank R --master-addr H --master-port P at H:P, where node 0 leads          (backend static)
-    --nnodes 2 --rdzv-backend c10d --rdzv-endpoint H:P       at H:P, led by the host whose address H is
+    --nnodes 2                                               at this host; it prints `phalanx join …` for the others
+    --nnodes 2 --node-rank R --master-addr H --master-port P at H:P, led by node 0               (backend static)
+    --nnodes 2 --rdzv-backend c10d --rdzv-endpoint H:P       at H:P, led by the host with address H
 
-The functions are pure, and do not inspect the machine.
+The functions are pure: they do not inspect the machine.
 """
 
 from __future__ import annotations
@@ -20,26 +20,28 @@ _ETCD = ("etcd", "etcd-v2")
 
 
 def decide_rendezvous(fields: Mapping[str, Any], problems: list[str]) -> Rendezvous | None:
-    """Return the rendezvous that the options `fields`, by name, describe; None for a job of one host.
+    """Return the rendezvous that the options `fields`, by name, describe; None for a job on one host.
 
-    Contradictions and impossible values are appended to `problems`.
+    Append contradictions and impossible values to `problems`.
     """
     low, high = fields.get("nnodes", (1, 1))
     backend = fields.get("rdzv-backend", "static")
     if backend in _ETCD:
         problems.append(
-            f"--rdzv-backend {backend}: hosts meet at the first of them, which needs no etcd server. Leave the "
-            "rendezvous options out and type what `phalanx run --nnodes N` prints on the other hosts; or give all "
-            "--rdzv-backend c10d --rdzv-endpoint HOST:PORT, with one of the hosts as HOST"
+            f"--rdzv-backend {backend}: hosts connect to the first host, without an etcd server. Leave out the "
+            "rendezvous options, and type the line that `phalanx run --nnodes N` prints on the other hosts; or give "
+            "all hosts --rdzv-backend c10d --rdzv-endpoint HOST:PORT, with one of the hosts as HOST"
         )
         return None
     if backend not in ("static", "c10d"):
-        problems.append(f"--rdzv-backend: must be static or c10d, got {backend!r}. Other plug-ins are torchrun's")
+        problems.append(
+            f"--rdzv-backend: must be static or c10d, got {backend!r}. Other backends exist only in torchrun"
+        )
         return None
     if high == 1:
         if "witness" in fields:
             problems.append(
-                "--witness: a job of one host cannot survive the loss of its host. Add --nnodes, or leave --witness out"
+                "--witness: a job of one host cannot survive the loss of its host. Add --nnodes, or leave out --witness"
             )
         return None
     if fields.get("standalone"):
@@ -64,8 +66,8 @@ def decide_rendezvous(fields: Mapping[str, Any], problems: list[str]) -> Rendezv
         return Rendezvous(join_endpoint(host, port), _read_bool(conf.get("is_host"), problems), **common)
     if low != high and ("master-addr" in fields or endpoint or "node-rank" in fields):
         problems.append(
-            f"--nnodes {low}:{high} with --node-rank or --master-addr: with numbers given by hand there is one number "
-            "of hosts. Give --nnodes N, or --rdzv-backend c10d --rdzv-endpoint HOST:PORT"
+            f"--nnodes {low}:{high} with --node-rank or --master-addr: the number of hosts must be fixed if hosts "
+            "have numbers. Give --nnodes N, or --rdzv-backend c10d --rdzv-endpoint HOST:PORT"
         )
     node_rank = fields.get("node-rank")
     if node_rank is not None and node_rank >= high:
@@ -73,8 +75,8 @@ def decide_rendezvous(fields: Mapping[str, Any], problems: list[str]) -> Rendezv
     if not endpoint and "master-addr" not in fields:
         if node_rank:
             problems.append(
-                f"--node-rank {node_rank}: where is node 0? Give --master-addr HOST and --master-port PORT; or type "
-                "what `phalanx run --nnodes N` prints on the first host"
+                f"--node-rank {node_rank}: needs the address of node 0. Give --master-addr HOST and --master-port "
+                "PORT; or type the line that `phalanx run --nnodes N` prints on the first host"
             )
         if "master-port" in fields:
             endpoint = f":{fields['master-port']}"
@@ -89,8 +91,8 @@ def decide_rendezvous(fields: Mapping[str, Any], problems: list[str]) -> Rendezv
 def _read_conf(conf: Mapping[str, str], backend: str, problems: list[str]) -> dict[str, float]:
     """Return the time limits in --rdzv-conf; as in torchrun, unknown keys are ignored."""
     if conf.get("store_type", "tcp") != "tcp":
-        problems.append(f"--rdzv-conf store_type={conf['store_type']}: hosts meet through the network; leave it out")
-    # Each of torchrun's backends uses one of the first two; if both are given, that one.
+        problems.append(f"--rdzv-conf store_type={conf['store_type']}: hosts connect through the network; leave it out")
+    # Each of torchrun's backends prefers one of these two.
     joins = ("join_timeout", "timeout") if backend == "static" else ("timeout", "join_timeout")
     names = {**dict.fromkeys(joins, "join_timeout_s"), "last_call_timeout": "last_call_s"}
     times = {field: _read_number(key, conf[key], problems) for key, field in names.items() if key in conf}

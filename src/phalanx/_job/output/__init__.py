@@ -1,1 +1,1 @@
-"""Show the ranks' output: split into lines and live status, folded over ranks, with the rank in front."""
+"""Show the ranks' output: split it into lines and live status, fold equal lines of ranks, and prefix the rank."""

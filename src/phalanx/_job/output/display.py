@@ -1,4 +1,4 @@
-"""`Display` shows the ranks' lines here: folded, with their ranks in front, and status lines on a terminal."""
+"""Show the ranks' lines on this terminal: folded, prefixed with their ranks, and followed by status lines."""
 
 from __future__ import annotations
 
@@ -23,30 +23,30 @@ _REDRAW_S = 0.05  # a status line is redrawn at most this often
 class Display:
     """A `Display` queues lines for this command's stdout and stderr, and writes without blocking.
 
-    `host_of` returns the host of some ranks, for jobs on several hosts: empty if they are on more than one.
+    `host_of` returns the common host of ranks in a job on several hosts; empty if they have none.
     """
 
     def __init__(
         self, *, colour: bool, terminal: bool, host_of: Callable[[Iterable[int]], str] = lambda ranks: ""
     ) -> None:
         self._out = Writer(1)
-        # one queue serves both if they lead to the same place, so that nothing overtakes there
+        # one queue for both if they are the same file, so that lines stay in order
         self._err = self._out if os.path.sameopenfile(1, 2) else Writer(2)
         self._colour = colour
         self._terminal = terminal
         self.host_of = host_of
-        self.prefix_of: Callable[[int], str] | None = None  # the prefix as the user wants it; then no lines are folded
+        self.prefix_of: Callable[[int], str] | None = None  # the user's prefix; if set, lines are not folded
         self._folder = Folder(())
-        self._statuses: dict[tuple[int, int], bytes] = {}  # rank, stream -> text shown until the end of the line
+        self._statuses: dict[tuple[int, int], bytes] = {}  # rank, stream -> the unfinished line to show
         self._drawn = 0
         self._redraw_at: float | None = None
         self._redrawn_at = 0.0
         self._prefixes: dict[frozenset[int], bytes] = {}
         self._tracebacks = TracebackBuffer()
-        self._told: set[str] = set()  # problems of writing that were reported already
+        self._printed_once: set[str] = set()  # the texts that `print_once` has printed
 
     def begin(self, ranks: Iterable[int]) -> None:
-        """Begin with these ranks, which print from now on, or again; they may be on another host than before."""
+        """Expect output from these ranks, which start or restart, perhaps on another host than before."""
         self._folder.begin(ranks)
         self._prefixes.clear()
 
@@ -57,27 +57,27 @@ class Display:
 
     @property
     def full(self) -> bool:
-        """Return whether so much waits to be written that nothing more should come."""
+        """Return whether too much output is queued to accept more."""
         return self._out.full or self._err.full
 
     @property
     def writers(self) -> tuple[Writer, ...]:
-        """Return the writers that have something to write."""
+        """Return the writers with queued output."""
         return tuple(writer for writer in {self._out, self._err} if writer.waiting)
 
     @property
     def reader_gone(self) -> bool:
-        """Return whether nothing reads our stdout any more."""
+        """Return whether the reader of our stdout has closed it."""
         return self._out.broken
 
     @property
     def lost(self) -> OSError | None:
-        """Return why some of the ranks' lines could not be written to our stdout (a full disk); None if all could."""
+        """Return the error that lost lines on our stdout, such as a full disk; None if none was lost."""
         return self._out.problem
 
     @property
     def next_due(self) -> float | None:
-        """Return when `tick` is next needed; None if it is not."""
+        """Return when `tick` must next be called; None for never."""
         times = [at for at in (self._folder.next_due, self._redraw_at) if at is not None]
         return min(times, default=None)
 
@@ -108,36 +108,36 @@ class Display:
         if self._out.problem is not None:
             self.print_once(
                 "stdout",
-                f"phalanx run: stdout cannot be written: {self._out.problem.strerror}. The job goes on; lines are lost "
-                "until there is room again, and the exit code will not be 0.",
+                f"phalanx run: stdout cannot be written: {self._out.problem.strerror}. The job continues; lines are "
+                "lost until there is room again, and the exit code will not be 0.",
             )
 
     def flush(self) -> None:
         self._show_lines(float("inf"))
 
     def print(self, text: str) -> None:
-        """Print a text of the agent's own to stderr, after all lines of ranks so far."""
+        """Print a text of the agent to stderr, after all earlier lines of ranks."""
         self._show_lines(float("inf"))
         self._clear_status()
         self._err.put(encode(text) + b"\n")
 
     def print_once(self, what: str, text: str) -> None:
-        if what not in self._told:
-            self._told.add(what)
+        if what not in self._printed_once:
+            self._printed_once.add(what)
             self.print(text)
 
     def expect(self, rank: int, traceback: str, *, quiet: bool = False) -> None:
-        """Keep `traceback`, which `rank` is about to print, off the screen; forever if `quiet`. The logs get it."""
+        """Buffer `traceback`, which `rank` is about to print, until `release`; forever if `quiet`. Logs show it."""
         self._tracebacks.expect(rank, traceback, quiet=quiet)
 
     def release(self) -> None:
-        """Show the tracebacks that were kept."""
+        """Show the buffered tracebacks."""
         now = time.monotonic()
         for rank, line in self._tracebacks.release():
             self._folder.add(rank, 2, line, now)
 
     def forget(self) -> None:
-        """Drop the tracebacks that are still kept, since they were reported."""
+        """Drop the buffered tracebacks, because they were reported."""
         self._tracebacks.forget()
 
     def _show_lines(self, now: float) -> None:
@@ -184,7 +184,7 @@ class Display:
 # rank 0:  a  b  c            pending, in order of release:
 # rank 1:  a     c            a {0,1}   b {0}   c {0,1}
 
-WINDOW_S = 0.1  # how long a line waits for its twins; ranks in step print within a few milliseconds
+WINDOW_S = 0.1  # how long a line waits for equal lines; ranks in step print them within milliseconds
 _MAX_PENDING = 4096
 
 
@@ -200,11 +200,11 @@ class FoldedLine:
 
 
 class _Twins:
-    """`_Twins` are pending lines of one text, in order. A step is one binary search, even for 100,000 blank lines."""
+    """`_Twins` are the pending lines with one text, in order. Each search is binary: 100,000 lines may be blank."""
 
     def __init__(self) -> None:
         self.lines: list[FoldedLine] = []
-        self._first = 0  # the lines before it were released
+        self._first = 0  # the first line that was not released
 
     def find_behind(self, order: int) -> FoldedLine | None:
         """Return the first line after `order`."""
@@ -212,7 +212,7 @@ class _Twins:
         return self.lines[at] if at < len(self.lines) else None
 
     def drop_first(self) -> None:
-        """Note that the first line was released: it is always the first, because lines are released in order."""
+        """Drop the first line, which was released."""
         self._first += 1
         if 2 * self._first >= len(self.lines):
             del self.lines[: self._first]
@@ -220,14 +220,14 @@ class _Twins:
 
 
 class Folder:
-    """A folder holds lines until all live ranks have printed them, or for `window_s`. Time is an argument."""
+    """A `Folder` buffers lines until all live ranks have printed them, or for `window_s`. It has no clock."""
 
     def __init__(self, ranks: Iterable[int], window_s: float = WINDOW_S) -> None:
         self._live = set(ranks)
         self._window_s = window_s
         self._pending: deque[FoldedLine] = deque()
         self._waiting: dict[tuple[int, bytes], _Twins] = {}
-        self._last: dict[int, int] = {}  # rank -> order of its latest line: its next may join only behind that
+        self._last: dict[int, int] = {}  # rank -> order of its latest line; its next line must follow
         self._order = 0
 
     def add(self, rank: int, stream: int, text: bytes, now: float) -> None:
@@ -246,15 +246,15 @@ class Folder:
         self._last[rank] = self._order
 
     def end(self, rank: int) -> None:
-        """Note that `rank` will print nothing more, so no line waits for it."""
+        """Stop waiting for `rank`, which prints no more."""
         self._live.discard(rank)
 
     def begin(self, ranks: Iterable[int]) -> None:
-        """Begin again with ranks that print again (after a restart)."""
+        """Wait for these ranks, which start or restart."""
         self._live |= set(ranks)
 
     def release(self, now: float) -> list[FoldedLine]:
-        """Return the lines that are due, in order: all live ranks printed them, or they have waited long enough."""
+        """Return the lines, in order, that all live ranks have printed or that have waited for `window_s`."""
         released = []
         while self._pending:
             head = self._pending[0]
@@ -274,41 +274,41 @@ class Folder:
 
     @property
     def next_due(self) -> float | None:
-        """Return when `release` will next have something to do by time alone; None when nothing is pending."""
+        """Return when the next line is due; None if none is pending."""
         return self._pending[0].due if self._pending else None
 
 
-_PIECE_BYTES = 4096  # PIPE_BUF: a writable pipe accepts this much without blocking
+_PIECE_BYTES = 4096  # PIPE_BUF: a writable pipe accepts this many bytes without blocking
 
 
 class Writer:
-    """A writer is a queue of bytes in front of a descriptor that may be a terminal, a pipe or a file.
+    """A `Writer` is a queue of bytes in front of a descriptor: a terminal, a pipe or a file.
 
-    The descriptor is shared with the user's shell, so it can't be made non-blocking; instead no more is written at
-    a time than is certain not to block. Thus Ctrl-C works while a pager holds up the output.
+    The user's shell shares the descriptor, so it can't be made non-blocking; instead, each write is so small that it
+    cannot block. Thus Ctrl-C works while a pager stops the output.
     """
 
     LIMIT_BYTES = 1 << 20
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
-        self.broken = False  # its reader has closed it
-        self.problem: OSError | None = None  # why something could not be written that others later can
+        self.broken = False  # the reader has closed it
+        self.problem: OSError | None = None  # why lines were lost; later lines may be written
         self._gap = False
         self._queue = bytearray()
 
     @property
     def waiting(self) -> bool:
-        """Return whether something is still to be written."""
+        """Return whether output is queued."""
         return bool(self._queue)
 
     @property
     def full(self) -> bool:
-        """Return whether so much is waiting that nothing more should be read from the ranks."""
+        """Return whether so much is queued that no more should be read from the ranks."""
         return len(self._queue) > self.LIMIT_BYTES
 
     def put(self, data: bytes) -> None:
-        """Queue `data`; it is dropped when the reader has closed the pipe."""
+        """Queue `data`; drop it if the reader has closed the pipe."""
         if self.broken:
             return
         if self._gap and not self._queue:

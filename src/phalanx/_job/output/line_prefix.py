@@ -1,4 +1,4 @@
-"""Fill in the text before a rank's lines that the user chooses by torchrun's --log-line-prefix-template."""
+"""Expand the prefix of a rank's lines, from torchrun's --log-line-prefix-template."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ VARIABLE = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
 
 
 def find_template(given: str, environ: Mapping[str, str]) -> str:
-    """Return the template of the command line, or else of the environment; empty if there is none."""
+    """Return the template of the command line, or of the environment; empty if neither has one."""
     return given or environ.get(VARIABLE, "")
 
 
 def fill(template: str, *, rank: int, local_rank: int, role: str, host: str) -> str:
-    """Return the template with its macros replaced; other text is unchanged, as in torchrun."""
+    """Return the template with its variables replaced; other text is unchanged, as in torchrun."""
     return Template(template).safe_substitute(role_name=role, rank=rank, local_rank=local_rank, hostname=host)

@@ -1,4 +1,4 @@
-"""Write the ranks' log files; a disk that is full costs lines, not the job."""
+"""Write the ranks' log files; a full disk loses lines, not the job."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from phalanx._job.output.text import encode
 
 
 class LogFile:
-    """A `LogFile` is a file of lines. After unwritable lines, the next line reports the gap; no line is torn."""
+    """A `LogFile` is a file of lines. After lost lines, it reports the gap before the next line."""
 
     def __init__(self, path: str) -> None:
         self.path = path
-        # it is unbuffered: the last words of a rank must be on disk when everything dies
+        # unbuffered: the last lines of a rank must be in the file when everything dies
         self._file = FileIO(path, "w")
         self.problem: OSError | None = None  # the latest problem
         self._gap = False
 
     def put(self, lines: Sequence[bytes]) -> None:
-        """Write `lines`, or as many as there is room for."""
+        """Write `lines`, as far as the disk has room."""
         self._write(b"\n".join(lines) + b"\n")
 
     def close(self) -> None:
-        """Close the file; an error that some file systems report only now is a problem, too."""
+        """Close the file; some file systems report write errors only now."""
         try:
             self._file.close()
         except OSError as error:
@@ -45,16 +45,16 @@ class LogFile:
 
 
 def explain_gap(problem: OSError | None) -> bytes:
-    """Return the text that replaces lines that could not be written; it also ends a torn line."""
+    """Return the text that replaces lost lines; it also ends a partly written line."""
     why = (problem.strerror if problem is not None else None) or os.strerror(0)
-    return encode(f"\n[phalanx run: lines are missing here: {why}]\n")
+    return encode(f"\n[phalanx run: lines were lost here: {why}]\n")
 
 
 class Logs:
-    """`Logs` writes the log files of this host's ranks, and decides what is also shown on the screen.
+    """`Logs` writes the log files of this host's ranks, and decides which streams the screen shows.
 
-    DIR/rank_0.log, … hold both streams, by rank. Those that --redirects and --tee name also go to files as torchrun
-    names them, DIR/ID_XXXXXXXX/attempt_0/LOCAL_RANK/stdout.log, one for each stream and attempt.
+    DIR/rank_0.log, … have both streams of a rank. The streams of --redirects and --tee also go to files with torchrun's
+    names, DIR/ID_XXXXXXXX/attempt_0/LOCAL_RANK/stdout.log, one for each stream and attempt.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Logs:
         self._by_stream: dict[tuple[int, int], LogFile] = {}
         self._redirects, self._tee, self._local_ranks_filter = redirects, tee, local_ranks_filter
         self._first = 0
-        self.attempts = ""  # the folder of files by attempt and local rank; empty if there are none
+        self.attempts = ""  # the folder of the files by attempt and local rank; empty if there are none
         self.streams = redirects != NO_STREAMS or tee != NO_STREAMS
         if log_dir is not None:
             os.makedirs(log_dir, exist_ok=True)
@@ -86,7 +86,7 @@ class Logs:
         """Open the logs of these ranks of this host, which are about to start.
 
         Raises:
-            OSError: a file cannot be made.
+            OSError: a file cannot be created.
         """
         self._first = min(ranks, default=0)
         if self._folder is not None:
@@ -111,7 +111,7 @@ class Logs:
         return not redirected and (self._local_ranks_filter is None or local_rank in self._local_ranks_filter)
 
     def put(self, rank: int, stream: int, lines: Sequence[bytes]) -> str:
-        """Write `lines`; return a message if some could not be written, else ""."""
+        """Write `lines`; return a message if lines were lost, otherwise ""."""
         said = ""
         for log in (self._by_rank.get(rank), self._by_stream.get((rank - self._first, stream))):
             if log is None:
@@ -119,8 +119,8 @@ class Logs:
             log.put(lines)
             if log.problem is not None:
                 said = (
-                    f"phalanx run: --log-dir: cannot write {log.path}: {log.problem.strerror}. The job goes on; lines "
-                    "are missing in the logs until they can be written again."
+                    f"phalanx run: --log-dir: cannot write {log.path}: {log.problem.strerror}. The job continues; "
+                    "lines are lost until the logs can be written again."
                 )
         return said
 

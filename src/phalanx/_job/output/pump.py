@@ -1,4 +1,4 @@
-"""Pump the ranks' lines from their pipes to a viewer, and to the log files."""
+"""Copy the ranks' lines from their pipes to a viewer and the log files."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Viewer(Protocol):
         """Return whether the ranks should wait."""
 
     def begin(self, ranks: Sequence[int]) -> None:
-        """Begin with these ranks, which print from now on, or again."""
+        """Expect output from these ranks, which start or restart."""
 
     def end(self, rank: int) -> None:
-        """End this rank, which prints nothing more."""
+        """Expect no more output from this rank."""
 
     def show(self, rank: int, stream: int, lines: Sequence[bytes], status: bytes) -> None:
         """Show a rank's output, and the status after it."""
@@ -36,7 +36,7 @@ class Viewer(Protocol):
 
 
 class Pump:
-    """A `Pump` reads the ranks' ready pipes, and passes lines to `viewer` and `logs`."""
+    """A `Pump` owns the ranks' pipes, and writes their lines to `viewer` and `logs`."""
 
     def __init__(self, viewer: Viewer, logs: Logs) -> None:
         self.viewer = viewer
@@ -44,22 +44,21 @@ class Pump:
         self._pipes: dict[int, tuple[int, int, LineSplitter]] = {}  # descriptor -> rank, stream, splitter
 
     def add(self, rank: int, stream: int, fd: int) -> None:
-        """Read and own the reading end `fd` of a rank's stdout (1) or stderr (2)."""
+        """Add `fd`, the read end of a rank's stdout (1) or stderr (2), and own it."""
         os.set_blocking(fd, False)
         self._pipes[fd] = (rank, stream, LineSplitter())
         self.viewer.begin([rank])
 
     @property
     def pipes(self) -> tuple[int, ...]:
-        """Return the pipes to wait on; none while our own output is held up: the ranks wait, and our memory stays."""
+        """Return the pipes to poll; none while the viewer is full, so that the ranks wait and our memory is bounded."""
         return () if self.viewer.full else tuple(self._pipes)
 
     def read(self, fd: int, before_it: Callable[[], object] = lambda: None) -> bool:
-        """Read once; return False if there was nothing (the pipe is empty or has ended).
+        """Read once from a pipe; return False if the pipe is empty or has ended.
 
-        `before_it` is called after the bytes are read and before they are processed: for earlier messages of the rank
-        on other channels. The pipe moves to the end of `pipes`, so that a caller that reads only some of them is fair
-        to all.
+        `before_it` is called between reading and processing the bytes, to process earlier messages of the rank on
+        other channels. The pipe moves to the end of `pipes`, so that a caller that reads only some pipes is fair.
         """
         rank, stream, splitter = self._pipes[fd] = self._pipes.pop(fd)
         try:
@@ -74,11 +73,11 @@ class Pump:
         return bool(data)
 
     def drain(self) -> None:
-        """Read the rest of the pipes after all ranks have ended, close them, and show all lines."""
+        """Read the rest of the pipes after all ranks have exited, close the pipes, and show all lines."""
         for fd in tuple(self._pipes):
             while self.read(fd):
                 pass
-            if fd in self._pipes:  # a foreign process has it open: show its output so far
+            if fd in self._pipes:  # another process has the pipe open: show the output so far
                 rank, stream, splitter = self._pipes[fd]
                 self._put(rank, stream, splitter.finish(), b"")
                 self._close(fd)
@@ -106,17 +105,17 @@ class Pump:
             self.viewer.end(rank)
 
 
-MAX_LINE_BYTES = 1 << 20  # a longer line is shown in pieces, so that memory stays bounded
+MAX_LINE_BYTES = 1 << 20  # a longer line is split, so that memory stays bounded
 
-# Codes that move the cursor or clear: they would reach into other ranks' lines. Colours ("m") stay.
+# Escape codes that move the cursor or clear: they would affect other ranks' lines. Colours ("m") stay.
 _MOVES = re.compile(rb"\x1b\[[0-9;?]*[A-Za-ln-z]")
 
 
 class LineSplitter:
-    """A `LineSplitter` splits one stream; the lines do not depend on the sizes of reads.
+    """A `LineSplitter` splits one stream into lines, which do not depend on the sizes of reads.
 
-    As on a terminal, text after a carriage return overwrites the line: only the final state of such a line counts, and
-    what it shows until its end is `status`. An overwritten line whose final state is blank leaves nothing.
+    As on a terminal, text after a carriage return overwrites the line: only the final state becomes a line, unless it
+    is blank; until the line ends, its current state is `status`.
     """
 
     def __init__(self) -> None:
@@ -125,7 +124,7 @@ class LineSplitter:
         self.status = b""
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Return the lines that `data` completed, in order, without their line ends."""
+        """Return the lines that `data` completes, without line ends."""
         *ended, rest = (self._rest + data).split(b"\n") if self._rest else data.split(b"\n")
         lines = []
         for line in ended:
@@ -143,7 +142,7 @@ class LineSplitter:
         return lines
 
     def finish(self) -> list[bytes]:
-        """Return the last line of a stream that has ended, if it had no line end."""
+        """Return the last line of the ended stream if it has no line end, otherwise none."""
         rest, self._rest = self._rest, b""
         return self._finish(rest) if rest else []
 

@@ -1,4 +1,4 @@
-"""Format a line: the ranks in front of it, in colour on a terminal; status lines are cut to the terminal's width."""
+"""Format the prefix of a line, in colour on a terminal, and cut status lines to the terminal's width."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CLEAR_BELOW = b"\r\x1b[J"
 
 
 def format_prefix(ranks: Iterable[int], *, colour: bool, host: str = "") -> bytes:
-    """Return `[2] ` or, folded, `[0-3] `; with a host `[2 node-b] `. A rank keeps its colour; several are dim."""
+    """Return `[2] `, folded `[0-3] `, with a host `[2 node-b] `. Each rank has its colour; several ranks are dim."""
     chosen = sorted(ranks)
     label = f"[{format_ranks(chosen)}{' ' if host else ''}{host}]"
     if colour:
@@ -27,14 +27,14 @@ def format_prefix(ranks: Iterable[int], *, colour: bool, host: str = "") -> byte
 
 
 def wants_colour(environ: Mapping[str, str], terminal: bool) -> bool:
-    """Return whether to use colours: on a terminal, unless NO_COLOR is set or TERM is dumb; FORCE_COLOR beats both."""
+    """Return whether to use colours: on a terminal, unless NO_COLOR is set or TERM is dumb; FORCE_COLOR wins."""
     if environ.get("FORCE_COLOR"):
         return True
     return terminal and not environ.get("NO_COLOR") and environ.get("TERM") != "dumb"
 
 
 def plan_status(states: Sequence[tuple[int, bytes]], *, columns: int, rows: int, colour: bool) -> list[bytes]:
-    """Return the status lines to draw, one per state, none wider than the terminal, and few enough to leave room."""
+    """Return the status lines to draw, one per state, cut to the terminal's width, on at most half its rows."""
     groups: dict[bytes, set[int]] = {}
     for rank, state in states:
         groups.setdefault(state, set()).add(rank)
@@ -48,7 +48,7 @@ def plan_status(states: Sequence[tuple[int, bytes]], *, columns: int, rows: int,
 
 
 def _cut(state: bytes, columns: int) -> bytes:
-    """Return `state` cut to `columns`; colours take no room, wide characters two columns."""
+    """Return `state` cut to `columns`; colours need none, wide characters two."""
     text = state.decode(errors="replace").expandtabs()
     kept, used, position = [], 0, 0
     while position < len(text):

@@ -1,4 +1,4 @@
-"""Write standard output that may be ASCII, closed or full: report that in one line and end without traceback."""
+"""Print to a standard output that may be ASCII, closed or full; report errors in one line, without traceback."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ T = TypeVar("T")
 
 
 class OutputLostError(Exception):
-    """The output of a command cannot be written."""
+    """Standard output cannot be written."""
 
 
 class _Descriptor(io.FileIO):
-    """A `_Descriptor` is standard output; its write errors are distinguished from every other OSError."""
+    """A `_Descriptor` is standard output, whose write errors raise `OutputLostError` instead of OSError."""
 
     lost = False
 
     def write(self, data: Any, /) -> int:
-        if self.lost:  # the interpreter tries again at its end
+        if self.lost:  # the interpreter tries again at exit
             return len(data)
         try:
             return super().write(data)
@@ -31,23 +31,23 @@ class _Descriptor(io.FileIO):
 
 
 def open_standard_descriptors() -> None:
-    """Fill the descriptors that the caller has closed (`>&-`): else our own pipes get their numbers, and the output."""
+    """Open closed standard descriptors (`>&-`): otherwise one of our pipes would get the number, and the output."""
     for fd in (0, 1, 2):
         try:
             os.fstat(fd)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, which is this one
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is `fd`
 
 
 def guarded(act: Callable[[], T]) -> T:
-    """Return `act()`, which prints. Characters missing in the output's encoding become question marks.
+    """Call `act`, which prints, and return its result. Characters that cannot be encoded become question marks.
 
     Raises:
-        SystemExit: nothing more could be written: 1, having said why; 141 if the reader had seen enough (`| head`).
+        SystemExit: stdout cannot be written: 1 after printing why, or 141 if the reader has closed it (`| head`).
     """
     open_standard_descriptors()
     before = sys.stdout
-    if before is not sys.__stdout__:  # a caller inside this process has put something else there, or we have
+    if before is not sys.__stdout__:  # a caller in this process has replaced it, or this function has
         return act()
     sys.stdout = io.TextIOWrapper(
         io.BufferedWriter(_Descriptor(1, "w", closefd=False)),

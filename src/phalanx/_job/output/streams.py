@@ -1,4 +1,4 @@
-"""`Streams` selects which streams of the ranks are written to files: the values of --redirects and --tee."""
+"""Select the streams of ranks that are written to files: the values of --redirects and --tee."""
 
 from __future__ import annotations
 

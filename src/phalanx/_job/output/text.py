@@ -1,4 +1,4 @@
-"""Encode and write text on its way out of the agent, which never fails, whatever the text holds and where it goes."""
+"""Encode and write the agent's output, without raising, whatever the text and the descriptor are."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import os
 
 
 def encode(text: str, encoding: str = "utf-8") -> bytes:
-    """Return `text` as bytes; what `encoding` lacks (half a surrogate pair, raw bytes) becomes `\\udc80` or such."""
+    """Return `text` as bytes; characters that `encoding` lacks (surrogates, raw bytes) are escaped, as in `\\udc80`."""
     return text.encode(encoding, "backslashreplace")
 
 
 def show(fd: int, text: str, encoding: str = "utf-8") -> bool:
-    """Write `text` and a line end to `fd`, all of it; return False if that can't be written (closed, full)."""
+    """Write all of `text` and a line end to `fd`; return False if this fails (closed, full)."""
     data = encode(text, encoding) + b"\n"
     try:
         while data:

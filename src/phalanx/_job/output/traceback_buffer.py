@@ -1,7 +1,7 @@
-"""Buffer the tracebacks that ranks have reported until it is clear whether the command prints the failure itself.
+"""Buffer the tracebacks that ranks have reported, because the command may print the failure itself.
 
-If it does, it prints the first failure, and one line for each other rank. Otherwise (Ctrl-C, a lost zygote) the
-tracebacks are shown as they were printed, and only one of those that differ in numbers only.
+In that case it prints the first failure, and one line for each other rank. Otherwise (Ctrl-C, a lost zygote) the
+buffered tracebacks are shown; of tracebacks that differ only in numbers, the first.
 """
 
 from __future__ import annotations
@@ -11,28 +11,28 @@ from collections.abc import Sequence
 
 from phalanx._job.output.text import encode
 
-# A free-standing number: not the line number in code (train.py:88), nor a part of a name (float32).
+# A separate number: not a line number in code (train.py:88), nor a part of a name (float32).
 _NUMBER = re.compile(rb"0x[0-9a-fA-F]+|(?<![\w.])(?<!\.py:)\d+(?:\.\d+)?(?:e[+-]?\d+)?(?![\w])")
 _PLACE = re.compile(rb'\s*File ".*", line \d+')
 
 
 def without_numbers(text: bytes) -> bytes:
-    """Return `text` without numbers, except line numbers of tracebacks, to compare texts."""
+    """Return `text` with all numbers 0, except line numbers of tracebacks, to compare texts."""
     return b"\n".join(line if _PLACE.match(line) else _NUMBER.sub(b"0", line) for line in text.split(b"\n"))
 
 
 class TracebackBuffer:
-    """A `TracebackBuffer` receives the ranks' stderr, and keeps the tracebacks that they have reported."""
+    """A `TracebackBuffer` filters the ranks' stderr, and buffers the tracebacks that they have reported."""
 
     def __init__(self) -> None:
         self._echoes: dict[int, Echo] = {}
         self._forms: dict[int, bytes] = {}  # rank -> its traceback without numbers
         self._quiet: set[int] = set()
-        self._shown: dict[bytes, int] = {}  # a form -> the rank whose traceback was shown
+        self._shown: dict[bytes, int] = {}  # traceback without numbers -> the rank whose traceback was shown
         self._named: set[int] = set()  # ranks reported in a line as similar to another's
 
     def expect(self, rank: int, traceback: str, *, quiet: bool = False) -> None:
-        """Keep `traceback`, which `rank` is about to print; forever if `quiet`."""
+        """Buffer `traceback`, which `rank` is about to print, until `release`; forever if `quiet`."""
         if rank not in self._echoes:
             text = encode(traceback)
             self._echoes[rank], self._forms[rank] = Echo(text), without_numbers(text)
@@ -45,7 +45,7 @@ class TracebackBuffer:
         return lines if echo is None else [shown for line in lines for shown in echo.feed(line)]
 
     def release(self) -> list[tuple[int, bytes]]:
-        """Return ranks and lines to show: the first of equal tracebacks, and a line for each of the others."""
+        """Return the ranks and lines to show: the first of equal tracebacks, and one line for each other rank."""
         released = []
         for rank in sorted(self._echoes):
             form = self._forms[rank]
@@ -56,11 +56,11 @@ class TracebackBuffer:
                 released += [(rank, line) for line in self._echoes.pop(rank).release()]
             else:
                 self._named.add(rank)
-                released.append((rank, encode(f"the same traceback as rank {like}'s, but perhaps for numbers in it")))
+                released.append((rank, encode(f"the same traceback as rank {like}'s, perhaps with other numbers")))
         return released
 
     def forget(self) -> None:
-        """Drop the lines that are still kept, since they were reported."""
+        """Drop the buffered lines, because they were reported."""
         self._echoes.clear()
         self._forms.clear()
         self._quiet.clear()
@@ -72,18 +72,18 @@ _TAG = re.compile(rb"\[rank\d+\]: $")
 
 
 class Echo:
-    """An `Echo` receives the lines of a rank's stderr, and keeps those of `text` until a different line arrives."""
+    """An `Echo` filters the lines of a rank's stderr, and buffers those of `text` until a different line arrives."""
 
     def __init__(self, text: bytes) -> None:
         self.text = text
         self._lines = text.rstrip(b"\n").split(b"\n")
-        self._tag = b""  # torch.distributed's hook puts it in front of each line
+        self._tag = b""  # torch.distributed's hook prefixes each line with it
         self._at = 0  # the number of lines of the text that have arrived
         self._over = False
 
     @property
     def over(self) -> bool:
-        """Return whether nothing is kept any more: the lines were released, or differed from the report."""
+        """Return whether buffering has ended: the lines were released, or differed from `text`."""
         return self._over
 
     def feed(self, line: bytes) -> list[bytes]:
@@ -95,7 +95,7 @@ class Echo:
             if not line.endswith(expected):
                 return [line]
             self._at = 1
-            before = line.removesuffix(expected)  # this stood on the line already: a progress bar
+            before = line.removesuffix(expected)  # earlier text on this line: a progress bar
             tag = _TAG.search(before)
             if tag is not None:
                 self._tag, before = tag.group(), before[: tag.start()]
@@ -106,7 +106,7 @@ class Echo:
         return []
 
     def release(self) -> list[bytes]:
-        """Return the lines that were kept; no more will be kept."""
+        """Return the buffered lines, and end buffering."""
         kept = [] if self._over else [self._tag + line for line in self._lines[: self._at]]
         self._over = True
         return kept

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from phalanx._base.svg import Drawing
 from phalanx._job.report.axes import Axis, plain
 
-WIDTH, HEIGHT = 480, 230  # a chart takes half a page's width, and all of a telephone's
+WIDTH, HEIGHT = 480, 230  # half the width of a page, or the width of a phone
 _LEFT, _RIGHT, _TOP, _BOTTOM = 68, 22, 14, 40
 _INK, _FAINT, _RULE = "var(--ink)", "var(--faint)", "var(--rule)"
 _LABEL_GAP = 15
@@ -32,7 +32,7 @@ class Dot:
     x: float
     y: float
     label: str = ""
-    told: str = ""
+    tooltip: str = ""
 
 
 def line_chart(
@@ -80,16 +80,16 @@ def dot_chart(
     y_text: Callable[[float], str],
     limit: tuple[float, str] | None = None,
 ) -> str:
-    """Return points as SVG, with their labels beside them, and a line that is the limit."""
+    """Return points as SVG, with labels beside them, and a line at `limit`."""
     frame = _Frame(title, x, y, _RIGHT, x_text, y_text, x_name, y_name)
     if limit is not None:
         frame.rule(*limit)
     taken = [(frame.x(dot.x) - 7, frame.y(dot.y), 14.0) for dot in dots]  # left end, height, width
     for dot in dots:
         px, py = frame.x(dot.x), frame.y(dot.y)
-        frame.drawing.circle(px, py, 5, fill="var(--c1)", stroke="var(--paper)", tooltip=dot.told)
+        frame.drawing.circle(px, py, 5, fill="var(--c1)", stroke="var(--paper)", tooltip=dot.tooltip)
         width = 6.6 * len(dot.label)
-        for start, anchor in ((px + 9, "start"), (px - 9 - width, "end")):  # on the right, else on the left, else not
+        for start, anchor in ((px + 9, "start"), (px - 9 - width, "end")):  # right, else left, else none
             inside = start >= _LEFT and start + width <= WIDTH - 4
             if dot.label and inside and _is_free(taken, start, py, width):
                 taken.append((start, py, width))
@@ -100,7 +100,7 @@ def dot_chart(
 
 
 def _is_free(taken: Sequence[tuple[float, float, float]], start: float, y: float, width: float) -> bool:
-    """Return whether a label fits there; `taken` are left ends, heights and widths."""
+    """Return whether a label fits at a position; `taken` are the left ends, heights and widths of other labels."""
     return all(abs(y - ty) > 12 or start + width <= tx or start >= tx + tw for tx, ty, tw in taken)
 
 
@@ -164,7 +164,7 @@ class _Frame:
 def _without_gaps(
     values: Sequence[tuple[float, float]], points: Sequence[tuple[float, float]]
 ) -> list[list[tuple[float, float]]]:
-    """Return the points in pieces, cut where a value is no number."""
+    """Return the points in pieces, split where a value is NaN or infinite."""
     parts: list[list[tuple[float, float]]] = [[]]
     rest = iter(points)
     for _, value in values:
@@ -176,7 +176,7 @@ def _without_gaps(
 
 
 def _apart(ends: Sequence[tuple[float, str, str]]) -> list[tuple[float, str, str]]:
-    """Return the labels, moved so that none covers another, each as near to its curve as that allows."""
+    """Return the labels, moved so that they do not overlap, as near to their curves as possible."""
     placed: list[tuple[float, str, str]] = []
     for at, label, colour in sorted(ends):
         if placed:

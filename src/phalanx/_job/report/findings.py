@@ -13,7 +13,7 @@ from statistics import median
 from phalanx._comm.diagnostics.rank_list import name_ranks
 from phalanx._job.report.finding import FEW_STEPS, ReportFinding, Severity
 from phalanx._job.report.measurements import Measurements
-from phalanx._job.report.time_findings import LOOKS as TIME_LOOKS
+from phalanx._job.report.time_findings import CHECKS as TIME_CHECKS
 from phalanx._job.report.units import percent, seconds, size, three_digits
 
 _ORDER: dict[Severity, int] = {"bad": 0, "warn": 1, "note": 2, "good": 3}
@@ -21,7 +21,7 @@ _ORDER: dict[Severity, int] = {"bad": 0, "warn": 1, "note": 2, "good": 3}
 
 def find(run: Measurements) -> list[ReportFinding]:
     """Return all that is worth telling of a run; there is at least one finding."""
-    found = [finding for look in _LOOKS for finding in look(run)]
+    found = [finding for check in _CHECKS for finding in check(run)]
     if not any(finding.severity in ("bad", "warn") for finding in found) and run.steps >= FEW_STEPS:
         found.append(ReportFinding("good", _nothing_wrong(run)))
     return sorted(found, key=lambda finding: (_ORDER[finding.severity], -finding.weight))
@@ -52,8 +52,8 @@ def _how_it_ended(run: Measurements) -> Iterator[ReportFinding]:
     elif run.end == "stopped":
         yield ReportFinding(
             "warn",
-            f"The run was {run.end_text or 'stopped'}, {_how_far(run)}. One that saves (phalanx.CheckpointManager) "
-            "goes on from its last checkpoint.",
+            f"The run was {run.end_text or 'stopped'}, {_how_far(run)}. A run that saves (phalanx.CheckpointManager) "
+            "resumes from its last checkpoint.",
             9,
         )
     failures = [event for event in run.events if event.kind == "failure"]
@@ -66,17 +66,17 @@ def _how_it_ended(run: Measurements) -> Iterator[ReportFinding]:
         whom = whom[:1].upper() + whom[1:]
         times = f" ({len(losses)} losses)" if len(losses) > 1 else ""
         yield ReportFinding(
-            "warn", f"{whom} {'was' if len(losses) == 1 else 'were'} lost and the others went on{times}: "
+            "warn", f"{whom} {'was' if len(losses) == 1 else 'were'} lost, and the others continued{times}: "
             f"{losses[0].text}.", 7,
         )  # fmt: skip
     restarts = max((rank.attempt for rank in run.ranks), default=0)
     if restarts:
         counted = "" if any(rank.first_number != 1 for rank in run.newest) else (
-            " Steps and loss are the last attempt's, from its own first step on: it has not told where it went on."
+            " Steps and loss are the last attempt's, from its own first step on: it has not reported where it resumed."
         )  # fmt: skip
         yield ReportFinding(
             "warn",
-            f"The job was started again {_times(restarts)}; what a restart repeats is what lies behind the last "
+            f"The job was restarted {_times(restarts)}; a restart repeats the steps since the last "
             "checkpoint: save more often, or survive the loss without one (phalanx.elastic)."
             f"{counted}",
             6,
@@ -231,6 +231,6 @@ def _times(number: int) -> str:
     return {1: "once", 2: "twice"}.get(number, f"{number} times")
 
 
-_LOOKS: tuple[Callable[[Measurements], Iterator[ReportFinding]], ...] = (
-    _how_it_ended, _lost_records, _no_steps, _loss, *TIME_LOOKS, _slowing_down, _memory, _slow_start,
+_CHECKS: tuple[Callable[[Measurements], Iterator[ReportFinding]], ...] = (
+    _how_it_ended, _lost_records, _no_steps, _loss, *TIME_CHECKS, _slowing_down, _memory, _slow_start,
 )  # fmt: skip

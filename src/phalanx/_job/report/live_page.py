@@ -66,7 +66,7 @@ class LivePage:
         self._clock = clock
         self._lock = threading.Lock()
         self._latest: JobView | None = None
-        self._looked_at = 0.0
+        self._sampled_at = 0.0
         # seconds that have elapsed, and samples or steps a second
         self._paces: deque[tuple[float, float]] = deque(maxlen=_MOST_POINTS)
         self._memory: deque[tuple[float, float]] = deque(maxlen=_MOST_POINTS)  # the memory of all ranks
@@ -94,9 +94,9 @@ class LivePage:
     def _look(self) -> JobView:
         with self._lock:
             now = self._clock()
-            if self._latest is None or now - self._looked_at >= _AGAIN_S:
-                job = self._watch.look()
-                self._latest, self._looked_at = job, now
+            if self._latest is None or now - self._sampled_at >= _AGAIN_S:
+                job = self._watch.sample()
+                self._latest, self._sampled_at = job, now
                 if (pace := _rate(job)) is not None:
                     self._paces.append((job.elapsed_s, pace))
                 if total := sum(rank.memory_bytes or 0 for rank in job.ranks):

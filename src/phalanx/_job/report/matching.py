@@ -1,6 +1,6 @@
-"""Match the ranks' records of the same collectives: who waited for whom, and how fast data moved.
+"""Match the ranks' records of the same collectives: which ranks waited, and how fast data moved.
 
-rank 0   ──────┤ enter        │  leave ├──        waiting: until the last one has come
+rank 0   ──────┤ enter        │  leave ├──        waiting: until the last rank has entered
 rank 1   ────────────────┤ enter│ leave ├──       moving: from then on
 """
 
@@ -29,23 +29,21 @@ from phalanx._job.report.measurements import CollectiveTimes, Lateness
 
 @dataclass(frozen=True)
 class ProcessSample:
-    """A `ProcessSample` has the operations of one process: its groups' names, its clock's offset, its warm-up's end."""
+    """A `ProcessSample` has the operations, groups, clock offset and end of warm-up of one process."""
 
     rank: int
-    groups: Sequence[tuple[str, int, int]]  # name, generation, how often there was one of that name before
+    groups: Sequence[tuple[str, int, int]]  # name, generation, number of earlier groups with this name
     operations: Sequence[OperationRecord]
     warm_ns: float
     end_ns: float  # the end of the last step
     num_steps: int
     offset_ns: float = 0.0
-    recoveries: Sequence[
-        tuple[float, float]
-    ] = ()  # steps in which a loss was survived, whose waiting counts for no step
+    recoveries: Sequence[tuple[float, float]] = ()  # steps that survived a loss, whose waiting is ignored
 
 
 @dataclass
 class Split:
-    """A `Split` has the seconds per step, in each phase, for which one process waited and moved data."""
+    """A `Split` has the seconds per step that one process waited, and moved data, by phase."""
 
     waiting: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     moving: dict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -118,18 +116,18 @@ def match(processes: Sequence[ProcessSample]) -> MatchedRecords:
     return MatchedRecords(splits, _summarise(whole, scales), lateness, len(whole))
 
 
-_Key = tuple[tuple[str, int, int], int, int, int]  # group, kind, number, how many there were before of that number
+_Key = tuple[tuple[str, int, int], int, int, int]  # group, kind, number, count of earlier calls with this number
 _Calls = Mapping[_Key, Sequence[_Entry]]
 _Scales = Mapping[tuple[tuple[str, int, int], bool, int], float]
 
 
 def _scales(calls: _Calls, whole: _Calls, is_from_start: Sequence[bool]) -> _Scales:
-    """Return how many calls each kept call of a process represents: all calls are counted, but only some are kept.
+    """Return how many calls each record of a process represents: all calls are numbered, but only some are recorded.
 
-    `is_from_start` says of which processes all calls count, from number 1 on. Those are the ones without steps: nothing
-    of them is warming up, and only the latest calls are kept.
+    `is_from_start`: by process, whether calls count from number 1 on. This is so for processes without steps, which
+    have no warm-up, and record only the latest calls.
 
-    Each process goes by its own calls: one that took a lost one's place was there for fewer, in fewer steps.
+    The result is per process, because a replacement has fewer calls and steps than other processes.
     """
     seqs: dict[tuple[tuple[str, int, int], bool, int], list[int]] = defaultdict(list)
     known: dict[tuple[tuple[str, int, int], bool], int] = defaultdict(int)
@@ -173,7 +171,7 @@ def _summarise(whole: _Calls, scales: _Scales) -> tuple[CollectiveTimes, ...]:
 
 
 def _bus_factor(kind: int, num_ranks: int) -> float:
-    """Return the bytes on the bus per byte that a rank hands in (or gets, in reduce_scatter), as NCCL's tests count."""
+    """Return the bytes on the bus per byte of a rank's input (reduce_scatter: output), as in NCCL's tests."""
     if kind in (ALL_REDUCE, GRADIENTS):
         return 2 * (num_ranks - 1) / num_ranks
     if kind in (ALL_GATHER, REDUCE_SCATTER, GATHER, SCATTER):

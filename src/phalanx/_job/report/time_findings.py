@@ -260,7 +260,7 @@ def _long_steps(run: Measurements) -> Iterator[ReportFinding]:
             )
 
 
-LOOKS: tuple[Callable[[Measurements], Iterator[ReportFinding]], ...] = (
+CHECKS: tuple[Callable[[Measurements], Iterator[ReportFinding]], ...] = (
     _data,
     _waits,
     _stragglers,

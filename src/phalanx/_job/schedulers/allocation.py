@@ -10,7 +10,7 @@ from phalanx.errors import LaunchError
 
 _PORTS = range(20000, 30000)  # below the ports that systems use for outgoing connections
 _NUM_CANDIDATES = 8
-_STEP = 1009  # prime: the candidates of two jobs that begin alike go on differently only by chance, so jump far
+_STEP = 1009  # prime and large, so that the candidates of two jobs rarely coincide
 
 
 def read_port(environ: Mapping[str, str], name: str, default: int = 0) -> int:

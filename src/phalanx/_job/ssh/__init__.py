@@ -1,8 +1,8 @@
 """Start a job on several hosts from one terminal: `phalanx run --hosts a,b train.py`.
 
     this terminal                                      each host
-      SshJob ── Connection ── ssh a ═══════════ sshd ── Session ── the agent, as `phalanx run` there
-             ── Connection ── ssh b ═══════════ sshd ── Session ── the agent
+      SshJob ── SshConnection ── ssh a ═══════════ sshd ── Session ── the agent, as `phalanx run` there
+             ── SshConnection ── ssh b ═══════════ sshd ── Session ── the agent
 
     host_list    the hosts of --hosts and of --hostfile
     request      the message to every host: command line, folder, variables
@@ -10,9 +10,9 @@
     facts        what a host reports about itself before anything starts
     check        the problems of all hosts in one table, and the address that all hosts can reach
     connection   one ssh process and its host
-    job          from the first ssh process to the job's exit code
-    session      the host's end of a connection (`python -m phalanx._job.ssh`); with --detach it outlives the connection
+    job          runs the job, from the first ssh process to the exit code
+    session      the host's end of a connection (`python -m phalanx._job.ssh`); with --detach it survives the connection
     remote_command   Python on a host, and any other command there: `phalanx top --host a`
 
-`SshJob` is a starter, like a scheduler: the agents are unaware of ssh. Nothing here imports torch.
+`SshJob` only starts the agents, like a scheduler: they are unaware of ssh. Nothing here imports torch.
 """

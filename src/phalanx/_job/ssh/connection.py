@@ -1,4 +1,4 @@
-"""A `Connection` is one ssh process and the channel through it to a host."""
+"""A `SshConnection` is one ssh process and the channel through it to a host."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def is_this_machine(entry: HostEntry) -> bool:
     return entry.host in LOCAL_NAMES or entry.host in {own.address for own in own_addresses()}
 
 
-class Connection:
-    """A `Connection` starts ssh at once. The loop with its sources calls `on_message` and `on_lost`.
+class SshConnection:
+    """A `SshConnection` starts ssh at once. The loop with its sources calls `on_message` and `on_lost`.
 
     The ssh process is in a session of its own: Ctrl-C does not reach it, and it has no terminal to ask anything at.
     """
@@ -49,8 +49,8 @@ class Connection:
         entry: HostEntry,
         ssh: Sequence[str],
         python: str,
-        on_message: Callable[[Connection, Mapping[str, Any]], object],
-        on_lost: Callable[[Connection], object],
+        on_message: Callable[[SshConnection, Mapping[str, Any]], object],
+        on_lost: Callable[[SshConnection], object],
         may_read: Callable[[], bool],
     ) -> None:
         self.entry = entry

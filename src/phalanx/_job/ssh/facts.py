@@ -27,9 +27,9 @@ from phalanx.errors import LaunchError
 class Facts:
     """`Facts` are a host's report. `machine` identifies the machine, whatever its name.
 
-    `script` is a digest of the ranks' target; empty if the host has no source of it. `addresses` are those at which
-    others may reach the host, the likeliest first: address, interface, and Mbit/s (0 if unknown). `problem` is why the
-    job cannot run there, `has_folder` whether the folder is there.
+    `script` is a digest of the ranks' target; empty if the host has no source of it. `addresses` are the addresses at
+    which others may reach the host, the likeliest first: address, interface, and Mbit/s (0 if unknown). `problem` is
+    the reason why the job cannot run there; `has_folder`: the job's folder exists there.
     """
 
     phalanx: str
@@ -53,9 +53,9 @@ class Facts:
 
 
 def collect_facts(request: Mapping[str, Any], environ: dict[str, str]) -> tuple[Facts, JobPlan | None]:
-    """Return the facts, and the plan of the job here; None if it cannot run.
+    """Return the facts, and the plan of the job here; None instead of a plan if the job cannot run.
 
-    The working folder becomes the job's. `environ` gets the variables that were passed on.
+    Changes the working directory to the job's folder, and adds the variables of `request` to `environ`.
     """
     facts = Facts(
         phalanx.__version__, platform.python_version(), _find_torch(), _identify_machine(),

@@ -28,7 +28,7 @@ from phalanx._job.output.display import Writer
 from phalanx._job.output.standard import open_standard_descriptors
 from phalanx._job.output.text import encode, show
 from phalanx._job.ssh.check import Problem, choose_address, explain_ssh, find_problems, format_table
-from phalanx._job.ssh.connection import Connection, Phase
+from phalanx._job.ssh.connection import Phase, SshConnection
 from phalanx._job.ssh.facts import Facts, digest_source
 from phalanx._job.ssh.host_list import HostEntry
 from phalanx._job.ssh.pipes import AS_TEXT
@@ -101,7 +101,7 @@ class SshJob:
         self._has_started = False
         self._restart_at: dict[int, float] = {}  # when a host that was lost is tried again, by its number
         self._num_restarts = 0
-        self._connections: list[Connection] = []
+        self._connections: list[SshConnection] = []
         try:
             for entry in request.hosts:
                 self._connections.append(self._connect(entry))
@@ -147,10 +147,10 @@ class SshJob:
 
     # -- before the start ------------------------------------------------------------------------------------------
 
-    def _connect(self, entry: HostEntry) -> Connection:
+    def _connect(self, entry: HostEntry) -> SshConnection:
         """Start ssh to a host, and request its facts."""
         request = self._request
-        connection = Connection(entry, request.ssh, request.python, self._receive, self._on_lost, self._may_read)
+        connection = SshConnection(entry, request.ssh, request.python, self._receive, self._on_lost, self._may_read)
         secret = self._secret if entry is request.hosts[0] and not self._has_started else ""
         connection.put("check", **make_check(request, entry, secret))
         return connection
@@ -200,7 +200,7 @@ class SshJob:
         address, interface, _ = candidates[chosen]
         port = self._request.port or self._first.port
         where = f"{address} ({interface} of {self._first.name})" if interface else address
-        self._show(f"phalanx run: {len(self._connections)} hosts over ssh; they meet at {where}")
+        self._show(f"phalanx run: {len(self._connections)} hosts over ssh; rendezvous at {where}")
         endpoint = join_endpoint(address, port)
         if self._request.is_elastic:  # also without a terminal
             self._show(f"phalanx run: a host that has the job's key may join by hand: phalanx join {endpoint}")
@@ -215,7 +215,7 @@ class SshJob:
             rows = sorted(problems, key=lambda problem: order.index(problem.host))
             raise LaunchError(format_table(rows, len(order)), exit_code=USAGE_EXIT_CODE)
 
-    def _start(self, connection: Connection) -> None:
+    def _start(self, connection: SshConnection) -> None:
         node = self._connections.index(connection)
         has_terminal = node == 0 and read_terminal_columns() > 0 and not self._request.detach
         connection.phase = Phase.RUNNING
@@ -297,7 +297,7 @@ class SshJob:
         return code
 
     @property
-    def _first(self) -> Connection:
+    def _first(self) -> SshConnection:
         return self._connections[0]
 
     @property
@@ -314,13 +314,13 @@ class SshJob:
         while not is_so() and not self._stopped_by and (left := end - time.monotonic()) > 0:
             self._loop.turn(left)
 
-    def _receive(self, connection: Connection, message: Mapping[str, Any]) -> None:
+    def _receive(self, connection: SshConnection, message: Mapping[str, Any]) -> None:
         try:
             self._read(connection, message)
         except MALFORMED:  # another version of Phalanx
             connection.lose()
 
-    def _read(self, connection: Connection, message: Mapping[str, Any]) -> None:
+    def _read(self, connection: SshConnection, message: Mapping[str, Any]) -> None:
         do = message["do"]
         if do == "facts":
             connection.facts = Facts.from_json(message["facts"])
@@ -344,7 +344,7 @@ class SshJob:
             if connection.code not in (0, *_LEFT):
                 self._plan_restart(connection)
 
-    def _show_output(self, connection: Connection, stream: int, data: bytes) -> None:
+    def _show_output(self, connection: SshConnection, stream: int, data: bytes) -> None:
         """Show an agent's output. The first host's agent reports for all; after its loss another one leads."""
         if stream == 1:
             self._out.put(data)
@@ -360,7 +360,7 @@ class SshJob:
             self._err.put(connection.agent_stderr)
             connection.agent_stderr = b""
 
-    def _on_lost(self, connection: Connection) -> None:
+    def _on_lost(self, connection: SshConnection) -> None:
         if not self._has_started or self._is_stopping:
             return
         if connection.facts is not None:  # otherwise this was another attempt, which has failed
@@ -376,7 +376,7 @@ class SshJob:
 
     # -- lost hosts of an elastic job ---------------------------------------------------------------------------
 
-    def _plan_restart(self, connection: Connection) -> None:
+    def _plan_restart(self, connection: SshConnection) -> None:
         """Plan another attempt with a host that was lost or has failed, if the job may continue without it."""
         most = self._request.settings.max_restarts
         if self._is_elastic and (most is None or self._num_restarts < most):
@@ -398,7 +398,7 @@ class SshJob:
             for source in connection.make_sources():
                 self._loop.add(source)
 
-    def _start_again(self, connection: Connection) -> None:
+    def _start_again(self, connection: SshConnection) -> None:
         assert connection.facts is not None
         problems = find_problems({connection.name: connection.facts}, self._request.folder)
         if problems:
@@ -466,7 +466,7 @@ class SshJob:
             self._stopped_by = signal.SIGPIPE
 
 
-def _has_failed(connection: Connection) -> bool:
+def _has_failed(connection: SshConnection) -> bool:
     return connection.phase is Phase.LOST or bool(connection.code)
 
 

@@ -118,7 +118,7 @@ def _own_name() -> str:
     return f"{os.uname().nodename} ({addresses[0]})" if addresses else os.uname().nodename
 
 
-def run(rounds: int, say: Callable[[str], None], *, in_json: bool) -> None:
+def run(rounds: int, print_line: Callable[[str], None], *, in_json: bool) -> None:
     """Run the command on one rank of a job on several hosts; rank 0 prints the results.
 
     Raises:
@@ -151,12 +151,12 @@ def run(rounds: int, say: Callable[[str], None], *, in_json: bool) -> None:
             ],
             "options": as_option(link),
         }
-        say(json.dumps(words, indent=2))
+        print_line(json.dumps(words, indent=2))
         return
     for one in measured:
         mbit = one.link.bytes_per_s * 8e-6
         slow = "   <-- slow" if is_slow(one, measured) else ""
-        say(
+        print_line(
             f"{one.hosts[0]} <-> {one.hosts[1]}: {one.link.latency_s * 1e6:.0f} µs and {mbit:.0f} Mbit/s each way{slow}"
         )
-    say(f"Use it, the same on every rank:\n    pg_options={as_option(link)}")
+    print_line(f"Use it, the same on every rank:\n    pg_options={as_option(link)}")

@@ -340,7 +340,7 @@ def check_folder(facts: DoctorFacts) -> CheckResult:
     folder = facts.host.folder
     if folder is not None:
         return CheckResult("folder", CheckStatus.OK, folder)
-    return CheckResult("folder", CheckStatus.PROBLEM, "the current folder has been removed", "cd to one that is there.")
+    return CheckResult("folder", CheckStatus.PROBLEM, "the current folder was removed", "cd to an existing folder.")
 
 
 def check_clock(facts: DoctorFacts) -> CheckResult:

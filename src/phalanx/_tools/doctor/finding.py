@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 class CheckStatus(enum.Enum):
-    """`PROBLEM` means that training would fail; `WARNING` that it would work, with a loss."""
+    """`PROBLEM`: training would fail. `WARNING`: it would work, but slower or with less information."""
 
     OK = "ok"
     WARNING = "warning"
@@ -16,7 +16,7 @@ class CheckStatus(enum.Enum):
 
 @dataclass(frozen=True)
 class CheckResult:
-    """A `CheckResult` is the result of a check. `advice` is what to do; empty only if all is well."""
+    """A `CheckResult` is the result of a check. `advice` is the fix; empty only if nothing is wrong."""
 
     topic: str
     status: CheckStatus

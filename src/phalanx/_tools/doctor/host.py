@@ -20,13 +20,13 @@ from phalanx._tools.doctor.facts import MachineFacts, Probe
 from phalanx.errors import LaunchError
 
 _TIMEOUT_S = 10
-# Left in a shell, they make a program believe that it is a rank of some job, or they redirect its connections.
+# If these are left in a shell, programs take themselves for ranks of a job, or connect to wrong addresses.
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS")
 _RESOLVE = "import socket; print(*sorted({entry[4][0] for entry in socket.getaddrinfo(socket.gethostname(), None)}))"
 
 
 def examine_host(root: Path = Path("/")) -> MachineFacts:
-    """Return the host, reading `/proc` and `/sys` below `root`. It takes seconds if name resolution is slow."""
+    """Return the facts of this host, from `/proc` and `/sys` below `root`. Takes seconds if name resolution is slow."""
     gpu_tool, gpus = _gpus()
     groups = find_groups(str(root))
     free, limited = _available_memory(root, groups)
@@ -127,7 +127,7 @@ def _name_resolves() -> Probe:
     except subprocess.TimeoutExpired:
         return Probe(False, f"no answer within {_TIMEOUT_S} s")
     except OSError as error:
-        return Probe(False, f"no process could be started to ask: {error.strerror or error}")
+        return Probe(False, f"no process could be started to resolve it: {error.strerror or error}")
     if run.returncode:
         return Probe(False, run.stderr.strip().rpartition("\n")[2])
     return Probe(True, run.stdout.strip())

@@ -1,11 +1,11 @@
-"""`Connections` are the connections of this worker to the others.
+"""Open, watch and close the connections of this worker to the other workers.
 
     on this host      Unix sockets: the first caller connects to the listener (`unix_links`)
-    on another host   ZeroMQ, both connect (`network`)
+    on another host   ZeroMQ; both workers connect (`network`)
     this worker       frames are queued for its own reader
 
-A received frame enters the reader's queue with its connection. A worker's end is detected at its sockets, and at its
-process, because a child of it may keep the sockets open.
+Received frames are queued for the reader with their connection. Both the sockets and the process of a worker are
+watched for its exit, because a child of the worker may keep the sockets open.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Connections:
         reader: ConnectionReader,
         on_lost: Callable[[Callee], None],
     ) -> None:
-        """Make the connections. The reader calls `on_lost`."""
+        """Create the object, without connections. The reader calls `on_lost`."""
         self._options = options
         self._reader = reader
         self._on_lost = on_lost
@@ -64,7 +64,7 @@ class Connections:
         self.membership: Workers
         self.network: Network | None = None
         self.peers: dict[int, Callee] = {}
-        self._gone: dict[int, str] = {}  # by uid: why a worker is lost
+        self._gone: dict[int, str] = {}  # by uid: why the worker is lost
         self._closed = False
         self._open: set[UnixConnection] = set()
         self._releasing: deque[UnixConnection] = deque()
@@ -89,14 +89,14 @@ class Connections:
         return peer
 
     def why_lost(self, uid: int) -> str:
-        """Return why the worker of this uid is lost; "" for another worker."""
+        """Return why the worker with this uid is lost; "" if it is not lost."""
         return self._gone.get(uid, "")
 
     @without_collector
     def connect(self, peer: Callee, timeout_s: float = 0.0) -> Any:
-        """Return the connection to a worker, opened if there is none; None if the worker is lost."""
+        """Return the connection to a worker, and open it if necessary; None if the worker is lost."""
         with peer.connecting:
-            if not peer.lost and peer.connection is None:  # another thread may have been faster
+            if not peer.lost and peer.connection is None:  # another thread may have connected
                 self._connect(peer, Deadline.after(min(timeout_s or _CONNECT_S, _CONNECT_S)))
         return peer.connection
 
@@ -133,7 +133,7 @@ class Connections:
         self.peer(member).calls_us = self._add(sock, fd_sock, member)
 
     def accept_containers(self) -> None:
-        """Accept also workers that are on this host and do not see this process in their /proc."""
+        """Also accept workers of this host that do not see this process in their /proc."""
         if any(
             one.host == self.me.host and one.process.namespace != self.me.process.namespace
             for one in self.membership.members()
@@ -141,7 +141,7 @@ class Connections:
             self.listener.open_to_containers()
 
     def read(self, connection: UnixConnection, events: int) -> None:
-        """Read or write a connection that is ready for it."""
+        """Read from and write to a ready connection."""
         if events & select.EPOLLOUT:
             connection.resume()
         if not events & ~select.EPOLLOUT:
@@ -165,7 +165,7 @@ class Connections:
         self._reader.wake_by(0.0)
 
     def send_releases(self) -> None:
-        """Notify the other workers of their segments that are free again."""
+        """Notify the other workers that their segments are free again."""
         while self._releasing:
             self._releasing.popleft().flush()
 
@@ -175,14 +175,14 @@ class Connections:
     # -- lost workers --------------------------------------------------------------------------------------------------
 
     def _watch(self, member: WorkerAddress) -> None:
-        """Watch the process of a worker of this host: a child of it may keep its sockets open after its end."""
+        """Watch the process of a worker of this host, because a child of it may keep its sockets open."""
         process = member.process
         if process.pid == self.me.process.pid:
             return
         if process.namespace and process.namespace == self.me.process.namespace and self.me.process.has_pidfds:
             try:
                 fd = watch.acquire(process).pidfd
-            except PhalanxError:  # no descriptor is free: the end of the connection has to do
+            except PhalanxError:  # no descriptor is free: rely on the connection
                 return
             if fd in self._watched:
                 watch.release(process)
@@ -191,14 +191,14 @@ class Connections:
             self._reader.watch(fd, _EndedProcess(self, member, fd))
 
     def ended(self, member: WorkerAddress, fd: int) -> None:
-        """Remove a worker whose process has ended."""
+        """Remove a worker whose process has exited."""
         self._reader.forget(fd)
         self._watched.pop(fd, None)
         watch.release(member.process)
-        self.lose_after_reading(member, "its process has ended.")
+        self.lose_after_reading(member, "its process has exited.")
 
     def lose_after_reading(self, member: WorkerAddress, why: str) -> None:
-        """Remove a lost worker, after its last answers. The reader calls it."""
+        """Remove a lost worker after reading its last answers. Called by the reader."""
         connection = self.peer(member).connection
         if isinstance(connection, UnixConnection) and not connection.closed:
             poll = select.poll()
@@ -209,7 +209,7 @@ class Connections:
         self._reader.queue(partial(self.lose, member, why))
 
     def lose(self, member: WorkerAddress, why: str) -> None:
-        """Remove a lost worker. The reader fails the calls to it."""
+        """Remove a lost worker, and have the reader fail the calls to it."""
         peer = self.peer(member)
         if peer.lost or member.uid == self.me.uid:
             return
@@ -217,13 +217,13 @@ class Connections:
         peer.connection = peer.calls_us = None
         if not self._closed:
             self.membership.forget(member)
-        self._reader.put(partial(self._on_lost, peer))  # first: `close` finds the calls here, or in the peers
+        self._reader.put(partial(self._on_lost, peer))  # first: `close` must find the calls somewhere
         self.peers.pop(member.uid, None)
 
     # -- workers of other hosts ----------------------------------------------------------------------------------------
 
     def open_network(self, address: str, key: Key) -> None:
-        """Accept workers of other hosts that have the key; from now on `me` has the address for them."""
+        """Accept workers of other hosts that have the key, and add the network address to `me`."""
         self.network = Network(address, key, self.me, self._arrive, self._lose_network_peer, self._on_hello)
         self.me = replace(self.me, network=self.network.address)
         self.network.me = self.me
@@ -235,7 +235,7 @@ class Connections:
         self._reader.put(partial(self.lose, member, why))
 
     def _on_hello(self, member: WorkerAddress) -> None:
-        """Connect to a worker of another host that has connected, so that its end is detected."""
+        """Connect back to a worker of another host, so that its loss is detected."""
         self.membership.learn(member)
         peer = self.peer(member)
         if peer.connection is None and not peer.lost and self.network is not None:
@@ -244,18 +244,18 @@ class Connections:
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def prepare_fork(self) -> None:
-        """Copy the tensors received from workers of this host into this process's own memory, before it forks."""
+        """Copy tensors received from workers of this host to private memory before a fork."""
         for connection in list(self._open):
             connection.prepare_fork()
 
     def abandon(self) -> None:
-        """Close this worker's sockets in a fork of it, and nothing that is shared with it."""
+        """Close this worker's sockets in a forked child, without effect on the worker."""
         for connection in list(self._open):
             connection.abandon()
         self.listener.abandon()
 
     def keep_members(self) -> None:
-        """Keep lost workers among the members from now on, because this worker leaves, too."""
+        """Stop removing lost workers from the members, because this worker leaves, too."""
         self._closed = True
 
     def close(self) -> None:
@@ -278,12 +278,12 @@ class _ReadyConnection:
         self._connection = connection
 
     def ready(self, events: int) -> None:
-        """Read or write the connection, which is ready for it."""
+        """Read from and write to the connection."""
         self._connections.read(self._connection, events)
 
 
 class _EndedProcess:
-    """An `_EndedProcess` is a process of this host whose end the reader polls."""
+    """An `_EndedProcess` is a process of this host whose exit the reader polls."""
 
     def __init__(self, connections: Connections, member: WorkerAddress, fd: int) -> None:
         self._connections = connections
@@ -295,7 +295,7 @@ class _EndedProcess:
 
 
 def _read_frames(connection: UnixConnection) -> list[Frame] | None:
-    """Return the received frames; None at the connection's end."""
+    """Return the received frames; None if the connection has closed."""
     try:
         return connection.read() if not connection.closed else None
     except Exception as error:  # the frames are malformed

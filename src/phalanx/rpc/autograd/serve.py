@@ -28,17 +28,17 @@ from phalanx.rpc.wire import Frame, Order
 from phalanx.rpc.worker_info import WorkerAddress
 
 _SHORT_S = 300e-6
-_WEIGHT = 0.2  # the weight of a part that took longer than before, in the time that the next one is expected to take
+_WEIGHT = 0.2  # the weight of a longer duration in the moving average
 
 
 class AutogradWorker:
-    """`AutogradWorker` is this worker's part in distributed autograd."""
+    """An `AutogradWorker` is this worker's part in distributed autograd."""
 
     def __init__(self, agent: Agent) -> None:
         self.agent = agent
         self.me = agent.me
         self.contexts = Contexts(agent.me.info.id, agent.me.uid)
-        self._took_s = math.inf  # the recent duration of a part
+        self._took_s = math.inf  # the moving average of the durations of parts
         self._numbers = itertools.count()
         agent.orders[Order.GRADIENTS] = self._on_message
         agent.controls["autograd.abort"] = self._abort
@@ -50,7 +50,7 @@ class AutogradWorker:
     # -- contexts ------------------------------------------------------------------------------------------------------
 
     def release(self, context_id: int) -> None:
-        """Release a context that has ended, and notify every worker that got it from this one."""
+        """Release a context that has ended, and notify every worker that received it from this one."""
         context = self.contexts.release(context_id)
         if context is None:
             return
@@ -67,7 +67,10 @@ class AutogradWorker:
     # -- a pass of this worker -----------------------------------------------------------------------------------------
 
     def backward(self, context: Context, roots: Sequence[Tensor], reached: GraphEnds, retain_graph: bool) -> None:
-        """Run the pass from `roots`; `reached` are the graph's ends. Raise the first error when all have ended."""
+        """Run the backward pass from `roots` on all workers, and raise the first error after all have ended.
+
+        `reached` are the ends of the graph on this worker.
+        """
         run = self._pass(context, (self.me.uid, next(self._numbers)))
         plans: dict[int, list[tuple[MessageId, int]]] = {}
         for planned in sorted(reached.ancestors(context.id).items(), reverse=True):
@@ -81,7 +84,7 @@ class AutogradWorker:
         ) -> None:
             to = others[uid]
             data, buffers = orders.write(to, context.id, run.id, first, gradients, plans[uid], retain_graph)
-            # otherwise Ctrl-C could interrupt this after the message was sent and before it was recorded
+            # otherwise Ctrl-C could interrupt between sending and recording the message
             interrupts.defer()
             try:
                 begun[uid] = self.agent.order(to, "backward", data, buffers, 0.0, read=partial(_read_end, run))
@@ -116,7 +119,7 @@ class AutogradWorker:
                 raise run.error
         finally:
             context.passes.pop(run.id, None)
-            begun.clear()  # they refer to the pass
+            begun.clear()  # the calls refer to the pass
             run.error = None
             run.begin_others, run.send_gradients = nothing, self.send_gradients  # the originals refer to the pass
 
@@ -150,7 +153,7 @@ class AutogradWorker:
         try:
             message = orders.read(frame)
         except BaseException as error:
-            if frame.call:  # the error is the answer
+            if frame.call:  # the caller receives the error
                 raise
             context_id, pass_id = orders.read_pass(frame)
             context = self.contexts.get(context_id)
@@ -176,7 +179,7 @@ class AutogradWorker:
             self.agent.send_order(to, data, buffers)
 
     def end(self, run: Pass, asked: Any, error: BaseException | None, going: OutgoingGradients) -> None:
-        """End this worker's part: send the remaining gradients, and answer the worker that began it."""
+        """End this worker's part: send the remaining gradients, and answer the worker that began the pass."""
         connection, number = asked
         data: bytes = b""
         buffers: Sequence[Any] = ()
@@ -192,14 +195,14 @@ class AutogradWorker:
 
     def _abort(self, sender: WorkerAddress, message: tuple[int, PassId, str]) -> None:
         context = self.contexts.get(message[0])
-        if context is not None:  # it may arrive before BEGIN, which is sent over a line
+        if context is not None:  # it may arrive before BEGIN, which takes another path
             run = self._pass(context, message[1])
             run.fail(PhalanxError(f"backward of context {message[0]} was aborted by {sender}: {message[2]}"))
 
     # -- ends ----------------------------------------------------------------------------------------------------------
 
     def _lose(self, member: WorkerAddress) -> None:
-        """Release the contexts of a lost worker, and fail the passes that it began."""
+        """Release the contexts of a lost worker, and fail its passes."""
         for context in self.contexts.all():
             for run in list(context.passes.values()):
                 if run.id[0] == member.uid:
@@ -218,7 +221,7 @@ class AutogradWorker:
 
 
 def _read_end(run: Pass, frame: Frame) -> None:
-    """Read the answer at the end of another worker's part, which may have its last gradients."""
+    """Read another worker's final answer, which may have its last gradients."""
     if frame.data:
         message = orders.read(frame)
         if message.gradients is not None:
@@ -243,9 +246,9 @@ def worker() -> AutogradWorker:
 
 
 class AutogradHook:
-    """The note of an `AutogradHook` is (context, uid of its origin, the message's number or None, tensors' ancestors).
+    """An `AutogradHook` adds autograd data to calls: (context, uid of its origin, message or None, tensors' ancestors).
 
-    In `no_grad` the ancestors are None: then the answer has no graph, either.
+    Under `no_grad` the ancestors are None, and the answer has no graph, either.
     """
 
     def __init__(self, contexts: Contexts, me: WorkerAddress) -> None:
@@ -254,13 +257,13 @@ class AutogradHook:
         self._numbers = itertools.count()
 
     def on_request(self, to: WorkerAddress, payload: Payload) -> Any:
-        """Return the note for a call: its callee is in this thread's context from now on."""
+        """Return the data for a call, and add the callee to this thread's context."""
         context = self._contexts.current
         if context is None:
             return None
         if to.uid not in context.known and to.uid != self._uid:
             context.known[to.uid] = to
-        if context.has_ended:  # checked after the entry: the end is sent to all workers known by then
+        if context.has_ended:  # checked after the callee was added: the release is sent to all known workers
             return None
         if not torch.is_grad_enabled():
             return context.id, context.origin, None, None
@@ -275,7 +278,7 @@ class AutogradHook:
         return self._contexts.enter(context)
 
     def on_reply(self, to: WorkerAddress, payload: Payload, note: Any) -> Any:
-        """Return the note for a result. It has its graph in any grad mode of the sending thread."""
+        """Return the data for a result, which has its graph in any grad mode of the sending thread."""
         context = None if note[3] is None else self._contexts.find_or_open(note[0], note[1])
         if context is None:
             return None
@@ -300,6 +303,6 @@ def _attach(context: Context | None, note: Any, arrived: ReceivedTensors) -> Non
     tensors = arrived.that_require_grad()
     if message is not None and context is not None:
         context.received[message] = make_recv(tensors, context_id, message, ancestors)
-    else:  # they were sent without a graph: they are leaves, as outside a context
+    else:  # sent without a graph: they are leaves, as outside a context
         for one in tensors:
             one.requires_grad_()

@@ -1,9 +1,9 @@
-"""Carry out collectives and messages of device tensors without an engine, in the CPU's order and with its errors.
+"""Run collectives and messages of device tensors through host memory, if no engine supports the device.
 
     all_reduce(device tensor) ──▶ the host's tensor ──▶ all_reduce(cpu tensor) ──▶ the device tensor
 
-It is a CPU operation, with the CPU's checks, fingerprint and order. Copies to and from the device are queued on their
-own stream; `transport/staging` describes their order.
+The operation is a CPU operation, with its checks, errors, fingerprint and order. Copies to and from the device are
+queued on a separate stream; `transport/staging` describes their order.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from phalanx.errors import PhalanxError
 
 _PATIENCE_S = 5.0
 _MESSAGES = ("send", "recv", "recv_anysource")
-# The first argument of these is both read and written; the others have their outputs first and their inputs second.
+# The first argument of these is both input and output; in all others, the outputs precede the inputs.
 _IN_PLACE = frozenset({"allreduce", "allreduce_coalesced", "broadcast", "reduce"})
 
 
 class _CurrentCall(threading.local):
-    """A `_CurrentCall` has this thread's current operation on a device's tensors."""
+    """A `_CurrentCall` has this thread's current operation on device tensors."""
 
     call: StagedCall | None = None
 
@@ -46,19 +46,19 @@ class DeviceStaging:
 
     def __init__(self) -> None:
         self.current = _CurrentCall()
-        """The operation on a device's tensors that each thread is calling."""
+        """The current operation of each thread on device tensors."""
         self._host_memory: dict[str, HostMemory] = {}
         self._copy_streams: dict[torch.device, tuple[CopyStream, StagedTensors]] = {}
         self._opening = threading.Lock()
 
     def open_host_memory(self, group: PhalanxProcessGroup, kind: str) -> None:
-        """Open the host memory for this type of device. All ranks call it if they share memory."""
+        """Open the host memory for this type of device. All ranks call this if they share memory."""
         piece = None
         if group.shares_memory and group.members.size > 1:
             nbytes = staging_bytes(group.symm_mem.heap_bytes)
             try:
                 piece = group.allocate_symmetric((nbytes,), torch.uint8, calling_site())
-            except PhalanxError:  # the file system of the memory may be full; all ranks get this error
+            except PhalanxError:  # the memory's file system may be full; all ranks get this error
                 piece = None
         self._host_memory[kind] = HostMemory(kind, piece)
 
@@ -90,7 +90,7 @@ class DeviceStaging:
         device: torch.device,
         args: tuple[Any, ...],
     ) -> dist.Work:
-        """Run the CPU's operation `here` on tensors of a device that no engine supports."""
+        """Run the CPU operation `here` on tensors of a device that no engine supports."""
         call = self._new_call(group, device)
         try:
             staged = _stage(call, group.members.rank, name, device, args)
@@ -128,8 +128,8 @@ class DeviceStaging:
         return work
 
     def close(self) -> None:
-        """Release the memory; no operation of the group may be running."""
-        # A device may still copy from and to it, for operations that nobody waited for.
+        """Release the host memory. No operation of the group may be running."""
+        # A device may still copy from and to the memory, for operations without a wait.
         idle = all([stream.drain(_PATIENCE_S) for stream, _ in self._copy_streams.values()])
         if idle:
             for memory in self._host_memory.values():
@@ -175,7 +175,7 @@ class StagedWork(PhalanxWork):
         self._call = call
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait until the host's part has completed; operations that the caller queues afterwards see the results."""
+        """Wait until the CPU operation has completed; operations that the caller queues afterwards see the results."""
         over = super().wait(timeout)
         self._call.order_caller()
         return over
@@ -232,14 +232,14 @@ class StagedReceive(dist.Work):
         self.wait()
 
     def is_completed(self) -> bool:
-        """Return whether it has completed, successfully or not."""
+        """Return whether the receive has completed, successfully or not."""
         over: bool = self._work.is_completed()
         if over and self._work.is_success():
             self._copy()
         return over
 
     def is_success(self) -> bool:
-        """Return whether it has completed successfully."""
+        """Return whether the receive has completed successfully."""
         return self.is_completed() and bool(self._work.is_success())
 
     def exception(self) -> Any:

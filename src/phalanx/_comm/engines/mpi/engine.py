@@ -116,7 +116,7 @@ class PendingOperation:
             return self.test()
 
         timeout_s = timeout.total_seconds()
-        if not wait_until(is_done, PeerWatch(self._engine, self._peer).look, timeout_s):
+        if not wait_until(is_done, PeerWatch(self._engine, self._peer).check, timeout_s):
             raise TimedOut(f"no answer within {timeout_s:.1f} s")
 
     def _source_rank(self) -> int:
@@ -131,7 +131,7 @@ class PeerWatch:
         self._peer = peer
         self._left: Deadline | None = None
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Raise PeerLeft if the rank left a while ago."""
         engine = self._engine
         if self._peer >= 0:

@@ -122,6 +122,6 @@ class Departure:
     def _hand_over(self) -> None:
         self._stage = "left"
         self._guard.hand_over()
-        self._peers.channel.put(-1, "hands over")
+        self._peers.channel.put(-1, "transfer leadership")
         self._peers.channel.flush(_SEND_S)
         self._display.print("phalanx run: this host has left the job, which continues on the others")

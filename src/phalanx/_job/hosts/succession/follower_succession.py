@@ -125,7 +125,7 @@ class FollowerSuccession:
         elif message.kind == "standbys":
             with contextlib.suppress(*MALFORMED):
                 self._successor.note_standbys(message.body)
-        elif message.kind == "stand by":
+        elif message.kind == "become standby":
             with contextlib.suppress(PhalanxError, OSError, *MALFORMED):  # another host is a standby then
                 self._successor.stand_by(self._channel.endpoint, message.body)
         else:
@@ -164,7 +164,7 @@ class FollowerSuccession:
             self._host.display.print(
                 f"phalanx run: the host at {host} leads the job now, and shows what the ranks print"
             )
-            self._channel.put(elected.member, "here", state=HostState.of(self._attempt).to_json())
+            self._channel.put(elected.member, "host state", state=HostState.of(self._attempt).to_json())
             self._channel.put_back(early)
             return
         self.leadership = Leadership.TAKING_OVER

@@ -104,10 +104,10 @@ class HostSuccession:
         votes = finished is not None and successor.begin_election(is_candidate=False)
         if not (votes or successor.observe_election()):
             return False
-        say = self._host.display.print
-        say(f"phalanx run: this host waits while the others choose another one that leads the job: {why}")
+        log = self._host.display.print
+        log(f"phalanx run: this host waits while the others choose another one that leads the job: {why}")
         over, when = threading.Event(), "while another host was chosen that leads the job"
-        elected = run_interruptibly(self._host, over, lambda say: successor.await_result(over), when)
+        elected = run_interruptibly(self._host, over, lambda log: successor.await_result(over), when)
         successor.end_election()
         if elected is None:
             return False
@@ -115,7 +115,7 @@ class HostSuccession:
         if votes and finished is not None:
             link, state = finished
             self._channel.put_back(without_own_changes(self._channel.receive()))
-            self._channel.put(elected.member, "here", state=state.to_json())
+            self._channel.put(elected.member, "host state", state=state.to_json())
             link.send_records()
         else:
             try:
@@ -123,7 +123,7 @@ class HostSuccession:
             except PhalanxError:
                 return False
             self.renew()
-        say(f"phalanx run: the host at {Address.parse(elected.address).host} leads the job now; this host waits there")
+        log(f"phalanx run: the host at {Address.parse(elected.address).host} leads the job now; this host waits there")
         return True
 
     def rejoin(self, over: threading.Event) -> bool:

@@ -180,7 +180,7 @@ class LeadGuard:
         """
         if self._proposer is None:
             return
-        if message.kind == "stands by":
+        if message.kind == "standby ready":
             self._proposer.on_standby(message.member, str(message.body["ticket"]), str(message.body["address"]))
         else:
             self._proposer.process(message.member, message.body)

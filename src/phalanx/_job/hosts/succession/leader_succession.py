@@ -1,11 +1,11 @@
-"""`LeaderSuccession` is what the leader of an attempt does so that the job survives the leader's own loss.
+"""Prepare, on the leader of an attempt, for the loss of the leader, so that the job survives it.
 
     the hosts change ──► record: the decisions, for a host that takes over
-                     └─► update_voters: the hosts that vote, and those that would lead
+                     └─► update_voters: the hosts that vote, and the candidates
     a host is lost ──► remove ──a majority agrees──► the attempt continues without it
 
-Without voters (a job that is not elastic, or whose agents are all on one host) the job ends with its leader, and every
-host is removed at once.
+Without voters (a job that is not elastic, or whose agents are all on one host) the job ends with its leader, and lost
+hosts are removed at once.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class LeaderSuccession:
     """`LeaderSuccession` is the leader's part in the succession, during one attempt.
 
     Arguments:
-        guard: the job's, for all attempts; None: the job ends with its leader.
-        plan, number: of the attempt.
+        guard: the job's guard, for all attempts; None: the job ends with its leader.
+        plan, number: the attempt's plan and number.
         begun: the newest generation, if it is not the first.
-        remove_host: removes a host whose removal needs no further consent.
-        release_host: lets another host leave, and returns whether the others continue without it.
+        remove_host: removes a host; called when no more consent is needed.
+        release_host: accepts that another host leaves; returns whether the job continues without it.
     """
 
     def __init__(
@@ -69,8 +69,8 @@ class LeaderSuccession:
         self._remove_host = remove_host
         self._departure = Departure(peers, elastic, self.guard, display, release_host)
         self._attempt: Attempt
-        self._num_ended = 0  # number of recorded ends of ranks
-        self._record_at: float | None = None  # when later changes are recorded
+        self._num_ended = 0  # the number of exits that were recorded
+        self._record_at: float | None = None  # when to record the latest changes
         self._is_recorded = False
 
     def attach(self, attempt: Attempt) -> None:
@@ -78,17 +78,17 @@ class LeaderSuccession:
 
     @property
     def fds(self) -> tuple[int, ...]:
-        """Return descriptors that are readable when `receive` has something to do."""
+        """Return the descriptors to poll before `receive`."""
         return self.guard.fds
 
     @property
     def due(self) -> float | None:
-        """Return when to call `receive` although no descriptor is ready."""
+        """Return when to call `receive` even if no descriptor is ready; None for never."""
         dues = (self.guard.due, self._departure.due, self._record_at)
         return min((at for at in dues if at is not None), default=None)
 
     def receive(self) -> None:
-        """Remove the hosts whose removal was agreed on, and record changes that have come since.
+        """Remove the hosts whose removal a majority has agreed to, and record later changes.
 
         Raises:
             LaunchError: a majority has not agreed in time, or has agreed on another leader.
@@ -108,8 +108,8 @@ class LeaderSuccession:
         self._departure.advance(self._attempt)
 
     def process(self, message: ControlMessage) -> bool:
-        """Process another host's message if it is on the succession; return whether it is."""
-        if message.kind not in ("datagram", "stands by"):
+        """Process another host's message if it concerns the succession; return whether it does."""
+        if message.kind not in ("datagram", "standby ready"):
             return False
         with contextlib.suppress(*MALFORMED):
             self.guard.process(message)
@@ -128,11 +128,11 @@ class LeaderSuccession:
             self.guard.record(state)
 
     def update_voters(self) -> None:
-        """Let the hosts of a generation vote, after they were notified of it."""
+        """Make the hosts of a generation voters, after they were notified of the generation."""
         self.guard.set_voters(self._voters)
 
     def on_elastic_rank(self) -> None:
-        """Record that a rank has reported that the job is elastic; its process may have been unknown before."""
+        """Record that a rank has reported that the job is elastic."""
         if not self._is_recorded:
             self._is_recorded = True
             self.update_voters()
@@ -140,11 +140,11 @@ class LeaderSuccession:
         self._record_at = self._record_at or time.monotonic() + _RECORD_S
 
     def on_host_joined(self, member: int) -> None:
-        """Send a waiting host, which has no vote, the addresses at which it learns who leads if this host is lost."""
+        """Send a waiting host, which has no vote, the addresses at which to ask for the leader if this host is lost."""
         self._peers.channel.put(member, "standbys", addresses=self.guard.polling_places)
 
     def remove(self, member: int, why: str) -> None:
-        """Remove a lost host: at once if its ranks have all ended well, otherwise as soon as a majority agrees."""
+        """Remove a lost host: at once if all its ranks have succeeded, otherwise when a majority agrees."""
         if has_finished(self._peers, member, self._exits) or not self.guard.defer(member, why, self._voters):
             self._remove_host(member, why)
             self._change_voters()
@@ -173,11 +173,11 @@ class LeaderSuccession:
     # This host leaves.
 
     def leave(self, signum: int) -> bool:
-        """Begin to leave the job because of a signal at this host; return False if the signal ends the job."""
+        """Begin to leave the job because of a signal to this host; return False if the signal ends the job."""
         return signum == signal.SIGTERM and self._departure.request(self._attempt)
 
     def defer_leave(self, node: Node) -> bool:
-        """Process a SIGTERM at another host; return whether that host waits for this host's decision to leave."""
+        """Process a SIGTERM to another host; return whether that host waits for this host's permission to leave."""
         return self._departure.note_signal(node)
 
     @property
@@ -192,15 +192,15 @@ class LeaderSuccession:
 
 
 def has_finished(peers: PeerHosts, member: int, exits: Mapping[int, Exit]) -> bool:
-    """Return whether all ranks of a host have ended well, or the host is not in this attempt."""
+    """Return whether all ranks of a host have succeeded, or the host has none in this attempt."""
     node = peers.own if member == peers.own.facts.member else peers.others.get(member)
     return node is None or all(slot in exits and not exits[slot].status for slot in node.place.ranks)
 
 
 def find_voters(peers: PeerHosts, slot_plan: SlotPlan, exits: Mapping[int, Exit]) -> list[int]:
-    """Return the hosts that vote on the leader, in the order in which they would lead: the present ones with slots.
+    """Return the hosts that vote on the leader, which are all present hosts with slots, in the order of candidacy.
 
-    A host whose ranks have all succeeded is last: it is no candidate.
+    Hosts whose ranks have all succeeded come last, and are no candidates.
     """
     present = {node.facts.member for node in peers.own_and_present}
     members = [host.member for host in slot_plan.hosts if host.member in present]

@@ -1,4 +1,4 @@
-"""Encode and decode the agents' messages on the succession."""
+"""Encode and decode the messages between agents that elect a leader."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def config_to_json(config: Config) -> dict[str, Any]:
 
 
 def config_from_json(fields: Mapping[str, Any]) -> Config:
-    """Read what `config_to_json` wrote.
+    """Decode the result of `config_to_json`.
 
     Raises:
         KeyError, TypeError, ValueError: the data is invalid.
@@ -41,7 +41,7 @@ def config_from_json(fields: Mapping[str, Any]) -> Config:
 
 
 def term_from_json(fields: Any) -> Term:
-    """Read a term.
+    """Decode a term.
 
     Raises:
         TypeError, ValueError: the data is invalid.
@@ -62,7 +62,7 @@ def reply_to_json(reply: Reply) -> dict[str, Any]:
 
 
 def reply_from_json(fields: Mapping[str, Any]) -> Reply:
-    """Read what `reply_to_json` wrote.
+    """Decode the result of `reply_to_json`.
 
     Raises:
         KeyError, TypeError, ValueError: the data is invalid.

@@ -144,7 +144,9 @@ class Proposer:
                 self._tickets[member] = os.urandom(16)
                 term = list(self._primary.committed.term)
                 witness = None if self._witness is None else self._witness.witness.to_json()
-                self._channel.put(member, "stand by", ticket=self._tickets[member].hex(), term=term, witness=witness)
+                self._channel.put(
+                    member, "become standby", ticket=self._tickets[member].hex(), term=term, witness=witness
+                )
         self._advance()
 
     @property

@@ -137,7 +137,7 @@ class Successor:
         address = str(self._place.address)
 
         def report() -> None:
-            self._channel.put(self._channel.first, "stands by", ticket=ticket, address=address)
+            self._channel.put(self._channel.first, "standby ready", ticket=ticket, address=address)
 
         self._standby = Standby(endpoint, self._key, bytes.fromhex(ticket), report)
 

@@ -60,7 +60,7 @@ class TakeOver:
 
     def process(self, message: Change | ControlMessage) -> None:
         """Process a message that arrives while hosts report their ranks."""
-        if isinstance(message, ControlMessage) and message.kind == "here":
+        if isinstance(message, ControlMessage) and message.kind == "host state":
             with contextlib.suppress(*MALFORMED):
                 reported = HostState.from_json(message.body["state"])
                 self._states[message.member] = reported.on_own_clock(

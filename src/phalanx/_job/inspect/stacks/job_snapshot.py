@@ -117,9 +117,9 @@ class HostAnswer(NamedTuple):
     offset_s: float
 
 
-def answer_others(channel: Channel, told: Sequence[HostAnswer]) -> None:
+def answer_others(channel: Channel, answers: Sequence[HostAnswer]) -> None:
     """Answer `ask_others` as the agent, which never waits."""
-    with suppress(OSError), _file(json.dumps(told).encode()) as description:
+    with suppress(OSError), _file(json.dumps(answers).encode()) as description:
         channel.put({}, [description])
 
 
@@ -167,7 +167,7 @@ def ask(
             except TimeoutError:
                 raise LaunchError(
                     f"{command}: job {agent}: `phalanx run` does not answer within {timeout_s:g} s. "
-                    "If it was stopped (Ctrl-Z), its ranks are stopped, too: `fg` or `kill -CONT` lets it go on."
+                    "If it was stopped (Ctrl-Z), its ranks are stopped, too: `fg` or `kill -CONT` continues it."
                 ) from None
             except OSError as error:
                 raise LaunchError(

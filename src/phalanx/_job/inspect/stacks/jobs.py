@@ -21,7 +21,7 @@ class RunningJob:
 
 
 def find_jobs(command: str = "phalanx stacks") -> list[RunningJob]:
-    """Return the jobs that this user could look at: on this host, in this network namespace (container)."""
+    """Return the jobs that this user can inspect: on this host, in this network namespace (container)."""
     if sys.platform != "linux":
         raise LaunchError(f"{command}: works on Linux only", exit_code=2)
     with open("/proc/net/unix", encoding="ascii", errors="replace") as file:

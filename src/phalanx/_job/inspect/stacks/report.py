@@ -34,9 +34,9 @@ def report_stacks(wanted: str | None) -> str:
     text, num_others = _report_here(job)
     if num_others == 0:
         return text
-    told = ask_others(job.name, _OTHERS_TIMEOUT_S)
-    parts = [text, *(f"On {host.name}:\n\n{host.text}" for host in told)]
-    if not told:
+    answers = ask_others(job.name, _OTHERS_TIMEOUT_S)
+    parts = [text, *(f"On {host.name}:\n\n{host.text}" for host in answers)]
+    if not answers:
         parts.append(
             f"Ranks of {num_others} other host{'s' * (num_others > 1)} are shown on the host that leads the job, the "
             "first one if it is there."
@@ -83,7 +83,7 @@ def format_report(snapshot: JobSnapshot, groups: Sequence[GroupLog], stacks: Map
         lines += [f"  group {group.name!r}: {position_of(log.records, now_ns)}" for group, log in used or members[:1]]
         stack = stacks[rank]
         lines += textwrap.indent(stack, "  ").splitlines() if "\n" in stack else [f"  {stack}"]
-    lines += ["", f"(innermost call first; the ranks go on; they were asked with {STACKS_SIGNAL.name})"]
+    lines += ["", f"(innermost call first; the ranks continue; they were asked with {STACKS_SIGNAL.name})"]
     return "\n".join(printable(line.expandtabs()) for line in lines)
 
 
@@ -124,7 +124,7 @@ def decide_silence(status: Mapping[str, str], parents: Collection[int]) -> str |
     if not status or int(status.get("PPid", "0")) not in parents or status["State"][0] in "ZX":
         return "has just ended"
     if status["State"][0] in "Tt":
-        return "is stopped (SIGSTOP, Ctrl-Z or a debugger); `kill -CONT` lets it go on"
+        return "is stopped (SIGSTOP, Ctrl-Z or a debugger); `kill -CONT` continues it"
     if not int(status["SigCgt"], 16) >> (STACKS_SIGNAL - 1) & 1:
         return (
             f"writes no stack: nothing handles {STACKS_SIGNAL.name} in it. It has only just started, is not Python "

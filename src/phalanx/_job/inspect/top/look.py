@@ -1,4 +1,4 @@
-"""A look is a snapshot of one host's ranks. Hosts exchange looks as JSON."""
+"""Take snapshots of one host's ranks. Hosts exchange snapshots as JSON."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class RankOperation(NamedTuple):
 
 
 @dataclass(frozen=True)
-class MemberLook:
-    """A `MemberLook` has the last operations of a process, a rank of the job, in a group."""
+class MemberSnapshot:
+    """A `MemberSnapshot` has the last operations of a process, a rank of the job, in a group."""
 
     rank: int
     pid: int
@@ -44,17 +44,17 @@ class MemberLook:
 
 
 @dataclass(frozen=True)
-class GroupLook:
-    """A `GroupLook` is a group; `members` are those of this host."""
+class GroupSnapshot:
+    """A `GroupSnapshot` is a group; `members` are those of this host."""
 
     name: str
     world_size: int
-    members: tuple[MemberLook, ...]
+    members: tuple[MemberSnapshot, ...]
 
 
 @dataclass(frozen=True)
-class RankLook:
-    """A `RankLook` is a living rank: `state` is the letter in /proc/PID/stat, `processor_ns` its CPU time."""
+class RankSnapshot:
+    """A `RankSnapshot` is a living rank: `state` is the letter in /proc/PID/stat, `processor_ns` its CPU time."""
 
     rank: int
     pid: int
@@ -65,8 +65,8 @@ class RankLook:
 
 
 @dataclass(frozen=True)
-class HostLook:
-    """A `HostLook` has the ranks of one host; times are nanoseconds on the looking process's CLOCK_MONOTONIC."""
+class HostSnapshot:
+    """A `HostSnapshot` has the ranks of one host; times are nanoseconds on the reading process's CLOCK_MONOTONIC."""
 
     name: str
     node: int
@@ -81,12 +81,12 @@ class HostLook:
     at_ns: int
     ended: tuple[tuple[int, int], ...]
     lost: tuple[tuple[int, int, int, str], ...]
-    ranks: tuple[RankLook, ...]
-    groups: tuple[GroupLook, ...]
+    ranks: tuple[RankSnapshot, ...]
+    groups: tuple[GroupSnapshot, ...]
     report: str = ""
 
 
-def look(job: RunningJob, memory: MemoryReader) -> HostLook:
+def read_host(job: RunningJob, memory: MemoryReader) -> HostSnapshot:
     """Return the ranks of `job` that are on this host.
 
     Cost: a message for the agent, a few microseconds of reading for each rank, and /proc. The ranks do nothing.
@@ -98,16 +98,16 @@ def look(job: RunningJob, memory: MemoryReader) -> HostLook:
         return _read(answer, memory)
 
 
-def look_at_own(memory: MemoryReader) -> str:
+def read_own_host(memory: MemoryReader) -> str:
     """Return the ranks whose agent this process is, as JSON, for the first host; a thread of the agent calls it."""
     try:
         job = next(job for job in find_jobs(COMMAND) if job.pid == os.getpid())
-        return to_json(look(job, memory))
+        return to_json(read_host(job, memory))
     except (LaunchError, StopIteration) as error:
-        return json.dumps({"why": str(error) or "its agent cannot be asked"})
+        return json.dumps({"why": str(error) or "its agent cannot be queried"})
 
 
-def _read(answer: SnapshotAnswer, memory: MemoryReader) -> HostLook:
+def _read(answer: SnapshotAnswer, memory: MemoryReader) -> HostSnapshot:
     snapshot = answer.snapshot
     pages = dict(zip(snapshot.pages, answer.pages, strict=True))
     groups = []
@@ -116,7 +116,7 @@ def _read(answer: SnapshotAnswer, memory: MemoryReader) -> HostLook:
             groups.append(_summarise(Observer(group_info, control).read()))
         except (ImportError, ValueError, OSError):
             continue  # a rank has overwritten the memory's header
-    return HostLook(
+    return HostSnapshot(
         name=socket.gethostname(),
         node=snapshot.node,
         num_nodes=snapshot.num_nodes,
@@ -131,7 +131,7 @@ def _read(answer: SnapshotAnswer, memory: MemoryReader) -> HostLook:
         ended=snapshot.ended,
         lost=snapshot.lost,
         ranks=tuple(
-            RankLook(
+            RankSnapshot(
                 rank,
                 pid,
                 read_state(pid),
@@ -146,7 +146,7 @@ def _read(answer: SnapshotAnswer, memory: MemoryReader) -> HostLook:
     )
 
 
-def _summarise(log: GroupLog) -> GroupLook:
+def _summarise(log: GroupLog) -> GroupSnapshot:
     members = []
     for rank in log.ranks:
         if rank.left:
@@ -156,16 +156,16 @@ def _summarise(log: GroupLog) -> GroupLook:
             RankOperation(r.seq, r.kind, r.root, r.enter_ns, r.leave_ns, r.place if r is records[-1] else "")
             for r in records
         )
-        members.append(MemberLook(rank.rank, rank.pid, operations))
-    return GroupLook(log.name, log.world_size, tuple(members))
+        members.append(MemberSnapshot(rank.rank, rank.pid, operations))
+    return GroupSnapshot(log.name, log.world_size, tuple(members))
 
 
-def to_json(host: HostLook) -> str:
+def to_json(host: HostSnapshot) -> str:
     """Return the look as text."""
     return json.dumps(asdict(host), separators=(",", ":"))
 
 
-def from_json(text: str, name: str, offset_ns: int) -> HostLook | str:
+def from_json(text: str, name: str, offset_ns: int) -> HostSnapshot | str:
     """Return the look that `to_json` wrote on a host called `name`, whose clock is `offset_ns` behind ours, or why not.
 
     Raises:
@@ -175,7 +175,7 @@ def from_json(text: str, name: str, offset_ns: int) -> HostLook | str:
     if "why" in fields:
         return str(fields["why"])
     ranks = tuple(
-        RankLook(
+        RankSnapshot(
             **{
                 **rank,
                 "memory": None if rank["memory"] is None else Memory(**rank["memory"]),
@@ -185,11 +185,11 @@ def from_json(text: str, name: str, offset_ns: int) -> HostLook | str:
         for rank in fields.pop("ranks")
     )
     groups = tuple(
-        GroupLook(
+        GroupSnapshot(
             group["name"],
             group["world_size"],
             tuple(
-                MemberLook(member["rank"], member["pid"], _shift_operations(member["operations"], offset_ns))
+                MemberSnapshot(member["rank"], member["pid"], _shift_operations(member["operations"], offset_ns))
                 for member in group["members"]
             ),
         )
@@ -197,7 +197,7 @@ def from_json(text: str, name: str, offset_ns: int) -> HostLook | str:
     )
     ended = tuple((int(rank), int(code)) for rank, code in fields.pop("ended"))
     lost = tuple((int(rank), int(pid), int(at) + offset_ns, str(why)) for rank, pid, at, why in fields.pop("lost"))
-    host = HostLook(**{**fields, "name": name}, ranks=ranks, groups=groups, ended=ended, lost=lost)
+    host = HostSnapshot(**{**fields, "name": name}, ranks=ranks, groups=groups, ended=ended, lost=lost)
     return replace(host, started_ns=host.started_ns + offset_ns, at_ns=host.at_ns + offset_ns)
 
 

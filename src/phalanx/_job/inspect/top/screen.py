@@ -60,7 +60,7 @@ class Looker:
         while not self._end.is_set():
             used_s = time.thread_time()
             try:
-                self._found.put(self._watch.look())
+                self._found.put(self._watch.sample())
             except LaunchError as error:
                 if self._watch.has_ended():
                     self._found.put(None)

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 
 from phalanx._base.core_numbers import BROADCAST, BROADCAST_BUFFERS, GATHER, GRADIENTS, RECV, REDUCE, SCATTER, SEND
-from phalanx._job.inspect.top.look import MAX_OPERATIONS, HostLook, MemberLook, RankOperation
+from phalanx._job.inspect.top.look import MAX_OPERATIONS, HostSnapshot, MemberSnapshot, RankOperation
 
 LONGEST_NS = 10_000_000_000
 _FROM_ROOT = (BROADCAST, SCATTER, BROADCAST_BUFFERS)
@@ -88,7 +88,7 @@ class _Call:
 
 
 def measure(
-    hosts: Sequence[HostLook], since_ns: int, before: Mapping[HostPid, int] = types.MappingProxyType({})
+    hosts: Sequence[HostSnapshot], since_ns: int, before: Mapping[HostPid, int] = types.MappingProxyType({})
 ) -> OperationTimes:
     """Return the time from `since_ns` to the looks; from later on where the recorders do not reach that far back.
 
@@ -151,7 +151,7 @@ def add(several: Iterable[OperationTimes]) -> OperationTimes | None:
     return OperationTimes(span_ns, times, lateness, sum(measured.num_operations for measured in list_), last.stuck)
 
 
-def processor_times(hosts: Sequence[HostLook]) -> dict[HostPid, int]:
+def processor_times(hosts: Sequence[HostSnapshot]) -> dict[HostPid, int]:
     """Return the CPU time of each process for which it is known, in nanoseconds."""
     return {
         (host.node, rank.pid): rank.processor_ns
@@ -167,12 +167,12 @@ def _with_idle(times: Times, processor_ns: int) -> Times:
     return replace(times, idle_ns=idle_ns, outside_ns=outside_ns)
 
 
-def _reaches_back(member: MemberLook) -> int:
+def _reaches_back(member: MemberSnapshot) -> int:
     """Return the time since which the process's operations in the group are completely known."""
     return member.operations[0].enter_ns if len(member.operations) >= MAX_OPERATIONS else 0
 
 
-def _match(hosts: Sequence[HostLook]) -> list[_Call]:
+def _match(hosts: Sequence[HostSnapshot]) -> list[_Call]:
     """Return the collectives, each with the processes known to have called it."""
     calls: dict[tuple[str, int, int, int, int], list[_Call]] = defaultdict(list)
     for host in hosts:
@@ -240,7 +240,7 @@ def _length(intervals: Iterable[tuple[int, int]], begin_ns: int, end_ns: int) ->
     return total
 
 
-def _find_stuck(hosts: Sequence[HostLook], calls: Sequence[_Call], now_ns: int) -> Stuck | None:
+def _find_stuck(hosts: Sequence[HostSnapshot], calls: Sequence[_Call], now_ns: int) -> Stuck | None:
     """Return the operation in which a process waits longest for others."""
     living = {(host.node, rank.pid) for host in hosts for rank in host.ranks}
     longest: Stuck | None = None

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from phalanx._base.core_numbers import GRADIENTS
 from phalanx._comm.diagnostics.flight_recorder import RankPosition
 from phalanx._comm.diagnostics.progress_page import Track
-from phalanx._job.inspect.top.look import HostLook, RankLook, RankOperation
+from phalanx._job.inspect.top.look import HostSnapshot, RankOperation, RankSnapshot
 from phalanx._job.inspect.top.times import HostPid, OperationTimes, Times
 
 RECENT_NS = 10_000_000_000  # "per second" is taken over this time
@@ -112,7 +112,7 @@ class JobView:
     report: str = ""
 
 
-def view(hosts: Sequence[HostLook], measured: OperationTimes | None, notes: Sequence[str] = ()) -> JobView:
+def view(hosts: Sequence[HostSnapshot], measured: OperationTimes | None, notes: Sequence[str] = ()) -> JobView:
     """Return the job as its hosts report it, measured over several looks. The first of `hosts` reports on all."""
     first = hosts[0]
     ranks = sorted(
@@ -145,11 +145,11 @@ def view(hosts: Sequence[HostLook], measured: OperationTimes | None, notes: Sequ
     )
 
 
-def _generation_of(rank: RankLook) -> int:
+def _generation_of(rank: RankSnapshot) -> int:
     return rank.progress.generation if rank.progress is not None else 0
 
 
-def _view_rank(host: HostLook, rank: RankLook, measured: OperationTimes | None) -> RankView:
+def _view_rank(host: HostSnapshot, rank: RankSnapshot, measured: OperationTimes | None) -> RankView:
     operations = [m.operations for group in host.groups for m in group.members if m.pid == rank.pid and m.operations]
     times = measured.times.get((host.node, rank.pid)) if measured is not None else None
     position = _position(operations, host.at_ns)
@@ -192,7 +192,7 @@ def _position(operations: Sequence[Sequence[RankOperation]], now_ns: int) -> Ran
     return RankPosition(operation.seq, operation.label, bool(inside), seconds)
 
 
-def _pace(rank: RankLook, operations: Sequence[Sequence[RankOperation]], now_ns: int) -> Pace | None:
+def _pace(rank: RankSnapshot, operations: Sequence[Sequence[RankOperation]], now_ns: int) -> Pace | None:
     progress = rank.progress
     loop = progress.loop if progress is not None else None
     state = progress.state if progress is not None else None

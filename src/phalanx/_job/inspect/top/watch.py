@@ -1,4 +1,4 @@
-"""Look at a job again and again, on all its hosts."""
+"""Sample a job repeatedly, on all its hosts."""
 
 from __future__ import annotations
 
@@ -8,37 +8,37 @@ from collections import deque
 
 from phalanx._job.inspect.stacks.job_snapshot import ask_others
 from phalanx._job.inspect.stacks.jobs import RunningJob, find_jobs
-from phalanx._job.inspect.top.look import COMMAND, HostLook, from_json, look
+from phalanx._job.inspect.top.look import COMMAND, HostSnapshot, from_json, read_host
 from phalanx._job.inspect.top.memory import MemoryReader
 from phalanx._job.inspect.top.times import LONGEST_NS, HostPid, OperationTimes, add, measure, processor_times
 from phalanx._job.inspect.top.view import JobView, view
 
-_OTHERS_TIMEOUT_S = 10.0  # more than the agent of the first host waits for the others
+_OTHERS_TIMEOUT_S = 10.0  # longer than the first host's agent waits for the others
 _ENOUGH_NS = 1_000_000_000
-_LEAST_MORE_LOOKS, _MORE_LOOKS, _PAUSE_S = 3, 8, 0.1
+_MIN_MORE_SAMPLES, _MAX_MORE_SAMPLES, _PAUSE_S = 3, 8, 0.1
 
 
 class JobWatch:
-    """A `JobWatch` watches one job, with its latest looks."""
+    """A `JobWatch` samples one job, and keeps its latest samples."""
 
     def __init__(self, job: RunningJob) -> None:
         self.job = job
         self._memory = MemoryReader()
         self._measured: deque[tuple[int, OperationTimes]] = deque()
-        self._processor_times: dict[HostPid, int] = {}  # at the look before
+        self._processor_times: dict[HostPid, int] = {}  # at the previous sample
         self._attempt = (0, 0)
 
-    def look(self) -> JobView:
+    def sample(self) -> JobView:
         """Return the job's current state; times and shares are of the last ten seconds.
 
         Raises:
             LaunchError: the job has ended, or does not answer.
         """
-        here = look(self.job, self._memory)
+        here = read_host(self.job, self._memory)
         hosts = [here]
         notes: list[str] = []
         if here.num_nodes > 1:
-            others, notes = _look_at_others(self.job, here.num_nodes - 1)
+            others, notes = _read_other_hosts(self.job, here.num_nodes - 1)
             hosts += others
         attempt = (here.restart_count, here.started_ns)
         if attempt != self._attempt:
@@ -52,15 +52,15 @@ class JobWatch:
             self._measured.popleft()
         return view(hosts, add(measured for _, measured in self._measured), notes)
 
-    def look_once(self) -> JobView:
-        """Return the job after several looks: processors are measured between, and recorders may hold a moment only."""
-        seen = self.look()
-        for number in range(_MORE_LOOKS):
-            is_long = seen.span_s * 1e9 >= _ENOUGH_NS and number >= _LEAST_MORE_LOOKS
+    def sample_once(self) -> JobView:
+        """Return the job after several samples: CPU times are differences, and recorders may cover only a moment."""
+        seen = self.sample()
+        for number in range(_MAX_MORE_SAMPLES):
+            is_long = seen.span_s * 1e9 >= _ENOUGH_NS and number >= _MIN_MORE_SAMPLES
             if is_long or not any(rank.operation for rank in seen.ranks):
                 break
             time.sleep(_PAUSE_S)
-            seen = self.look()
+            seen = self.sample()
         return seen
 
     def has_ended(self) -> bool:
@@ -68,15 +68,15 @@ class JobWatch:
         return self.job not in find_jobs(COMMAND) or not os.path.exists(f"/proc/{self.job.pid}")
 
 
-def _look_at_others(job: RunningJob, num_others: int) -> tuple[list[HostLook], list[str]]:
-    """Return looks at the other hosts, through the first host's agent, and notes on missing ones."""
-    told = ask_others(job.name, _OTHERS_TIMEOUT_S, what="top")
-    if not told:
+def _read_other_hosts(job: RunningJob, num_others: int) -> tuple[list[HostSnapshot], list[str]]:
+    """Return snapshots of the other hosts, through the first host's agent, and notes on missing hosts."""
+    answers = ask_others(job.name, _OTHERS_TIMEOUT_S, what="top")
+    if not answers:
         plural = "s" * (num_others > 1)
         shown = f"Ranks of {num_others} other host{plural} are shown on the host that leads the job"
-        return [], [f"{shown}, the first one if it is there."]
+        return [], [f"{shown}, usually the first."]
     hosts, notes = [], []
-    for host in told:
+    for host in answers:
         try:
             seen = from_json(host.text, host.name, round(host.offset_s * 1e9))
         except (ValueError, KeyError, TypeError):

@@ -1,4 +1,4 @@
-"""`python -m phalanx._job.launch.calls FOLDER`, as a rank, calls a function of another process."""
+"""Run as a rank, `python -m phalanx._job.launch.calls FOLDER`, the call that the caller has written to FOLDER."""
 
 from __future__ import annotations
 

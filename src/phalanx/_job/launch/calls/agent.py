@@ -1,4 +1,4 @@
-"""Run the agent of a call. It runs a job as `phalanx run` does, ends with the calling process, and reports to it."""
+"""Run the agent of a call: it runs a job like `phalanx run`, dies with the caller, and writes the result for it."""
 
 from __future__ import annotations
 
@@ -32,5 +32,5 @@ def main() -> int:
     except LaunchError as error:
         JobResult(text=str(error)).write(result)
         return error.exit_code
-    except KeyboardInterrupt:  # in the first moments, before signals are caught: nothing was started
+    except KeyboardInterrupt:  # before signals are handled: nothing was started
         return 128 + signal.SIGINT

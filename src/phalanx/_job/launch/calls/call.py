@@ -1,4 +1,4 @@
-"""Make the call for the caller of `phalanx.launch`: start the agent, show the ranks' output, return their results."""
+"""Implement `phalanx.launch` in the caller: start the agent, show the ranks' output, return their results."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from phalanx.errors import LaunchError
 _READ_BYTES = 1 << 16
 _POLL_S = 0.5
 _TERM_S = 0.5
-_MAX_TERMS = 40  # longer than the agent's own time limit for processes stuck in the kernel
+_MAX_TERMS = 40  # in total longer than the agent waits for processes stuck in the kernel
 
 
 class RankTraceback(Exception):
@@ -62,11 +62,11 @@ def launch(
 
     Raises:
         Exception: the exception of the rank that failed first, with its traceback as the cause; all ranks have ended.
-        LaunchError: a rank died, or exited without returning; its result or exception cannot be pickled; or the job
-            could not be started.
+        LaunchError: a rank died, or exited before the function returned; its result or exception cannot be pickled; or
+            the job could not be started.
         TypeError: `fn` or an argument cannot be sent to another process; the message names it.
         ValueError: an option is unknown to `phalanx run`, or its value is invalid.
-        KeyboardInterrupt: Ctrl-C, or the notebook's stop button: every rank has ended, as after Ctrl-C on the command.
+        KeyboardInterrupt: Ctrl-C, or the notebook's stop button: every rank has exited.
     """
     if not callable(fn):
         raise TypeError(f"phalanx.launch: needs a function, got a {type(fn).__name__}")
@@ -87,7 +87,7 @@ def launch(
 
 @contextlib.contextmanager
 def _opened_folder() -> Iterator[str]:
-    """Yield a folder for a call, removed afterwards, or by this user's next job if this process is killed.
+    """Create a folder for a call; remove it afterwards. If this process is killed, this user's next job removes it.
 
     Raises:
         LaunchError: the folder cannot be created.
@@ -95,7 +95,7 @@ def _opened_folder() -> Iterator[str]:
     folder = JobFolder(os.environ)
     if not folder.path:
         raise LaunchError(
-            "phalanx.launch: no folder can be made in TMPDIR, /tmp or /var/tmp. Set TMPDIR to one of yours."
+            "phalanx.launch: cannot create a folder in TMPDIR, /tmp or /var/tmp. Set TMPDIR to a folder of yours."
         )
     try:
         yield folder.path
@@ -122,12 +122,14 @@ def _read_options(options: Mapping[str, object]) -> Settings:
     """Return the settings of a job on this host with these options of `phalanx run`.
 
     Raises:
-        ValueError: with all problems of the options, in the caller's words.
+        ValueError: lists all problems, with the names of Python arguments.
     """
-    refused = [f"{name}=: it is for a script; a call runs a function" for name in options if name in _OF_A_SCRIPT]
+    refused = [
+        f"{name}=: only for scripts; phalanx.launch calls a function" for name in options if name in _OF_A_SCRIPT
+    ]
     refused += [
-        f"{name}=: ranks are started on this host only. Put the call into a script, and start that on each host with "
-        "`phalanx run --nnodes`"
+        f"{name}=: phalanx.launch starts ranks only on this host. Put the call into a script, and start the script on "
+        "each host with `phalanx run --nnodes`"
         for name in options
         if name in _OF_SEVERAL_HOSTS
     ]
@@ -152,8 +154,8 @@ def _read_options(options: Mapping[str, object]) -> Settings:
     return settings
 
 
-# The working directory in the path would let the user's `random.py` shadow the agent's imports. Ctrl-C in the first
-# moments ends the agent without a traceback of ours.
+# In the module path, the working directory would let the user's `random.py` shadow the agent's imports. Until signals
+# are handled, Ctrl-C kills the agent without a traceback of ours.
 _BOOT = (
     "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); '' in sys.path and sys.path.remove(''); "
     "from phalanx._job.launch.calls.agent import main; sys.exit(main())"
@@ -161,7 +163,7 @@ _BOOT = (
 
 
 def _run_agent(folder: str) -> int:
-    """Run the agent of the call in `folder` and show its output; return its exit code, or minus a signal's number."""
+    """Run the agent of the call in `folder` and show its output; return its exit code, or minus the signal."""
     flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     with contextlib.ExitStack() as stack:
         out = stack.enter_context(_shown_on(sys.stdout, sys.__stdout__, 1))
@@ -171,7 +173,7 @@ def _run_agent(folder: str) -> int:
             stdin=subprocess.DEVNULL,
             stdout=out.agent_end,
             stderr=err.agent_end,
-            start_new_session=True,  # a terminal's Ctrl-C reaches this process, which sends it on
+            start_new_session=True,  # a terminal's Ctrl-C reaches this process, which relays it
         )
         try:
             return _wait(agent, [pipe for pipe in (out, err) if pipe.own_end is not None])
@@ -190,14 +192,14 @@ def _wait(agent: subprocess.Popen[bytes], pipes: Sequence[_Pipe]) -> int:
             break
         except KeyboardInterrupt:
             interrupted = True
-            agent.send_signal(signal.SIGINT)  # at the second one the agent kills the ranks
+            agent.send_signal(signal.SIGINT)  # after the second SIGINT the agent kills the ranks
     if interrupted:
         raise KeyboardInterrupt
     return code
 
 
 def _end(agent: subprocess.Popen[bytes]) -> None:
-    """End the agent, and with it the whole job: at the second SIGTERM the agent kills the ranks."""
+    """Stop the agent, and with it the whole job: after the second SIGTERM the agent kills the ranks."""
     for _ in range(_MAX_TERMS):
         if agent.poll() is not None:
             return
@@ -210,14 +212,14 @@ def _end(agent: subprocess.Popen[bytes]) -> None:
 
 @dataclass
 class _Pipe:
-    """A `_Pipe` carries the agent's output to `stream`. Without `own_end` the agent writes to the stream itself."""
+    """A `_Pipe` carries the agent's output to `stream`. If `own_end` is None, the agent writes to the stream itself."""
 
     stream: TextIO | None
     agent_end: int
     own_end: int | None = None
 
     def close_agent_end(self) -> None:
-        """Close the agent's end here, once the agent has its own."""
+        """Close this process's copy of the agent's end."""
         if self.own_end is not None and self.agent_end != -1:
             os.close(self.agent_end)
             self.agent_end = -1
@@ -237,7 +239,7 @@ def _shown_on(stream: TextIO | None, original: TextIO | None, fd: int) -> Iterat
         yield _Pipe(None, subprocess.DEVNULL)
         return
     if stream is original and _is(stream, fd):
-        stream.flush()  # our own earlier output comes first
+        stream.flush()  # earlier output comes first
         yield _Pipe(stream, fd)
         return
     own_end, agent_end = os.pipe()
@@ -279,7 +281,7 @@ def _show(agent: subprocess.Popen[bytes], pipes: Sequence[_Pipe]) -> None:
 def _collect(call: str, folder: str, result: JobResult | None, code: int) -> list[Any]:
     """Return the ranks' results, or raise the first failure; `code` is the agent's exit code."""
     if result is None or not result.world_size:
-        how = result.text if result else f"its agent ended before it began: {_describe_exit(code)}"
+        how = result.text if result else f"its agent exited before the job began: {_describe_exit(code)}"
         raise LaunchError(how.replace("phalanx run:", f"{call}:") if result else f"{call}: {how}", exit_code=code)
     if result.failed_rank >= 0 or code:
         raise _failure(call, folder, result, code)
@@ -288,7 +290,7 @@ def _collect(call: str, folder: str, result: JobResult | None, code: int) -> lis
         ended = outcome.read(outcome_path(folder, rank))
         if ended is None:
             raise LaunchError(
-                f"{call}: rank {rank} of {result.world_size} ended, with exit code 0, before its function returned "
+                f"{call}: rank {rank} of {result.world_size} exited with code 0 before its function returned "
                 "(sys.exit, os._exit)."
             )
         if ended.failed:
@@ -300,7 +302,7 @@ def _collect(call: str, folder: str, result: JobResult | None, code: int) -> lis
 def _failure(call: str, folder: str, result: JobResult, code: int) -> BaseException:
     rank = result.failed_rank
     ended = outcome.read(outcome_path(folder, rank)) if rank >= 0 else None
-    text = result.text or f"the job ended before its function had returned everywhere: {_describe_exit(code)}"
+    text = result.text or f"the job ended before the function had returned in every rank: {_describe_exit(code)}"
     if ended is not None and isinstance(ended.error, Exception):
         error = ended.error
         error.__cause__ = RankTraceback(f"{call}: {text}")

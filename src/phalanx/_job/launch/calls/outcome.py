@@ -13,7 +13,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class RankOutcome:
-    """A `RankOutcome` describes how rank `rank` ended. `text` is empty on success, else a headline and details."""
+    """A `RankOutcome` is the result or error of a rank. `text` is empty on success, else a headline and details."""
 
     rank: int
     result: Any = None
@@ -23,7 +23,7 @@ class RankOutcome:
 
     @property
     def failed(self) -> bool:
-        """Return whether the rank did anything but return."""
+        """Return whether the function did not return."""
         return bool(self.text)
 
 
@@ -56,11 +56,11 @@ def read(path: Path) -> RankOutcome | None:
 
 
 def _pickled(outcome: RankOutcome, dumps: Callable[[Any], bytes]) -> bytes:
-    # Never the pickle of multiprocessing: it would pass tensors as handles of a process that is about to end.
+    # Never the pickle of multiprocessing: it sends tensors as handles of this process, which is about to exit.
     try:
         data = dumps(outcome)
         if outcome.error is not None:
-            pickle.loads(data)  # an exception with its own constructor can often be pickled, but not unpickled
+            pickle.loads(data)  # exceptions with their own constructor can often be pickled, but not unpickled
         return data
     except Exception as problem:
         if outcome.error is not None:
@@ -71,9 +71,9 @@ def _pickled(outcome: RankOutcome, dumps: Callable[[Any], bytes]) -> bytes:
 
 
 def describe_exit(exit_code: int) -> str:
-    """Return an exit code of `multiprocessing` in words: a signal by name, anything else by number."""
+    """Describe an exit code of `multiprocessing`, a negative one by the signal's name."""
     if exit_code >= 0:
-        return f"left with exit code {exit_code} before its function returned"
+        return f"exited with code {exit_code} before its function returned"
     try:
         return f"died by {signal.Signals(-exit_code).name}"
     except ValueError:

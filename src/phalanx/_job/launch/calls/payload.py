@@ -1,8 +1,7 @@
-"""Encode a function and its arguments as bytes: by value (cloudpickle) where the ranks could not import them.
+"""Encode a function and its arguments as bytes: by value (cloudpickle) if the ranks cannot import them.
 
-Functions, closures, lambdas and classes of `__main__` and of a notebook are sent by value. Those of modules are sent by
-name, and the ranks search for modules where the caller does. The source of a notebook's cells is sent, too, so that
-tracebacks show it.
+Functions, closures, lambdas and classes of `__main__` and of a notebook are sent by value; those of modules are sent by
+name, and the ranks have the caller's module search path. The source of a notebook's cells is sent for tracebacks.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 
 def encode(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
-    """Return the call, for `decode` in another process. Copies the arguments once.
+    """Return the call as bytes for `decode` in another process. Copies the arguments once.
 
     Raises:
-        TypeError: something cannot be sent; the message names it.
+        TypeError: the function or an argument cannot be pickled; the message names it.
     """
     import cloudpickle
 
@@ -36,7 +35,7 @@ def decode(data: bytes) -> Call:
     """Return the call that `encode` has encoded.
 
     Raises:
-        Exception: an import that the call needs failed with this exception.
+        Exception: an import that unpickling needs has failed.
     """
     call: Call = pickle.loads(data)
     return call
@@ -50,14 +49,14 @@ def encode_value(value: object) -> bytes:
 
 
 def encode_surroundings() -> bytes:
-    """Encode this process's module search path and what else a call may need, for `restore_surroundings`."""
+    """Encode this process's module search path, arguments and notebook cells for `restore_surroundings`."""
     main = sys.modules.get("__main__")
     spec = getattr(main, "__spec__", None)
     surroundings = {
         "path": list(sys.path),
         "argv": list(sys.argv),
         "main_file": None if spec is not None else getattr(main, "__file__", None),
-        # Code without a file (a notebook's cell, a shell's input) has its lines only in this process.
+        # The lines of code without a file (a notebook's cell, a shell's input) are only in this process.
         "lines": {
             name: entry
             for name, entry in linecache.cache.items()
@@ -68,15 +67,15 @@ def encode_surroundings() -> bytes:
 
 
 def restore_surroundings(data: bytes) -> None:
-    """Make this process, a rank whose `__main__` is ours, resemble the caller as far as the data allow."""
+    """Give this rank the module search path, arguments and `__main__` of the caller."""
     surroundings = pickle.loads(data)
     sys.path[:] = surroundings["path"]
     sys.argv[:] = surroundings["argv"]
     linecache.cache.update(surroundings["lines"])
     main = sys.modules["__main__"]
     for name in [name for name in vars(main) if not name.startswith("__")]:
-        delattr(main, name)  # these are names of our own `__main__`
-    # Processes that the ranks spawn (DataLoader workers) run the caller's script again, as in the caller.
+        delattr(main, name)  # names of `calls/__main__.py`
+    # Processes that the ranks spawn (DataLoader workers) import the caller's script, as in the caller.
     main.__spec__ = None
     main.__file__ = surroundings["main_file"]
     if main.__file__ is None:
@@ -84,7 +83,7 @@ def restore_surroundings(data: bytes) -> None:
 
 
 def show_in_main(fn: Callable[..., Any]) -> None:
-    """Put the names that `fn` brought into `__main__`, so that plain pickle finds its classes (`all_gather_object`)."""
+    """Add the globals of `fn` to `__main__`, so that plain pickle finds its classes (`all_gather_object`)."""
     fn = getattr(fn, "__func__", getattr(fn, "func", fn))  # the function of a bound method, or of a partial
     if getattr(fn, "__module__", None) == "__main__":
         main = vars(sys.modules["__main__"])
@@ -95,7 +94,7 @@ def show_in_main(fn: Callable[..., Any]) -> None:
 
 
 def _find_unpicklable(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """Return the smallest part that cannot be pickled, in words."""
+    """Describe the smallest part that cannot be pickled; empty if there is none."""
     for name, part in _parts(fn, args, kwargs):
         if not _can_be_sent(part):
             return f"{name} (a {type(part).__name__})"

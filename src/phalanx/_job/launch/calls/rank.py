@@ -1,4 +1,4 @@
-"""Load the call in a rank, make it, and write its outcome."""
+"""Execute the call in a rank, and write its outcome."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from phalanx._job.launch.calls.outcome import RankOutcome
 
 
 def run(folder: str) -> None:
-    """Make the call in `folder`; raises its exception, for the agent to receive."""
+    """Execute the call in `folder`, and raise its exception, which the agent reports."""
     rank = int(os.environ["RANK"])
     path = outcome_path(folder, rank)
-    path.unlink(missing_ok=True)  # an earlier attempt may have left it
+    path.unlink(missing_ok=True)  # left by an earlier attempt
     try:
         payload.restore_surroundings(surroundings_path(folder).read_bytes())
         fn, args, kwargs = payload.decode(payload_path(folder).read_bytes())
@@ -46,5 +46,5 @@ def result_path(folder: str) -> Path:
 
 
 def outcome_path(folder: str, rank: int) -> Path:
-    """Return where the outcome of `rank` appears."""
+    """Return the path of the outcome of `rank`."""
     return Path(folder, f"outcome-{rank}")
