@@ -101,7 +101,7 @@ READS_ENVIRONMENT = {
     "_job/output": "is told there how a terminal, or an interpreter, writes",
     "_comm/control/key_file.py": "looks for the job's key",
     "_tools/doctor/host.py": "the variables that steer a job are part of what it examines",
-    "testing/child.py": "sets the thread count of a rank, a process of its own",
+    "testing/ranks.py": "sets the thread count of a rank, a process of its own",
 }
 
 # Imports for types alone that point back: a part is handed the whole that it belongs to, and calls it.
