@@ -30,7 +30,7 @@ from phalanx.report import begin as begin_report
 from phalanx.strategies import Strategy, get
 from phalanx.strategies.each_rank import EachRank
 from phalanx.strategies.own_step import loss_of_own_step
-from phalanx.strategies.precision import Precision
+from phalanx.strategies.strategy import Precision
 from phalanx.trainer.arguments import _is_count, find_problems
 from phalanx.trainer.callback_calls import CallbackCalls
 from phalanx.trainer.callback_recovery import CallbackRecovery
