@@ -9,7 +9,7 @@ import torch.distributed as dist
 from tests.on_ranks import on_ranks
 from torch._C import _distributed_c10d as c10d
 
-from phalanx._comm.backend.torch_integration.inner_backend import can_attach
+from phalanx._comm.backend.torch_integration.groups import can_attach
 from phalanx.testing import run_ranks
 
 needs_inner_backend = pytest.mark.skipif(not can_attach(), reason="this torch does not let Python create a Backend")
