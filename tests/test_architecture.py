@@ -111,7 +111,6 @@ POINT_BACK = {
     ("_job/agent/silent_ranks.py", "_job/agent/attempt.py"),
     ("_comm/backend/process_group/collectives.py", "_comm/backend/process_group/group.py"),
     ("_comm/backend/process_group/messages.py", "_comm/backend/process_group/group.py"),
-    ("_comm/backend/process_group/open_groups.py", "_comm/backend/process_group/group.py"),
     ("_comm/backend/torch_integration/groups.py", "_comm/backend/process_group/__init__.py"),
     ("rpc/agent/answer_sender.py", "rpc/agent/agent.py"),
     ("rpc/agent/answer_reader.py", "rpc/agent/agent.py"),
