@@ -38,7 +38,7 @@ from phalanx.errors import LaunchError
 
 if TYPE_CHECKING:
     from phalanx._job.agent.job_report import JobReport
-    from phalanx._job.agent.metrics import Metrics
+    from phalanx._job.inspect.top.prometheus import Metrics
 
 
 LOST_OUTPUT_EXIT_CODE = 120  # Python's own, for output that it cannot write
@@ -151,7 +151,7 @@ def run_attempts(
 
 def _begin_metrics(plan: JobPlan, display: Display, host: str, port: int) -> list[Metrics]:
     """Start to serve the job's metrics; return the server: one, or none if the host can do without."""
-    from phalanx._job.agent.metrics import TOKEN_VARIABLE, Metrics  # here, because most jobs have none
+    from phalanx._job.inspect.top.prometheus import TOKEN_VARIABLE, Metrics  # here, because most jobs have none
 
     try:
         metrics = Metrics(host, port, plan.command_environment.get(TOKEN_VARIABLE, ""))
