@@ -108,7 +108,7 @@ READS_ENVIRONMENT = {
 POINT_BACK = {
     ("_job/agent/host_link.py", "_job/agent/attempt.py"),
     ("_job/agent/requests.py", "_job/agent/attempt.py"),
-    ("_job/agent/silent_ranks.py", "_job/agent/attempt.py"),
+    ("_job/agent/watch.py", "_job/agent/attempt.py"),
     ("_comm/backend/process_group/collectives.py", "_comm/backend/process_group/group.py"),
     ("_comm/backend/process_group/messages.py", "_comm/backend/process_group/group.py"),
     ("_comm/backend/torch_integration/groups.py", "_comm/backend/process_group/__init__.py"),

@@ -8,18 +8,23 @@ then                 say who waits for whom, where it is; with --evict-after: ki
 from __future__ import annotations
 
 import os
+import signal
+import textwrap
 import time
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from phalanx._base.core_numbers import GRADIENTS
-from phalanx._base.processes import read_state
-from phalanx._comm.diagnostics.flight_recorder import Record
+from phalanx._base.processes import STACKS_SIGNAL, read_state
+from phalanx._comm.diagnostics.flight_recorder import Record, position_of
 from phalanx._comm.diagnostics.observer import GroupLog
 from phalanx._comm.diagnostics.rank_list import name_ranks
-from phalanx._job.agent.stragglers import describe_process
 from phalanx._job.inspect.stacks.dump import without_launcher
+
+if TYPE_CHECKING:
+    from phalanx._job.agent.attempt import Attempt
 
 _LOOK_S = 15.0
 _QUICKEST_LOOK_S = 0.1
@@ -129,6 +134,65 @@ class RankWatch:
         if slow is None:
             self._lateness = LatenessCounter()
         return slow
+
+
+class SilentRanks:
+    """`SilentRanks` looks at the ranks of one attempt on this host every few seconds."""
+
+    def __init__(self, attempt: Attempt) -> None:
+        self._attempt = attempt
+        self._watch = RankWatch(attempt.plan.settings.evict_after_s, time.monotonic())
+        self.evicted: dict[int, str] = {}  # by process: why it was killed
+
+    @property
+    def due(self) -> float:
+        """Return when to look next."""
+        return self._watch.next_due
+
+    def look(self, now: float) -> None:
+        """Find the ranks that others wait for. This costs some milliseconds of this process, every few seconds."""
+        attempt, watch = self._attempt, self._watch
+        known = attempt.ranks.processes.pids
+        pids = {rank: known[rank] for rank in sorted(known) if attempt.state.is_running(rank)}
+        groups, steps_ns = attempt.flights.logs(), {pid: at for pid in pids.values() if (at := self._last_step_ns(pid))}
+        if watch.is_due(now):
+            for accused in watch.look(pids, groups, steps_ns, attempt.ranks.processes.stacks, now):
+                attempt.send_signal(STACKS_SIGNAL, (accused.rank,), group=False)
+            slow = watch.find_slow(now)
+            rank = next((rank for rank, pid in pids.items() if slow is not None and pid == slow.pid), None)
+            if slow is not None and rank is not None:
+                attempt.host.display.print(describe_slow(slow, rank))
+        for accused in watch.judge(pids, groups, steps_ns, now):
+            if known.get(accused.rank) == accused.pid:
+                self._sentence(accused, groups)
+
+    def _last_step_ns(self, pid: int) -> int:
+        """Return when the process has last completed a step; 0 if it reports none."""
+        progress = self._attempt.pages.read(pid)
+        tracks = (progress.loop, progress.state) if progress is not None else ()
+        return max((track.recent[-1][0] for track in tracks if track is not None), default=0)
+
+    def _sentence(self, accused: AccusedRank, groups: Sequence[GroupLog]) -> None:
+        """Report a rank that keeps the others waiting, and kill it if requested."""
+        attempt, evict_after_s = self._attempt, self._attempt.plan.settings.evict_after_s
+        rank_of = {pid: rank for rank, pid in attempt.ranks.processes.pids.items()}
+        text = describe_wait(accused, rank_of, groups)
+        stack = read_stack(attempt.ranks.processes.stacks[accused.rank], accused.offset)
+        told = f"phalanx run: {text}" + (f"\n{textwrap.indent(stack.rstrip(), '  ')}" if stack else "")
+        if not accused.evict:
+            attempt.host.display.print(f"{told}\n--evict-after SECONDS would kill it.")
+            return
+        why = f"the others waited for it for {accused.silent.silent_s:.1f} s"
+        if not accused.silent.waiting:
+            why = f"it had done nothing for {accused.silent.silent_s:.1f} s"
+        why += f" (--evict-after {evict_after_s:g})"
+        if attempt.elastic.claims(accused.rank, accused.pid):
+            if not attempt.elastic.is_evicted(accused.pid):  # else the zygote, or the kernel, takes its time to end it
+                attempt.host.display.print(told)
+            attempt.do_elastic(attempt.elastic.evict(accused.rank, why, time.monotonic()))
+        else:
+            self.evicted[accused.pid] = f"It was killed: {text} (--evict-after).\n\n{stack}".rstrip()
+            attempt.send_signal(signal.SIGKILL, (accused.rank,), group=True)
 
 
 def read_stack(fd: int, offset: int) -> str:
@@ -333,3 +397,54 @@ class LatenessCounter:
         if self._times[pid] < _MOSTLY * self._num_operations or share < _COSTLY:
             return None
         return Slow(pid, self._times[pid], self._num_operations, share, span_ns / 1e9)
+
+
+# Describe the ranks that remain after others have ended: their state, and their last operation.
+
+_MAX_LINES = 12
+
+_STATES = {
+    "R": "running",
+    "S": "sleeping",
+    "D": "in a system call that cannot be interrupted (a disk or a network file system?)",
+    "T": "stopped (SIGSTOP or Ctrl-Z); `kill -CONT {pid}` lets it go on",
+    "t": "stopped by a debugger",
+    "Z": "ended, and about to be noticed",
+}
+
+
+def describe_stragglers(
+    pids: Mapping[int, int],
+    ranks: Sequence[int],
+    world_size: int,
+    waited_s: float,
+    groups: Sequence[GroupLog],
+    local_ranks: range,
+) -> str:
+    """Return a line for each of `ranks`, whose processes are `pids`; `groups` are their logs.
+
+    For a rank outside of `local_ranks` the line only says that it is on another host.
+    """
+    gone = world_size - len(ranks)
+    lines = [f"phalanx run: {gone} of {world_size} ranks have ended; still there {waited_s:.1f} s later:"]
+    for rank in ranks[:_MAX_LINES]:
+        pid = pids.get(rank)
+        absent = "not started yet" if rank in local_ranks else "on another host"
+        said = describe_process(pid, groups) if pid is not None else (absent,)
+        lines.append(f"  rank {rank}" + (f" (pid {pid})" if pid else "") + ": " + "; ".join(filter(None, said)))
+    if len(ranks) > _MAX_LINES:
+        lines.append(f"  … and {len(ranks) - _MAX_LINES} more")
+    return "\n".join(lines)
+
+
+def describe_process(pid: int, groups: Sequence[GroupLog]) -> tuple[str, str]:
+    """Return the system's and the recorder's information on a process; empty if there is none."""
+    return _STATES.get(read_state(pid), "").format(pid=pid), _describe_last(pid, groups)
+
+
+def _describe_last(pid: int | None, groups: Sequence[GroupLog]) -> str:
+    """Return the last place that the recorder saw the process at, in any group; empty if there is none."""
+    logs = [log.records for group in groups for log in group.ranks if log.pid == pid and log.records]
+    if not logs:
+        return ""
+    return str(position_of(max(logs, key=lambda records: records[-1].enter_ns), time.monotonic_ns()))
