@@ -27,8 +27,7 @@ from phalanx._job.agent.plan import JobPlan
 from phalanx._job.agent.supervision import Supervision
 from phalanx._job.agent.zygote_process import ZygoteProcess
 from phalanx._job.inspect.agent_socket import AgentSocket
-from phalanx._job.inspect.flight.files import write_flight
-from phalanx._job.inspect.flight.summary import describe_flight
+from phalanx._job.inspect.flight import describe_flight, write_flight
 from phalanx._job.output.display import Display
 from phalanx._job.output.line_prefix import fill, find_template
 from phalanx._job.output.logs import Logs
