@@ -29,10 +29,9 @@ from phalanx._job.agent.zygote_process import ZygoteProcess
 from phalanx._job.inspect.agent_socket import AgentSocket
 from phalanx._job.inspect.flight import describe_flight, write_flight
 from phalanx._job.output.display import Display
-from phalanx._job.output.line_prefix import fill, find_template
 from phalanx._job.output.logs import Logs
 from phalanx._job.output.pump import Pump, Viewer
-from phalanx._job.output.screen import wants_colour
+from phalanx._job.output.screen import fill_template, find_template, wants_colour
 from phalanx.errors import LaunchError
 
 if TYPE_CHECKING:
@@ -94,7 +93,7 @@ def opened_host(
         template = find_template(plan.settings.log_line_prefix_template, plan.command_environment)
         if template:
             role, name = plan.settings.role, socket.gethostname()
-            display.prefix_of = lambda rank: fill(template, rank=rank, local_rank=rank, role=role, host=name)
+            display.prefix_of = lambda rank: fill_template(template, rank=rank, local_rank=rank, role=role, host=name)
         logs = _open_logs(plan)
         host = HostResources(zygote, Pump(viewer(display), logs), display, logs, signals, agent_socket)
     except LaunchError:
