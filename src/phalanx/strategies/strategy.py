@@ -24,7 +24,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from phalanx._comm.backend import Job
+from phalanx._comm.backend import Job, rendezvous
 from phalanx._comm.backend.shared import rehearses
 from phalanx.ddp.replicate import broadcast_tensors
 from phalanx.nn.uncounted import uncounted_batch
@@ -41,7 +41,6 @@ from phalanx.strategies.loader import (
 )
 from phalanx.strategies.loss import LossFn, LossOf, loss_of_model, not_a_loss
 from phalanx.strategies.reduction import Reduce, gather_over, reduce_over
-from phalanx.strategies.world import world
 
 T = TypeVar("T")
 MakeOptimizer = Callable[[Any], Optimizer]
@@ -479,6 +478,16 @@ def _autocast_dtype(precision: str, device: torch.device) -> torch.dtype | None:
     if precision == "16-mixed" and device.type == "cpu":
         raise ValueError("precision '16-mixed' is for GPUs; on a CPU use 'bf16-mixed', which needs no scaling")
     return {"32-true": None, "bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}[precision]
+
+
+def world() -> dist.ProcessGroup | None:
+    """Return the group of all ranks of the job, or None for a single rank; in an elastic job, of the current ranks."""
+    return dist.group.WORLD if dist.is_initialized() and dist.get_world_size() > 1 else None
+
+
+def may_have_others() -> bool:
+    """Return whether there are several ranks, or others may join from further hosts."""
+    return world() is not None or (dist.is_initialized() and rendezvous.agents_key() is not None)
 
 
 @contextlib.contextmanager

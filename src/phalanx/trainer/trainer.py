@@ -29,7 +29,7 @@ from phalanx.loggers.tensorboard_logger import TensorBoardLogger
 from phalanx.report import begin as begin_report
 from phalanx.strategies import Strategy, get
 from phalanx.strategies.each_rank import EachRank
-from phalanx.strategies.own_step import loss_of_own_step
+from phalanx.strategies.loss import loss_of_own_step
 from phalanx.strategies.strategy import Precision
 from phalanx.trainer.arguments import _is_count, find_problems
 from phalanx.trainer.callbacks import Callback, CallbackCalls, CallbackRecovery, CallbackStates, EarlyStopping
