@@ -101,17 +101,16 @@ READS_ENVIRONMENT = {
     "_job/output": "is told there how a terminal, or an interpreter, writes",
     "_comm/control/key_file.py": "looks for the job's key",
     "_tools/doctor/host.py": "the variables that steer a job are part of what it examines",
-    "testing/child.py": "sets the thread count of a rank, a process of its own",
+    "testing/ranks.py": "sets the thread count of a rank, a process of its own",
 }
 
 # Imports for types alone that point back: a part is handed the whole that it belongs to, and calls it.
 POINT_BACK = {
     ("_job/agent/host_link.py", "_job/agent/attempt.py"),
     ("_job/agent/requests.py", "_job/agent/attempt.py"),
-    ("_job/agent/silent_ranks.py", "_job/agent/attempt.py"),
+    ("_job/agent/watch.py", "_job/agent/attempt.py"),
     ("_comm/backend/process_group/collectives.py", "_comm/backend/process_group/group.py"),
     ("_comm/backend/process_group/messages.py", "_comm/backend/process_group/group.py"),
-    ("_comm/backend/process_group/open_groups.py", "_comm/backend/process_group/group.py"),
     ("_comm/backend/torch_integration/groups.py", "_comm/backend/process_group/__init__.py"),
     ("rpc/agent/answer_sender.py", "rpc/agent/agent.py"),
     ("rpc/agent/answer_reader.py", "rpc/agent/agent.py"),

@@ -15,7 +15,7 @@ from tests.transport import contract
 import phalanx
 from phalanx._base.deadline import Deadline
 from phalanx._comm.backend import PhalanxProcessGroup, create
-from phalanx._comm.backend.mpi_start import start_together
+from phalanx._comm.backend.connect import start_mpi_together
 
 
 def raised(call):
@@ -118,4 +118,4 @@ def start_mpi():
     if not dist.is_initialized():
         dist.init_process_group("phalanx")
     store = dist.distributed_c10d._get_default_store()
-    return raised(lambda: start_together(store, dist.get_rank(), dist.get_world_size(), "0", Deadline.after(60)))
+    return raised(lambda: start_mpi_together(store, dist.get_rank(), dist.get_world_size(), "0", Deadline.after(60)))

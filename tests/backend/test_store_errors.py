@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from phalanx._comm.backend import tcp_store
 from phalanx._comm.backend.rendezvous import _place
-from phalanx._comm.backend.store_errors import StoreAddress, explain, probe
+from phalanx._comm.backend.tcp_store import StoreAddress, explain, probe
 from phalanx.errors import DeadlineError
 from phalanx.testing import RankFailed, run_ranks
 

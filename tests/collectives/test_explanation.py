@@ -12,7 +12,7 @@ from rich.console import Console
 from phalanx._comm.schedules import ring
 from phalanx._comm.schedules.symbolic import Value
 from phalanx._tools.explain import drawing, steps
-from phalanx._tools.explain.symbols import chunk_name, value_text
+from phalanx._tools.explain.steps import chunk_name, value_text
 from phalanx.collectives import Topology, build
 
 from .conftest import every_schedule

@@ -122,7 +122,7 @@ def test_etcd_by_tls_with_certificates_of_its_own_and_of_its_clients(
 
 
 def test_a_password_that_hangs_an_etcd_is_told_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("phalanx._job.hosts.succession.witness.json_service._ANSWER_S", 0.2)
+    monkeypatch.setattr("phalanx._job.hosts.succession.witness.etcd_register._ANSWER_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as server:
         login = {"ETCDCTL_USER": "a", "ETCDCTL_PASSWORD": "b"}
         for name, value in login.items():

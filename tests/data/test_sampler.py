@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data import DistributedSampler as TorchSampler
 
 from phalanx.data import DistributedSampler
-from phalanx.data.index_stream import BLOCK
+from phalanx.data.sampler import BLOCK
 from phalanx.errors import CheckpointError
 from phalanx.testing import run_ranks
 

@@ -8,10 +8,9 @@ from dataclasses import replace
 
 from tests.fake_nvml import build_nvml
 
-from phalanx._tools.doctor.checks import CheckStatus, judge
+from phalanx._tools.doctor.checks import CheckStatus, judge, judge_gpus
 from phalanx._tools.doctor.driver import query_driver
 from phalanx._tools.doctor.facts import DoctorFacts, Driver, Gpu, Kernel, MachineFacts, Probe, Torch
-from phalanx._tools.doctor.gpu_checks import judge_gpus
 
 CUDA = Torch(
     "2.13.0+cu130",

@@ -57,7 +57,7 @@ def test_the_command_fails_where_training_does_not_work(shadow_torch, tmp_path):
 
 
 def test_the_command_imports_no_torch_itself():
-    code = "import sys, phalanx.cli.doctor, phalanx._tools.doctor.examination; print('torch' in sys.modules)"
+    code = "import sys, phalanx.cli.doctor, phalanx._tools.doctor.host; print('torch' in sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True)
     assert run.stdout.strip() == "False"
 

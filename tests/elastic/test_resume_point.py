@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from phalanx.elastic.resume_point import RankState, decide, describe_differing
+from phalanx.elastic.group import RankState, decide_resume_point, describe_differing
 
 
 def test_ranks_that_train_something_else_are_named() -> None:
@@ -18,12 +18,14 @@ def stepped(num_updates: int, *, is_committing: bool = False) -> RankState:
 
 def test_ranks_that_have_made_several_updates_go_on_from_the_one_that_has_made_most() -> None:
     """Each of them kept its own, and the replicas went on with different weights."""
-    point = decide([stepped(1), RankState(-1, is_whole=False, has_stepped=True, was_rank=-1), stepped(2), stepped(2)])
+    point = decide_resume_point(
+        [stepped(1), RankState(-1, is_whole=False, has_stepped=True, was_rank=-1), stepped(2), stepped(2)]
+    )
     assert point is not None
     assert (point.number, point.source, point.receivers, point.is_ahead) == (6, 2, (0, 1, 3), True)
 
 
 def test_ranks_that_have_come_to_the_commit_have_done_all_of_the_step() -> None:
-    point = decide([stepped(1), stepped(1, is_committing=True), stepped(1, is_committing=True)])
+    point = decide_resume_point([stepped(1), stepped(1, is_committing=True), stepped(1, is_committing=True)])
     assert point is not None
     assert (point.source, point.receivers) == (1, (0,))

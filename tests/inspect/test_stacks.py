@@ -13,10 +13,9 @@ from phalanx._base.deadline import Deadline
 from phalanx._base.ipc.agent import listen
 from phalanx._base.ipc.channel import Channel
 from phalanx._comm.diagnostics.observer import GroupInfo, GroupLog, RankLog
-from phalanx._job.inspect.stacks import job_choice
-from phalanx._job.inspect.stacks.job_choice import choose_job, is_called
+from phalanx._job.inspect.stacks import jobs
 from phalanx._job.inspect.stacks.job_snapshot import JobSnapshot, answer, ask
-from phalanx._job.inspect.stacks.jobs import RunningJob, describe_command, find_jobs, parse_names
+from phalanx._job.inspect.stacks.jobs import RunningJob, choose_job, describe_command, find_jobs, is_called, parse_names
 from phalanx._job.inspect.stacks.report import ask_ranks, decide_silence, explain_silence, format_report
 from phalanx.errors import LaunchError
 
@@ -41,8 +40,8 @@ def test_jobs_are_found_by_the_names_of_their_sockets():
 def test_the_only_job_needs_no_number_and_of_several_one_must_be_chosen(monkeypatch, command):
     one, two = RunningJob(7 << 40, "a"), RunningJob(12 << 40, "b")
     running = []
-    monkeypatch.setattr(job_choice, "find_jobs", lambda command: running)
-    monkeypatch.setattr(job_choice, "describe_command", {one.pid: "train.py", two.pid: ""}.get)
+    monkeypatch.setattr(jobs, "find_jobs", lambda command: running)
+    monkeypatch.setattr(jobs, "describe_command", {one.pid: "train.py", two.pid: ""}.get)
     with pytest.raises(LaunchError, match=rf"^{command}: no job of yours is running on this host \(started by"):
         choose_job(None, command)
     with pytest.raises(LaunchError, match=r"3 is not the process number .*No job of yours is running"):

@@ -14,13 +14,13 @@ from phalanx._base.ipc.local_listener import LocalAddress, new_token
 from phalanx._comm.symmetric_memory.fd_server import FdServer
 from phalanx._comm.symmetric_memory.memory import (
     LocalRank,
+    channel_bytes,
     decide_heap_bytes,
     heap_bytes,
     is_oversubscribed,
     open_as_leader,
     open_as_member,
 )
-from phalanx._comm.symmetric_memory.sizes import channel_bytes
 from phalanx._comm.symmetric_memory.watch import ProcessId
 from phalanx.errors import ClosedError, DeadlineError, PhalanxError
 

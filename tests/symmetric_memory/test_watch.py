@@ -15,7 +15,7 @@ import pytest
 from phalanx import _core
 from phalanx._base.core_numbers import DEADLINE, PEER_LOST
 from phalanx._base.processes import find_exit_status, read_start_ticks, read_stat
-from phalanx._comm.symmetric_memory.sizes import channel_bytes
+from phalanx._comm.symmetric_memory.memory import channel_bytes
 from phalanx._comm.symmetric_memory.watch import Pidfds, ProcessId, can_watch_each_other, wait_status, watch
 from phalanx.errors import PhalanxError
 

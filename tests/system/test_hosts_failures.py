@@ -355,7 +355,7 @@ def test_a_rank_that_ends_with_an_error_says_so_to_the_other_hosts():
     def check(rank, world_size, machines):
         dist.barrier()
         if rank == 1:
-            from phalanx._comm.backend.process_group.open_groups import leave_all
+            from phalanx._comm.backend.process_group.group import leave_all
 
             leave_all("it ended with ValueError: bad luck")
             os._exit(1)

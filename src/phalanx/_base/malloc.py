@@ -49,3 +49,16 @@ def _find_trim() -> Callable[[int], int] | None:
     trim.argtypes = [ctypes.c_size_t]
     found: Callable[[int], int] = trim
     return found
+
+
+_LARGE_BYTES = 32 << 10
+
+
+def release_freed_values(held_bytes: int, count: int) -> None:
+    """Return memory to the system after `count` values of `held_bytes` in all were freed, unless they were small.
+
+    C's allocator keeps that memory, and large values of varying sizes fragment it. In a test with values of 1 MB and a
+    limit of 16 MB, the allocator kept 70 MB of freed memory.
+    """
+    if count and held_bytes // count >= _LARGE_BYTES:
+        release_freed_memory()

@@ -15,13 +15,11 @@ import torch
 from phalanx._base.partition.owners import owner_of
 from phalanx._base.storage import place_of
 from phalanx.checkpoint.checksum import find_damage
-from phalanx.checkpoint.devices import require_device
-from phalanx.checkpoint.optimizer_fit import OptimizerNotes
-from phalanx.checkpoint.optimizer_gap import describe_gap
+from phalanx.checkpoint.optimizer_fit import OptimizerNotes, describe_gap
 from phalanx.checkpoint.parts import HALF_LOADED, describe_misfits, load_part
 from phalanx.checkpoint.peers import Peers
 from phalanx.checkpoint.remote_history import RETRY_S, download
-from phalanx.checkpoint.restore import find_latest, read_moved
+from phalanx.checkpoint.restore import find_latest, read_moved, require_device
 from phalanx.errors import CheckpointError
 
 _ZIP_BEGINS = b"PK\x03\x04"

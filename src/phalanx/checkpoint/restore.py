@@ -14,11 +14,9 @@ from torch import Tensor, nn
 
 from phalanx._comm.transport.memory_order import lay_out
 from phalanx._comm.transport.tensors import is_dense
-from phalanx.checkpoint.devices import require_device
 from phalanx.checkpoint.history import History, explain_renamed
 from phalanx.checkpoint.manifest import Manifest, find_damaged_file, is_checkpoint, read_manifest
-from phalanx.checkpoint.optimizer_fit import OptimizerNotes
-from phalanx.checkpoint.optimizer_gap import describe_gap
+from phalanx.checkpoint.optimizer_fit import OptimizerNotes, describe_gap
 from phalanx.checkpoint.parts import HALF_LOADED, MismatchReport, describe_misfits, fit_stages, load_part, module_state
 from phalanx.checkpoint.peers import Peers
 from phalanx.checkpoint.remote_history import DownloadError, RemoteHistory
@@ -137,6 +135,21 @@ def _load_parts(state: dict[str, Any], parts: Mapping[str, Any], report: Mismatc
             if is_optimizer and (gap := describe_gap(part, state[name])):
                 gaps.append(f"{name!r} {gap}")
     return gaps
+
+
+def require_device(map_location: object, what: str) -> None:
+    """Refuse a device that this process does not have; names that only torch.load knows pass."""
+    if not isinstance(map_location, (str, torch.device)):
+        return
+    try:
+        torch.empty(0, device=map_location)
+    except Exception as error:  # RuntimeError, AssertionError, AcceleratorError: devices raise different errors
+        first_line = (str(error).splitlines() or [type(error).__name__])[0].strip().rstrip(".")
+        raise ValueError(
+            f"{what}: map_location={str(map_location)!r} cannot be used in this process: "
+            f"{first_line.partition('. ')[0]}. Load to the CPU (map_location='cpu', the default), or to a "
+            "device that is here."
+        ) from error
 
 
 def find_latest(path: Path) -> Path | None:

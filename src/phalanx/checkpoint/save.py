@@ -14,9 +14,9 @@ import torch.distributed as dist
 from phalanx._base.storage import RemoteFolder, place_of
 from phalanx.checkpoint.atomic import NotDurableError, replace_file
 from phalanx.checkpoint.blame import describe_unsafe_value, publish_name
-from phalanx.checkpoint.disk_errors import describe_disk_error
 from phalanx.checkpoint.remote_history import RETRY_S
 from phalanx.checkpoint.streams import DiskStream
+from phalanx.checkpoint.write_problems import describe_disk_error
 from phalanx.errors import CheckpointError, PhalanxError
 
 

@@ -25,7 +25,6 @@ from phalanx.checkpoint.background import Saving, wait_together
 from phalanx.checkpoint.best import Best, KeepBest
 from phalanx.checkpoint.history import CheckpointEntry, Draft, History
 from phalanx.checkpoint.manifest import FileRecord, Kind, Manifest
-from phalanx.checkpoint.nesting import NestingError
 from phalanx.checkpoint.optimizer_fit import note_optimizers
 from phalanx.checkpoint.parts import buffer_names, describe_optimizers, states_of
 from phalanx.checkpoint.peers import Peers
@@ -33,7 +32,7 @@ from phalanx.checkpoint.remote_history import RemoteDraft, RemoteHistory
 from phalanx.checkpoint.restore import RestoredCheckpoint, VanishedError, restore
 from phalanx.checkpoint.save_work import sharded_work, whole_work
 from phalanx.checkpoint.snapshot import SnapshotMemory
-from phalanx.checkpoint.tree import Tree, is_dtensor
+from phalanx.checkpoint.tree import NestingError, Tree, is_dtensor
 from phalanx.checkpoint.write_problems import (
     explain_optimizers_apart,
     explain_unseen,

@@ -13,7 +13,6 @@ from phalanx._base.storage.remote_folder import LASTING
 from phalanx.checkpoint.atomic import NotDurableError
 from phalanx.checkpoint.background import AbandonedError
 from phalanx.checkpoint.blame import describe_unsafe_value
-from phalanx.checkpoint.disk_errors import describe_disk_error
 from phalanx.checkpoint.peers import Peers
 from phalanx.checkpoint.whole import UnreadableError
 
@@ -89,3 +88,31 @@ def explain_optimizers_apart(what: str, optimizers_by_rank: Sequence[Mapping[str
                     f"optimizer of each rank in a file of its own: torch.save({name}.state_dict(), '{name}-{rank}.pt')."
                 )
     return ""
+
+
+def describe_disk_error(error: BaseException) -> tuple[str, str]:
+    """Return a description of the disk's error and advice; both "" if `error` is another error."""
+    disk = _disk_error(error)
+    if disk is None:
+        return "", ""
+    return disk.strerror or str(disk), _ADVICE.get(disk.errno or 0, "Fix that, or save to another folder.")
+
+
+def _disk_error(error: BaseException | None) -> OSError | None:
+    """Return the disk's own error, which torch.save replaces by one about positions in its archive."""
+    while error is not None and not isinstance(error, OSError):
+        error = error.__cause__ or error.__context__
+    return error
+
+
+_ADVICE = {
+    errno.ENOENT: "Create the folder first.",
+    errno.ENOTDIR: "Save to a path whose folders are folders.",
+    errno.EISDIR: "Give the checkpoint a file name.",
+    errno.ELOOP: "Fix the symbolic links, or save to another path.",
+    errno.ENAMETOOLONG: "Give the checkpoint a shorter file name.",
+    errno.EPIPE: "The reader of the pipe has ended; start it again, or save to a file.",
+    **dict.fromkeys((errno.ENOTBLK, errno.ENXIO), "Give the checkpoint a file name."),
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "Make room, or save to another disk."),
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "Save to a folder that this user may write to."),
+}

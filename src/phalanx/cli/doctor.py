@@ -29,7 +29,7 @@ def command(ctx: click.Context, /, in_json: bool, **over_ssh: str | None) -> Non
         target = ["-m", "phalanx", "bench", "link", *(["--json"] if in_json else [])]
         ctx.exit(run_over_ssh([*words, "--remote-dir=/", "--nproc-per-node=1", *target]))
     from phalanx._tools.doctor.checks import judge, would_train
-    from phalanx._tools.doctor.examination import examine
+    from phalanx._tools.doctor.host import examine
     from phalanx._tools.doctor.report import as_json, as_text, print_table
 
     facts = examine()

@@ -58,7 +58,7 @@ def command(
     from rich.console import Console
 
     from phalanx._comm.diagnostics.printable import printable_lines
-    from phalanx._job.inspect.stacks.job_choice import choose_job
+    from phalanx._job.inspect.stacks.jobs import choose_job
     from phalanx._job.inspect.top.as_json import as_json
     from phalanx._job.inspect.top.table import all_lines, as_text
     from phalanx._job.inspect.top.watch import JobWatch

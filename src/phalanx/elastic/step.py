@@ -20,7 +20,7 @@ from phalanx._base.torch_names import find
 from phalanx._comm.backend.dynamo import untraced
 from phalanx._comm.backend.skeleton import join, split
 from phalanx._comm.transport.tensors import copy_all
-from phalanx.elastic.backward import call_before_backward
+from phalanx.ddp.graph import tensors_in
 from phalanx.elastic.frozen import Frozen
 from phalanx.elastic.objects import Objects
 from phalanx.elastic.position import Mark
@@ -132,7 +132,7 @@ class StepTracker:
     def _after_forward(self, module: nn.Module, _inputs: Any, output: Any) -> None:
         if self.runner is None or not module.training or not torch.is_grad_enabled():
             return
-        call_before_backward(output, self._before_backward)
+        _call_before_backward(output, self._before_backward)
 
     @untraced
     def _before_backward(self, *_: Any) -> None:
@@ -261,6 +261,18 @@ class StepTracker:
                 else "From now on such a step is undone.",
             )
         self.end()
+
+
+def _call_before_backward(output: Any, function: Callable[..., None]) -> None:
+    """Call `function` when gradients of `output` are about to be computed.
+
+    If the tensors of `output` are hidden in an object of the user's own, call it at once.
+    """
+    nodes = {tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None}
+    for node in nodes:
+        node.register_prehook(function)
+    if not nodes:
+        function()
 
 
 def _after_backward(function: Callable[[], None]) -> None:

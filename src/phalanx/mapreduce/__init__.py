@@ -7,7 +7,6 @@ a map task: records to buckets                      map_task.py  table.py  sums.
                                                     buckets.py  keys.py  columns.py
 assigning and repeating tasks                       board.py  attempt.py  team.py
 the shuffle; sorting; data on disk                  exchange.py  grouper.py  spool.py  sizes.py
-                                                    heap.py
 the result: iterated over, gathered, as files       result.py  part_files.py  counters.py
 """
 

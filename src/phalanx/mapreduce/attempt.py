@@ -20,13 +20,13 @@ from typing import Any
 import torch.distributed as dist
 
 from phalanx._base.log import get_logger
+from phalanx._base.malloc import release_freed_values
 from phalanx.errors import DeadlineError, MismatchError, PeerLostError, message_of, summary_of
 from phalanx.mapreduce.board import Board
 from phalanx.mapreduce.counters import Counters
 from phalanx.mapreduce.errors import TaskError
 from phalanx.mapreduce.exchange import exchange
 from phalanx.mapreduce.grouper import Grouper, Run, read_blocks, write_blocks
-from phalanx.mapreduce.heap import release_freed
 from phalanx.mapreduce.keys import require_order
 from phalanx.mapreduce.map_reduce_job import MapReduceJob
 from phalanx.mapreduce.map_task import MapOutput, rarely_collecting, run_map_task
@@ -330,7 +330,7 @@ def _reduce(job: MapReduceJob, local: RankOutputs, buckets: Iterator[bytes], boa
         raise
     finally:
         runs.close()
-        release_freed(num_bytes, num_keys)
+        release_freed_values(num_bytes, num_keys)
 
 
 def _write(folder: str, local: RankOutputs, partition: int, partitions: int) -> None:

@@ -15,8 +15,8 @@ from itertools import chain, groupby
 from operator import itemgetter
 from typing import Any
 
+from phalanx._base.malloc import release_freed_values
 from phalanx.mapreduce.columns import HEADER, length_of_keys, pack, unpack, unpack_keys
-from phalanx.mapreduce.heap import release_freed
 from phalanx.mapreduce.sizes import cut_by_size, plan_next_check, quick_size, size_of_lists
 from phalanx.mapreduce.spool import Spool, SpoolExtent
 from phalanx.mapreduce.sums import new_sums, sorted_items
@@ -143,7 +143,7 @@ class Grouper:
             if used_bytes >= self._limit_bytes:
                 count = self._added
                 self._spill()
-                release_freed(used_bytes, count)
+                release_freed_values(used_bytes, count)
             else:
                 self._next_check = plan_next_check(
                     self._added, (self._limit_bytes - used_bytes) / (used_bytes / self._added)

@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from phalanx._base.malloc import release_freed_values
 from phalanx.mapreduce.buckets import Values, pack_buckets
 from phalanx.mapreduce.counters import Counters
-from phalanx.mapreduce.heap import release_freed
 from phalanx.mapreduce.keys import find_kinds
 from phalanx.mapreduce.map_reduce_job import MapReduceJob
 from phalanx.mapreduce.records import read_blocks
@@ -80,7 +80,7 @@ def _write_run(table: Table, job: MapReduceJob, spool: Spool, output: MapOutput)
         runs[number].append(spool.append(data))
         output.counters.bucket_bytes += len(data)
     if isinstance(contents, Values):
-        release_freed(contents.held_bytes, contents.count)
+        release_freed_values(contents.held_bytes, contents.count)
     output.runs += [run + [SpoolExtent(0, 0)] * (job.partitions - len(run)) for run in runs]
 
 

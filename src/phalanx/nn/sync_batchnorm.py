@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -13,7 +14,6 @@ from torch.nn.utils.parametrize import is_parametrized
 from phalanx._base.log import get_logger
 from phalanx._base.torch_names import find
 from phalanx._comm.backend.dynamo import untraced
-from phalanx.nn.batch_statistics import BatchStatistics, combine, measure, statistics_dtype
 from phalanx.nn.uncounted import is_uncounted
 
 _logger = get_logger(__name__)
@@ -176,6 +176,77 @@ def _is_plain(layer: nn.Module) -> bool:
     return type(layer).forward in (_BatchNorm.forward, nn.SyncBatchNorm.forward)
 
 
+# Count, mean and squared deviations of a batch per channel, of one rank and of several.
+#
+# n      values per channel             n = sum of n_r
+# mean   their mean                     mean = sum of n_r mean_r / n
+# m2     sum of (x - mean)^2            m2 = sum of m2_r + n_r (mean_r - mean)^2        (index r: rank)
+#
+# Deviations are combined, and not sums of squares: those lose all digits when the mean is large beside the deviation.
+#
+# Source: Chan, Golub and LeVeque (1979), Updating formulae and a pairwise algorithm for computing sample variances.
+
+
+def _statistics_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the type in which statistics of `dtype` values are kept: float32 for half types, else `dtype` itself."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+@dataclass(frozen=True)
+class BatchStatistics:
+    """`BatchStatistics` are a batch's statistics for normalization.
+
+    `mean` and `m2` have shape (C,); `count` is an integer.
+    """
+
+    count: float
+    mean: Tensor
+    m2: Tensor
+
+    @property
+    def variance(self) -> Tensor:
+        """Return the biased variance, which normalizes."""
+        return self.m2 / self.count
+
+    @property
+    def unbiased_variance(self) -> Tensor:
+        """Return the unbiased variance, for running statistics. It needs a count above 1."""
+        return self.m2 / (self.count - 1)
+
+
+def measure(values: Tensor) -> Tensor:
+    """Return the statistics of `values` (N, C, ...) as one message of 2C + 1 numbers: mean, m2, count; zeros if empty.
+
+    Cost: it reads `values` twice, and writes nothing of their size.
+    """
+    dtype = _statistics_dtype(values.dtype)
+    num_channels = values.shape[1]
+    message = torch.zeros(2 * num_channels + 1, dtype=dtype, device=values.device)
+    if values.numel():
+        # Half types are read as they are; the dtype of the running statistics makes the kernel return float32.
+        kept = torch.zeros(num_channels, dtype=dtype, device=values.device)
+        mean, variance = torch.batch_norm_update_stats(values, kept, torch.ones_like(kept), 0.0)
+        count = values.numel() // num_channels
+        message[:num_channels] = mean
+        message[num_channels:-1] = variance * count
+        message[-1] = count
+    return message
+
+
+def combine(messages: Tensor) -> BatchStatistics:
+    """Return the statistics of all ranks' values together, from `messages` (ranks, 2C + 1) of `measure`.
+
+    Numerics: in float64 and in the order of ranks, so equal messages give equal bits.
+    """
+    dtype, num_channels = messages.dtype, messages.shape[1] // 2
+    exact = messages.double()
+    means, m2s, counts = exact[:, :num_channels], exact[:, num_channels:-1], exact[:, -1:]
+    count = counts.sum().item()
+    mean = (counts * means).sum(0) / max(count, 1.0)
+    m2 = (m2s + counts * (means - mean).square()).sum(0)
+    return BatchStatistics(count, mean.to(dtype), m2.to(dtype))
+
+
 # Normalize a batch by the statistics of all ranks' batches: forward and backward.
 #
 # forward    x --> mean, m2, count --(all_gather of 2C + 1)--> statistics of all ranks --> y
@@ -224,7 +295,7 @@ class Normalize(torch.autograd.Function):
         ctx.bias_dtype = None if bias is None else bias.dtype
         if not x.numel():
             return torch.empty_like(x)
-        dtype = statistics_dtype(x.dtype)
+        dtype = _statistics_dtype(x.dtype)
         scale = None if weight is None else weight.to(dtype)
         shift = None if bias is None else bias.to(dtype)
         return F.batch_norm(x, statistics.mean, variance, scale, shift, eps=eps)

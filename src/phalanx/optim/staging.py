@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from phalanx._base.log import get_logger, warn_once
-from phalanx._comm.transport.staging.page_locks import FOR_ALL_DEVICES, lock_pages, unlock_pages
+from phalanx._comm.transport.staging.host_memory import FOR_ALL_DEVICES, lock_pages, unlock_pages
 from phalanx.optim.shared_parameters import PAGE, whole_pages
 
 _logger = get_logger(__name__)

@@ -35,12 +35,11 @@ from phalanx.pipeline.execute import Executor, StepWork
 from phalanx.pipeline.failure import StageFailedError, StageLostError
 from phalanx.pipeline.micro_batch_random import MicroBatchRandom
 from phalanx.pipeline.outcome import StepOutcome
-from phalanx.pipeline.own_modules import OwnModules, unused_tensors
 from phalanx.pipeline.progress import StepPhase, StepProgress
 from phalanx.pipeline.replicas import Replicas
 from phalanx.pipeline.schedule import PipelineSchedule, ScheduleName, plan_schedule
 from phalanx.pipeline.stage import Stage
-from phalanx.pipeline.stage_module import StageModule
+from phalanx.pipeline.stage_module import OwnModules, StageModule, unused_tensors
 from phalanx.pipeline.tied import TiedGradients, find_ties, parameters_of
 from phalanx.pipeline.values import share_result
 from phalanx.pipeline.wire import PipelineNumbers, StepPlan, Wire

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -34,6 +34,27 @@ def require_pair(batch: Any) -> Sequence[Any]:
             "the target: (inputs, target). For other batches, give the model a training_step(batch), and no loss"
         )
     return batch
+
+
+def loss_of_own_step(model: nn.Module, bare: nn.Module, batch: Any) -> Tensor:
+    """Call `bare.training_step(batch)` through `model`, which must see a forward; return the result, or its "loss".
+
+    `model` is the strategy's wrapper of `bare`, or `bare` itself.
+    """
+    forward, own = bare.forward, vars(bare).get("forward")
+
+    def step(batch: Any) -> Any:
+        bare.forward = forward
+        result = bare.training_step(batch)  # type: ignore[operator]
+        return result["loss"] if isinstance(result, Mapping) and "loss" in result else result
+
+    bare.forward = step
+    try:
+        return model(batch)  # type: ignore[no-any-return]
+    finally:
+        vars(bare).pop("forward", None)
+        if own is not None:  # the instance has its own forward, as torch.compile creates it
+            bare.forward = own
 
 
 def not_a_loss(loss: object) -> Exception:

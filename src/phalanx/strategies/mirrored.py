@@ -16,9 +16,8 @@ from phalanx.ddp import DistributedDataParallel
 from phalanx.strategies.devices import decide_devices, device_of
 from phalanx.strategies.recipe import require_parameters_of
 from phalanx.strategies.start import find_cluster, join_or_start, local_world_size, require_as_many
-from phalanx.strategies.strategy import MakeOptimizer, Strategy
+from phalanx.strategies.strategy import MakeOptimizer, Strategy, may_have_others, world
 from phalanx.strategies.tf_config import Cluster
-from phalanx.strategies.world import may_have_others, world
 
 
 class ReplicatedStrategy(Strategy):

@@ -15,8 +15,7 @@ from phalanx.optim.rounds import Rounds
 from phalanx.strategies.each_rank import EachRank
 from phalanx.strategies.mirrored import ReplicatedStrategy
 from phalanx.strategies.recipe import require_parameters_of
-from phalanx.strategies.strategy import MakeOptimizer
-from phalanx.strategies.world import may_have_others
+from phalanx.strategies.strategy import MakeOptimizer, may_have_others
 
 
 class _RoundsStrategy(ReplicatedStrategy):

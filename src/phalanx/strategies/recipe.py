@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import functools
 import inspect
+import types
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from phalanx.errors import summary_of
-from phalanx.strategies.same_settings import HOOKS, find_difference, options_of
 
 MakeOptimizer = Callable[[Any], Optimizer]
 
@@ -60,11 +61,11 @@ class Recipe:
         named = dict(model.named_parameters())
         name_of = {id(parameter): name for name, parameter in named.items()}
         groups = tuple(
-            (tuple(name_of[id(p)] for p in group["params"]), options_of(group)) for group in one.param_groups
+            (tuple(name_of[id(p)] for p in group["params"]), _options_of(group)) for group in one.param_groups
         )
         accepted = _list_accepted(type(one))
         defaults = {key: value for key, value in one.defaults.items() if key in accepted}
-        hooks = {name: vars(one)[name] for name in HOOKS}
+        hooks = {name: vars(one)[name] for name in _HOOKS}
         recipe = Recipe(type(one), defaults, groups, functools.partial(type(one), **defaults), hooks)
         problem = _find_loss(one, recipe, named)
         if problem is None:
@@ -134,7 +135,7 @@ def _find_loss(one: Optimizer, recipe: Recipe, named: Mapping[str, Tensor]) -> s
             other = recipe.call(recipe.make_groups(named))
     except Exception as error:  # any error of a user's constructor
         return f"an argument that its class requires ({summary_of(error)})"
-    name = find_difference(one, other)
+    name = _find_difference(one, other)
     return None if name is None else f"its {name!r}, which is no option of its groups"
 
 
@@ -166,8 +167,117 @@ def _class_of(kind: type[Optimizer], make: MakeOptimizer) -> type[Optimizer]:
 
     def new(_: type[Optimizer], params: Any) -> Optimizer:
         made = make(params)
-        for name in HOOKS:
+        for name in _HOOKS:
             vars(made)[name] = type(vars(made)[name])()
         return made
 
     return type(kind.__name__, (kind,), {"__new__": new, "__module__": kind.__module__})
+
+
+# Find a setting in which two optimizers differ: in a group, an attribute, or an object inside one.
+
+_HOOKS = (
+    "_optimizer_step_pre_hooks",
+    "_optimizer_step_post_hooks",
+    "_optimizer_state_dict_pre_hooks",
+    "_optimizer_state_dict_post_hooks",
+    "_optimizer_load_state_dict_pre_hooks",
+    "_optimizer_load_state_dict_post_hooks",
+)
+"""The attributes in which an optimizer keeps its hooks."""
+
+_ComparedPairs = dict[tuple[int, int], tuple[Any, Any]]
+_OF_THE_WHOLE = ("params", "param_names")  # keys of a group that are not options
+
+
+def _options_of(group: dict[str, Any]) -> dict[str, Any]:
+    """Return the entries of a group other than its parameters."""
+    return {key: value for key, value in group.items() if key not in _OF_THE_WHOLE}
+
+
+def _find_difference(one: Optimizer, other: Optimizer) -> str | None:
+    """Return the name of a setting in which two optimizers over the same parameters differ, or None.
+
+    Hooks do not count. An object that cannot be compared counts as different.
+    """
+    compared: _ComparedPairs = {(id(one), id(other)): (one, other)}
+    first, second = ([_options_of(group) for group in of.param_groups] for of in (one, other))
+    return _differ(_settings(one), _settings(other), "", compared) or _differ(first, second, "param_groups", compared)
+
+
+def _settings(optimizer: Optimizer) -> dict[str, Any]:
+    return {key: value for key, value in vars(optimizer).items() if key not in (*_HOOKS, "param_groups")}
+
+
+def _differ(one: Any, other: Any, place: str, compared: _ComparedPairs) -> str | None:
+    """Return the place of the first difference, or None.
+
+    `compared` has the pairs that are compared or being compared; it keeps them alive, so that their ids stay unique.
+    """
+    if one is other or (id(one), id(other)) in compared:
+        return None
+    compared[id(one), id(other)] = one, other
+    equals: Any = type(one).__eq__
+    pairs: Iterable[tuple[str, Any, Any]]
+    if type(one) is not type(other):
+        return place
+    if isinstance(one, Tensor):
+        return None if _equal_tensors(one, other) else place
+    if isinstance(one, dict):
+        if one.keys() != other.keys():
+            return _below(place, next(iter(one.keys() ^ other.keys())))
+        pairs = ((_below(place, key), value, other[key]) for key, value in one.items())
+    elif isinstance(one, list | tuple):
+        if len(one) != len(other):
+            return place
+        pairs = ((f"{place}[{i}]", value, other[i]) for i, value in enumerate(one))
+    elif (parts := _parts(one)) is not None:
+        pairs = ((place, *both) for both in zip(parts, _parts(other) or (), strict=True))
+    elif equals is not object.__eq__:
+        return None if _equal(one, other) else place
+    elif hasattr(one, "__dict__"):
+        pairs = [(place, vars(one), vars(other))]
+    else:
+        return place
+    found = (_differ(its, others, where, compared) for where, its, others in pairs)
+    return next((where for where in found if where is not None), None)
+
+
+def _below(place: str, key: Any) -> str:
+    if place in ("", "defaults", "state"):
+        return key if isinstance(key, str) else place
+    return f"{place}.{key}" if isinstance(key, str) and key.isidentifier() else f"{place}[{key!r}]"
+
+
+def _parts(one: Any) -> tuple[Any, ...] | None:
+    """Return the parts of a callable, since each call of a constructor may make a new object of it."""
+    if isinstance(one, types.FunctionType):
+        cells = [_contents_of(cell) for cell in one.__closure__ or ()]
+        return one.__code__, cells, one.__defaults__, one.__kwdefaults__
+    if isinstance(one, types.MethodType):
+        return one.__func__, one.__self__
+    if isinstance(one, functools.partial):
+        return one.func, one.args, one.keywords
+    return None
+
+
+def _contents_of(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # nothing has been assigned yet
+        return None
+
+
+def _equal_tensors(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape or one.dtype != other.dtype or one.device != other.device:
+        return False
+    return one.is_meta or _equal(one, other)
+
+
+def _equal(one: Any, other: Any) -> bool:
+    try:
+        if isinstance(one, Tensor):
+            return torch.equal(one, other)
+        return bool(one == other) or bool(one != one and other != other)  # the latter is NaN
+    except Exception:  # any error of a user's class, or of an array of several values
+        return False

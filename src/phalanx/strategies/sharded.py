@@ -14,8 +14,7 @@ from phalanx.ddp import DistributedDataParallel
 from phalanx.optim import ZeroRedundancyOptimizer
 from phalanx.strategies.mirrored import MirroredStrategy
 from phalanx.strategies.recipe import Recipe
-from phalanx.strategies.strategy import MakeOptimizer
-from phalanx.strategies.world import may_have_others
+from phalanx.strategies.strategy import MakeOptimizer, may_have_others
 
 
 class ShardedStrategy(MirroredStrategy):

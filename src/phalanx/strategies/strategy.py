@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 from abc import ABC
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from phalanx._comm.backend import Job
+from phalanx._comm.backend import Job, rendezvous
 from phalanx._comm.backend.shared import rehearses
 from phalanx.ddp.replicate import broadcast_tensors
 from phalanx.nn.uncounted import uncounted_batch
@@ -40,12 +40,11 @@ from phalanx.strategies.loader import (
     require_divided,
 )
 from phalanx.strategies.loss import LossFn, LossOf, loss_of_model, not_a_loss
-from phalanx.strategies.precision import Precision, autocast_dtype
 from phalanx.strategies.reduction import Reduce, gather_over, reduce_over
-from phalanx.strategies.world import world
 
 T = TypeVar("T")
 MakeOptimizer = Callable[[Any], Optimizer]
+Precision = Literal["32-true", "bf16-mixed", "16-mixed"]
 
 
 class Strategy(ABC):
@@ -249,7 +248,7 @@ class Strategy(ABC):
         """
         if loss_fn is not None and loss_of is not None:
             raise ValueError(f"{self._called}.setup: loss_fn and loss_of are two ways to say the same: give one")
-        self._autocast = autocast_dtype(precision, self.device)
+        self._autocast = _autocast_dtype(precision, self.device)
         if precision == "16-mixed":
             if not self._skips_together:
                 raise ValueError(
@@ -466,6 +465,29 @@ class Strategy(ABC):
             raise ValueError(f"{self._called}: a step needs a loss: give setup a loss_fn, or loss_of")
         assert self._model is not None
         return self._model, self._loss_of
+
+
+def _autocast_dtype(precision: str, device: torch.device) -> torch.dtype | None:
+    """Return the dtype of autocast; None means no autocast.
+
+    Raises:
+        ValueError: the precision is unknown, or `device` does not support it.
+    """
+    if precision not in get_args(Precision):
+        raise ValueError(f"precision must be one of {', '.join(get_args(Precision))}, got {precision!r}")
+    if precision == "16-mixed" and device.type == "cpu":
+        raise ValueError("precision '16-mixed' is for GPUs; on a CPU use 'bf16-mixed', which needs no scaling")
+    return {"32-true": None, "bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}[precision]
+
+
+def world() -> dist.ProcessGroup | None:
+    """Return the group of all ranks of the job, or None for a single rank; in an elastic job, of the current ranks."""
+    return dist.group.WORLD if dist.is_initialized() and dist.get_world_size() > 1 else None
+
+
+def may_have_others() -> bool:
+    """Return whether there are several ranks, or others may join from further hosts."""
+    return world() is not None or (dist.is_initialized() and rendezvous.agents_key() is not None)
 
 
 @contextlib.contextmanager

@@ -14,8 +14,7 @@ def test_the_sum_arrives_everywhere():
 from phalanx.testing.clock import ManualClock
 from phalanx.testing.faults import Fault
 from phalanx.testing.namespaces import Host, hosts, why_no_hosts
-from phalanx.testing.outcome import RankFailed
-from phalanx.testing.ranks import run_ranks
+from phalanx.testing.ranks import RankFailed, run_ranks
 
 __all__ = [
     "Fault",

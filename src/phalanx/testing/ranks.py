@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
+import gc
 import math
 import multiprocessing
 import os
+import pickle
 import signal
 import sys
 import tempfile
@@ -13,6 +16,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import wait
 from multiprocessing.context import BaseContext
@@ -21,11 +25,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from phalanx._base.deadline import Deadline
-from phalanx._base.processes import read_state
+from phalanx._base.processes import die_with_parent, read_state
+from phalanx._comm.diagnostics.rank_list import name_ranks
 from phalanx._job.launch.calls import outcome, payload
 from phalanx._job.launch.calls.outcome import RankOutcome, describe_exit
-from phalanx.testing.child import SHOW_STACK, RankTask, work
-from phalanx.testing.outcome import RankFailed
+from phalanx.errors import PhalanxError
 
 _GLANCE_S = 0.05  # a process that a rank started may keep the sentinel open: check exit codes this often
 
@@ -76,7 +80,7 @@ def run_ranks(
             import phalanx._comm.backend.preloaded  # noqa: F401
     with tempfile.TemporaryDirectory(prefix="phalanx-ranks-", ignore_cleanup_errors=True) as folder:
         tasks = [
-            RankTask(
+            _RankTask(
                 call=call,
                 rank=rank,
                 world_size=world_size,
@@ -97,7 +101,42 @@ def run_ranks(
     return [outcome.result for outcome in outcomes]
 
 
-_Call = tuple[Callable[..., Any], tuple[Any, ...]] | bytes
+class RankFailed(PhalanxError):
+    """Some ranks of a `run_ranks` did not return. The message has each one's traceback or last known place.
+
+    `errors` maps a rank to the exception that it raised, where that can be pickled; `results` maps the ranks that
+    returned to what they returned; `running` names the ranks that were still running when time was up.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        errors: dict[int, BaseException] | None = None,
+        results: dict[int, Any] | None = None,
+        running: tuple[int, ...] = (),
+    ) -> None:
+        super().__init__(message)
+        self.errors = errors or {}
+        self.results = results or {}
+        self.running = running
+
+    @classmethod
+    def of(cls, outcomes: Sequence[RankOutcome], *, call: str, timeout_s: float) -> RankFailed:
+        """Return the exception that reports every failed outcome, in the order of the ranks."""
+        failed = [outcome for outcome in outcomes if outcome.failed]
+        running = tuple(outcome.rank for outcome in failed if outcome.running)
+        late = f", {name_ranks(running)} still running after {timeout_s:.1f} s" if running else ""
+        title = f"{call} on {len(outcomes)} ranks: {name_ranks([o.rank for o in failed])} did not return{late}."
+        return cls(
+            "\n\n".join([title, *(f"--- rank {o.rank}: {o.text.rstrip()}" for o in failed)]),
+            errors={o.rank: o.error for o in failed if o.error is not None},
+            results={o.rank: o.result for o in outcomes if not o.failed},
+            running=running,
+        )
+
+
+_Call = tuple[Callable[..., Any], tuple[Any, ...]] | bytes  # pickled, if the rank is not forked with it
 
 
 def _prepare(start: str | None, fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[BaseContext, _Call]:
@@ -118,12 +157,12 @@ def _prepare(start: str | None, fn: Callable[..., Any], args: tuple[Any, ...]) -
 
 
 @contextlib.contextmanager
-def _processes(context: BaseContext, tasks: Sequence[RankTask]) -> Iterator[list[BaseProcess]]:
+def _processes(context: BaseContext, tasks: Sequence[_RankTask]) -> Iterator[list[BaseProcess]]:
     """Yield one running process per task; at the end, all of them and their children have ended."""
     processes: list[BaseProcess] = []
     try:
         for task in tasks:
-            process: BaseProcess = context.Process(target=work, args=(task,), name=f"rank {task.rank}")  # type: ignore[attr-defined]
+            process: BaseProcess = context.Process(target=_work, args=(task,), name=f"rank {task.rank}")  # type: ignore[attr-defined]
             processes.append(process)
             with warnings.catch_warnings():
                 # Python 3.12 also warns of native threads; those of torch's pools are not used in the ranks.
@@ -158,7 +197,7 @@ def _is_stopped(process: BaseProcess) -> bool:
     return process.pid is not None and read_state(process.pid) == "T"
 
 
-def _outcome(task: RankTask, process: BaseProcess, lost: Collection[int]) -> RankOutcome:
+def _outcome(task: _RankTask, process: BaseProcess, lost: Collection[int]) -> RankOutcome:
     exit_code = process.exitcode
     result = outcome.read(task.outcome_path)
     if result is not None:
@@ -175,11 +214,11 @@ def _outcome(task: RankTask, process: BaseProcess, lost: Collection[int]) -> Ran
     return RankOutcome(task.rank, text=f"{describe_exit(exit_code)}\n{crash}")
 
 
-def _stack(task: RankTask, process: BaseProcess) -> str:
+def _stack(task: _RankTask, process: BaseProcess) -> str:
     """Return the stacks of a running rank's threads; a stopped rank is continued to write them."""
     assert process.pid is not None
     with contextlib.suppress(ProcessLookupError):
-        os.kill(process.pid, SHOW_STACK)
+        os.kill(process.pid, _SHOW_STACK)
         os.kill(process.pid, signal.SIGCONT)
     deadline = Deadline.after(1.0)
     text = seen = ""
@@ -187,3 +226,90 @@ def _stack(task: RankTask, process: BaseProcess) -> str:
         time.sleep(0.02)
         seen, text = text, task.stack_path.read_text() if task.stack_path.exists() else ""
     return text or "(its stack could not be read; it had perhaps not begun)"
+
+
+# Run one rank in its own process.
+
+# The parent sends it to a late rank; faulthandler answers without the interpreter's help.
+_SHOW_STACK = signal.SIGUSR2
+
+
+@dataclass(frozen=True)
+class _RankTask:
+    """A `_RankTask` is the input of a rank.
+
+    `folder` belongs to the run: the store, the outcomes and the stacks are in it.
+    """
+
+    call: _Call
+    rank: int
+    world_size: int
+    backend: str | None
+    group_timeout_s: float
+    folder: Path
+    parent: int
+
+    @property
+    def outcome_path(self) -> Path:
+        """Return the path of the outcome, which appears atomically."""
+        return self.folder / f"outcome-{self.rank}"
+
+    @property
+    def stack_path(self) -> Path:
+        """Return the path of the stack, written when the rank crashes or is asked for it."""
+        return self.folder / f"stack-{self.rank}"
+
+
+def _work(task: _RankTask) -> None:
+    """Join the group, call the function, leave the group, and write the outcome."""
+    die_with_parent(task.parent)
+    # Garbage collections of this rank skip the parent's objects: visiting each would copy all of their pages, and
+    # destroy objects still in use there (a store's thread that is not in this process cannot be joined: SIGABRT).
+    gc.freeze()
+    os.setpgrp()  # so that the parent can end this rank together with its children
+    with task.stack_path.open("w") as stack:
+        faulthandler.enable(stack)
+        faulthandler.register(_SHOW_STACK, stack)
+        dumps = payload.encode_value if isinstance(task.call, bytes) else pickle.dumps
+        outcome.write(task.outcome_path, outcome.call(task.rank, lambda: _call(task)), dumps)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)  # threads that the function left must not keep the rank; the parent has the outcome
+
+
+def _call(task: _RankTask) -> Any:
+    with _group(task):
+        fn, args = task.call if not isinstance(task.call, bytes) else payload.decode(task.call)[:2]
+        return fn(task.rank, task.world_size, *args)
+
+
+@contextlib.contextmanager
+def _group(task: _RankTask) -> Iterator[None]:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # for a torch that the function imports later
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(1)  # ranks share the cores, and a forked parent's thread pools are unusable anyway
+    if task.backend is None:
+        yield
+        return
+
+    import torch.distributed as dist
+
+    store = dist.FileStore(str(task.folder / "store"), task.world_size)
+    dist.init_process_group(
+        task.backend,
+        store=store,
+        rank=task.rank,
+        world_size=task.world_size,
+        timeout=timedelta(seconds=task.group_timeout_s),
+    )
+    if task.backend == "gloo":
+        # A rank whose function sends nothing may end while another is still connecting to it, whose start then fails:
+        # "Connection closed by peer".
+        store.set(f"connected/{task.rank}", "")
+        others = [f"connected/{rank}" for rank in range(task.world_size)]
+        store.wait(others, timedelta(seconds=task.group_timeout_s))
+    try:
+        yield
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import math
+import pickle
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
+from phalanx import elastic
 from phalanx._base.log import get_logger
+from phalanx._comm.backend import rendezvous
 from phalanx.checkpoint.best import Best
+from phalanx.checkpoint.peers import Peers
+from phalanx.elastic import generator_states
+from phalanx.strategies import Strategy
 
 if TYPE_CHECKING:
     from phalanx.trainer.trainer import Trainer
@@ -170,3 +176,68 @@ class CallbackStates:
             _logger.warning("Trainer: %s: in one of checkpoint and callbacks only", ", ".join(differing))
         for name in state_dict.keys() & self._callbacks.keys():
             self._callbacks[name].load_state_dict(state_dict[name])
+
+
+class CallbackCalls:
+    """`CallbackCalls` isolates the model's random numbers from draws of callbacks.
+
+    A resumed run calls some points again and others not; that must not change any bit.
+
+    Cost: two captures of the random states, where a callback overrides the point; else nothing.
+    """
+
+    def __init__(self) -> None:
+        self._random = generator_states.GeneratorStates()
+
+    def has_any(self, callbacks: Sequence[Callback], point: str) -> bool:
+        return any(_overrides(one, point) for one in callbacks)
+
+    def call(self, callbacks: Sequence[Callback], point: str, *args: Any) -> None:
+        """Call the point of each callback that overrides it, in their order."""
+        receivers = [one for one in callbacks if _overrides(one, point)]
+        if not receivers:
+            return
+        before = self._random.capture()
+        for callback in receivers:
+            getattr(callback, point)(*args)
+        if self._random.capture() != before:
+            generator_states.restore(before)
+
+
+def _overrides(callback: Callback, point: str) -> bool:
+    return point in vars(callback) or getattr(type(callback), point) is not getattr(Callback, point)
+
+
+class CallbackRecovery:
+    """`CallbackRecovery` tracks the step that this rank's callbacks have completed, and their states at an epoch's end.
+
+    `called_step` is the step whose `on_step_end` they have completed.
+    """
+
+    def __init__(self, strategy: Strategy) -> None:
+        self._strategy = strategy
+        self.called_step = 0
+        self._saved: tuple[int, bytes] | None = None  # an epoch, and the callbacks' states after its last step
+
+    def save(self, callbacks: CallbackStates, state: elastic.State) -> None:
+        """Save the states after the last step of an epoch: all later points are repeated if a rank is lost."""
+        if rendezvous.agent_address() and callbacks:
+            self._saved = state.epoch, pickle.dumps(callbacks.state_dict())
+
+    def agree(self, callbacks: CallbackStates, state: elastic.State) -> None:
+        """Restore the callbacks to the latest step, when training begins or resumes. All ranks call it.
+
+        A rank that has joined, or did not complete that step's `on_step_end`, receives another rank's states.
+        """
+        saved, self._saved = self._saved, None
+        if not (self._strategy.is_elastic and callbacks):
+            return
+        if saved is not None and saved[0] == state.epoch:
+            callbacks.load_state_dict(pickle.loads(saved[1]))
+        peers = Peers(self._strategy.training_group)
+        have_completed = peers.all_gather(self.called_step == state.step)
+        if any(have_completed) and not all(have_completed):
+            states = peers.broadcast(callbacks.state_dict(), src=have_completed.index(True))
+            if not have_completed[peers.rank]:
+                callbacks.load_state_dict(states)
+        self.called_step = state.step

@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx._base.log import get_logger
-from phalanx.trainer.line import values_text
-from phalanx.trainer.progress_display import Progress, progress
+from phalanx.trainer.progress_display import Progress, progress, values_text
 
 if TYPE_CHECKING:
     from phalanx.trainer.trainer import Trainer

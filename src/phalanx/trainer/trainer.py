@@ -29,12 +29,10 @@ from phalanx.loggers.tensorboard_logger import TensorBoardLogger
 from phalanx.report import begin as begin_report
 from phalanx.strategies import Strategy, get
 from phalanx.strategies.each_rank import EachRank
-from phalanx.strategies.own_step import loss_of_own_step
-from phalanx.strategies.precision import Precision
+from phalanx.strategies.loss import loss_of_own_step
+from phalanx.strategies.strategy import Precision
 from phalanx.trainer.arguments import _is_count, find_problems
-from phalanx.trainer.callback_calls import CallbackCalls
-from phalanx.trainer.callback_recovery import CallbackRecovery
-from phalanx.trainer.callbacks import Callback, CallbackStates, EarlyStopping
+from phalanx.trainer.callbacks import Callback, CallbackCalls, CallbackRecovery, CallbackStates, EarlyStopping
 from phalanx.trainer.data_seeds import agree_on_seeds, seed_all
 from phalanx.trainer.fit_display import FitDisplay
 from phalanx.trainer.loaders import FitLoader, Loaders, divide

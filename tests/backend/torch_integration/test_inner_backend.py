@@ -9,7 +9,7 @@ import torch.distributed as dist
 from tests.on_ranks import on_ranks
 from torch._C import _distributed_c10d as c10d
 
-from phalanx._comm.backend.torch_integration.inner_backend import can_attach
+from phalanx._comm.backend.torch_integration.groups import can_attach
 from phalanx.testing import run_ranks
 
 needs_inner_backend = pytest.mark.skipif(not can_attach(), reason="this torch does not let Python create a Backend")
@@ -66,7 +66,7 @@ def test_torchs_own_methods_of_a_group_reach_ours():
 NO_BACKEND = """
 import torch, torch.distributed as dist
 from phalanx._comm.backend import process_group  # it reads another name of Backend, and has a line of its own for it
-from phalanx._comm.backend.torch_integration import inner_backend
+from phalanx._comm.backend.torch_integration import groups
 {change}
 dist.init_process_group("phalanx", store=dist.HashStore(), rank=0, world_size=1)
 x = torch.ones(2)
@@ -85,8 +85,8 @@ dist.destroy_process_group()
 @pytest.mark.parametrize(
     ("change", "problem", "num_lines"),
     [
-        ("inner_backend._torch.Backend.__init__ = lambda self: None", "does not let Python create a Backend", 2),
-        ("del inner_backend._torch.Backend", "does not let Python create a Backend", 2),
+        ("groups._torch.Backend.__init__ = lambda self: None", "does not let Python create a Backend", 2),
+        ("del groups._torch.Backend", "does not let Python create a Backend", 2),
         (
             "def attach(*args): raise RuntimeError('more')\ndist.distributed_c10d.FlightRecorderHook.attach = attach",
             "cannot attach its FlightRecorderHook to our groups (more)",

@@ -20,11 +20,11 @@ import socket
 import struct
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from phalanx._base.deadline import Deadline
 from phalanx._base.descriptors import wait_readable
-from phalanx._base.ipc.peer import Peer, peer_of
 
 _LENGTH = struct.Struct("!I")
 _MAX_FDS = 8
@@ -258,3 +258,22 @@ def _copy(fds: Sequence[int]) -> list[int]:
             os.close(copy)
         raise
     return copies
+
+
+# Query the kernel for the process at the other end of a Unix socket (`SO_PEERCRED`).
+
+_CREDENTIALS = struct.Struct("3i")
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A `Peer` is the process that connected, or that listens; `pid` is 0 if its pid namespace is not visible."""
+
+    pid: int
+    uid: int
+
+
+def peer_of(sock: socket.socket) -> Peer:
+    """Return the process at the other end of a connected Unix socket."""
+    pid, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return Peer(int(pid), int(uid))

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from phalanx._base.deadline import Deadline
 from phalanx._base.ipc import private
 from phalanx._base.ipc.agent import connect_within
-from phalanx._base.ipc.peer import peer_of
+from phalanx._base.ipc.channel import peer_of
 from phalanx.errors import PhalanxError
 
 MOST_PENDING = 256  # accepted connections without a token; beyond that the oldest is closed

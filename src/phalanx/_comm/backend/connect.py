@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import queue
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.distributed import PrefixStore
 
 from phalanx._base.deadline import Deadline
 from phalanx._base.descriptors import find_shortage
 from phalanx._base.loss_detection import CHECK_S
+from phalanx._comm.backend.rendezvous import launcher
 from phalanx._comm.diagnostics.failure_report import FailedOperation, FailureReport
 from phalanx._comm.diagnostics.failure_store import FailureStore
 from phalanx._comm.diagnostics.rank_list import name_ranks
@@ -24,7 +26,10 @@ from phalanx._comm.rendezvous.bootstrap import check_formation
 from phalanx._comm.rendezvous.rank_info import RankInfo
 from phalanx._comm.transport.hierarchical.layout import Layout
 from phalanx._comm.transport.options import Options
-from phalanx.errors import PhalanxError
+from phalanx.errors import DeadlineError, PhalanxError
+
+if TYPE_CHECKING:
+    from phalanx._comm.engines.mpi import Runtime
 
 _SPARE_DESCRIPTORS = 64  # for other files that the process opens while the group connects
 _LONGEST_S = 1e8  # three years: an infinite timeout, as milliseconds for Gloo
@@ -57,11 +62,10 @@ def build_engine(group: RendezvousGroup, settings: Options, deadline: Deadline, 
     """
     if settings.engine == "mpi":
         # imported here, since it needs mpi4py
-        from phalanx._comm.backend.mpi_start import start_together
         from phalanx._comm.engines.mpi import MpiEngine
 
         rank, size = group.rank, len(group.infos)
-        runtime, places = start_together(group.prefixed("mpi"), rank, size, group.name, deadline)
+        runtime, places = start_mpi_together(group.prefixed("mpi"), rank, size, group.name, deadline)
         try:
             return MpiEngine(runtime, places, rank, _timedelta_of(deadline))
         except RuntimeError as error:
@@ -177,3 +181,68 @@ def _unreachable(error: RuntimeError, group: RendezvousGroup) -> PhalanxError:
         "Check that these addresses can be reached from each host (firewall, loopback address); choose another with "
         "pg_options=phalanx.Options(interface=...)."
     )
+
+
+# Start MPI on all ranks of a group or on none: ranks with MPI would wait in MPI_Init for a rank without it.
+
+_PAUSE_S = 0.002
+
+
+def start_mpi_together(
+    store: Any, rank: int, world_size: int, group: str, deadline: Deadline
+) -> tuple[Runtime, list[int]]:
+    """Return this rank's MPI, and every rank's number in MPI_COMM_WORLD. `store` belongs to this group alone.
+
+    Raises:
+        PhalanxError: some rank has no MPI, or the ranks are in several MPI jobs; all ranks raise the same error.
+        DeadlineError: some rank did not join.
+    """
+    from phalanx._comm.engines.mpi import start, why_not
+
+    here = f"init_process_group of group {group!r} on rank {rank}"
+    problems = _gather_text(store, here, "mpi", rank, world_size, why_not(launcher()), deadline)
+    _refuse_without_mpi(here, problems)
+    mine: dict[str, Any]
+    try:
+        runtime = start(launcher())
+        mine = {"place": runtime.rank, "problem": ""}
+    except PhalanxError as error:
+        mine = {"place": -1, "problem": str(error)}
+    gathered = [
+        json.loads(text) for text in _gather_text(store, here, "place", rank, world_size, json.dumps(mine), deadline)
+    ]
+    _refuse_without_mpi(here, [one["problem"] for one in gathered])
+    places = [one["place"] for one in gathered]
+    if len(set(places)) < world_size:
+        raise PhalanxError(
+            f"{here}: MPI gave these ranks the numbers {places}: they are in different MPI jobs.\n"
+            "Start all ranks with one mpiexec."
+        )
+    return runtime, places
+
+
+def _refuse_without_mpi(here: str, problems: list[str]) -> None:
+    """Raise the most frequent problem, with the ranks that have it."""
+    by_text: dict[str, list[int]] = {}
+    for r, problem in enumerate(problems):
+        if problem:
+            by_text.setdefault(problem, []).append(r)
+    if by_text:
+        text, who = max(by_text.items(), key=lambda item: len(item[1]))
+        raise PhalanxError(f"{here}: no MPI on {name_ranks(who)} of {len(problems)}.\n{text}")
+
+
+def _gather_text(
+    store: Any, here: str, what: str, rank: int, world_size: int, words: str, deadline: Deadline
+) -> list[str]:
+    """Exchange a text between all ranks; return the texts by rank."""
+    keys = [f"{what}/{r}" for r in range(world_size)]
+    store.set(keys[rank], words)
+    if not deadline.wait_until(lambda: store.check(keys), _PAUSE_S):
+        missing = tuple(r for r in range(world_size) if not store.check([keys[r]]))
+        raise DeadlineError(
+            f"{here}: {name_ranks(missing)} of {world_size} did not join within {deadline.timeout_s:.1f} s.\n"
+            "Read the log of the missing rank first.",
+            missing=missing,
+        )
+    return [store.get(key).decode() for key in keys]

@@ -26,7 +26,7 @@ from phalanx._comm.backend import device_backends
 from phalanx._comm.backend.connect import RendezvousGroup, build_engine, open_gloo
 from phalanx._comm.backend.open_memory import advice, open_symmetric_memory
 from phalanx._comm.backend.process_group import PhalanxProcessGroup
-from phalanx._comm.backend.process_group.open_groups import open_groups
+from phalanx._comm.backend.process_group.group import leave_all, open_groups
 from phalanx._comm.backend.reconfiguration import Reconfiguration, unconnected
 from phalanx._comm.backend.rendezvous import find_lost_host, is_rehearsing, own_address
 from phalanx._comm.backend.tcp_store import is_served_here
@@ -423,7 +423,6 @@ def _leave_at_exit() -> None:
 
 
 def _leave() -> None:
-    from phalanx._comm.backend.process_group.open_groups import leave_all
     from phalanx._comm.diagnostics.failure_report import QUIET_END
 
     leave_all(_exit_reason or QUIET_END)

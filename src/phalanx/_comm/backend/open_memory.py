@@ -17,7 +17,6 @@ from phalanx._comm.diagnostics.rank_list import name_ranks
 from phalanx._comm.rendezvous.bootstrap import check_formation
 from phalanx._comm.rendezvous.rank_info import RankInfo
 from phalanx._comm.symmetric_memory.fd_server import FdServer
-from phalanx._comm.symmetric_memory.sizes import STAGE_BYTES, STAGE_BYTES_BETWEEN_HOSTS
 from phalanx.errors import DeadlineError, PeerLostError, PhalanxError
 
 _PAUSE_S = 0.01
@@ -32,7 +31,13 @@ def open_symmetric_memory(
     idle: Callable[[float], None],
 ) -> Any:
     """Return the memory of one host: `local_ranks` are the ranks that share it, and the first of them creates it."""
-    from phalanx._comm.symmetric_memory.memory import LocalRank, open_as_leader, open_as_member
+    from phalanx._comm.symmetric_memory.memory import (  # imported here, because it needs the C core
+        STAGE_BYTES,
+        STAGE_BYTES_BETWEEN_HOSTS,
+        LocalRank,
+        open_as_leader,
+        open_as_member,
+    )
 
     rank, name = options.group_rank, options.group_id
     # Across hosts an engine's thread runs while a rank waits, and finds no free core if the rank spins.

@@ -32,10 +32,8 @@ from phalanx._base.deadline import Deadline
 from phalanx._base.ipc import private
 from phalanx._base.ipc.local_listener import LocalAddress
 from phalanx._base.processes import read_start_ticks
-from phalanx._comm.backend import store_errors
 from phalanx._comm.backend.start import launched
-from phalanx._comm.backend.store_errors import explained
-from phalanx._comm.backend.tcp_store import note_served, open_store
+from phalanx._comm.backend.tcp_store import StoreAddress, explained, note_served, open_store
 from phalanx._comm.diagnostics.observer import fetch_store
 from phalanx._comm.engines.mpi import Launcher, start, why_not
 from phalanx._comm.rendezvous.agent_file import LostHost, read_lost, read_store
@@ -125,7 +123,7 @@ def address_rendezvous(original: Handler, url: str, timeout: timedelta, **kwargs
     yield from addresses
 
 
-def _place(url: str, timeout: timedelta) -> store_errors.StoreAddress:
+def _place(url: str, timeout: timedelta) -> StoreAddress:
     """Return the rendezvous in the URL or else in the environment, without checking it."""
     parts = urlsplit(url)
     asked = {name: values[0] for name, values in parse_qs(parts.query).items()}
@@ -137,7 +135,7 @@ def _place(url: str, timeout: timedelta) -> store_errors.StoreAddress:
     tcp = parts.scheme == "tcp"
     host = parts.hostname if tcp else os.environ.get("MASTER_ADDR")
     port = parts.netloc.rpartition(":")[2] if tcp else os.environ.get("MASTER_PORT", "")
-    return store_errors.StoreAddress(
+    return StoreAddress(
         host or "",
         int(port) if port.isdigit() else 0,
         number("rank", "RANK"),
@@ -390,9 +388,7 @@ def _open_at_first_host(launch: LaunchedProcess, deadline: Deadline) -> Any:
             f"({error.strerror}).\nSet MASTER_ADDR to an address of that host, for all ranks (and MASTER_PORT, if port "
             f"{port} is not free there): srun --export=ALL,MASTER_ADDR=…"
         ) from None
-    place = store_errors.StoreAddress(
-        host, port, launch.rank, launch.world_size, timedelta(seconds=min(deadline.left_s + 1.0, 1e6))
-    )
+    place = StoreAddress(host, port, launch.rank, launch.world_size, timedelta(seconds=min(deadline.left_s + 1.0, 1e6)))
     return open_store(place, serve=launch.rank == 0)
 
 

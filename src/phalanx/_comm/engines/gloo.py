@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import json
 import os
 import select
 import socket
+import stat
 import struct
 import sys
+import termios
 import threading
 import time
 import weakref
@@ -27,7 +30,6 @@ from torch.distributed import ProcessGroupGloo, Store
 from phalanx._base.deadline import Deadline
 from phalanx._base.torch_names import find
 from phalanx._comm.control.wire import WRITE_ONCE
-from phalanx._comm.engines.delivery import await_delivery, open_sockets
 from phalanx._comm.engines.engine import DATA, InTransit
 from phalanx._comm.rendezvous.torch_store import base_of
 
@@ -89,13 +91,13 @@ class GlooEngine:
         self._device: GlooDevice | None = gloo_device(address, interface)
         options._devices = [self._device.device]
         options._threads = num_threads
-        before = open_sockets()
+        before = _open_sockets()
         with self._device.connecting():
             # Gloo does not keep the Python half of a store alive.
             self._addresses = GlooAddresses(store, rank, world_size)
             self._group = _ProcessGroupGloo(self._addresses, rank, world_size, options)
         # Another thread's sockets may be among them: they are only queried.
-        self._sockets = {n: inode for n, inode in open_sockets().items() if before.get(n) != inode}
+        self._sockets = {n: inode for n, inode in _open_sockets().items() if before.get(n) != inode}
         self._device.watch(self._sockets)
         self._nothing = torch.empty(1, dtype=torch.uint8)
         self._collective: Any = None  # the last one begun
@@ -142,7 +144,7 @@ class GlooEngine:
 
     def deliver(self, deadline: Deadline) -> None:
         """Wait before `close` until all sent data have arrived, or the time is up."""
-        await_delivery(self._sockets, deadline)
+        _await_delivery(self._sockets, deadline)
 
     def close(self) -> None:
         """Close the connections at once: a thread that waits in them, here or at a peer, gets an error.
@@ -306,11 +308,11 @@ class GlooDevice:
     """A `GlooDevice` is a port of this process on one network, with its service thread. See `gloo_device`."""
 
     def __init__(self, address: str, interface: str) -> None:
-        before = open_sockets()
+        before = _open_sockets()
         self.device = _create(address, interface)
         new = {
             descriptor: inode
-            for descriptor, inode in open_sockets().items()
+            for descriptor, inode in _open_sockets().items()
             if before.get(descriptor) != inode and _place(descriptor, inode) is not None
         }
         # If there are two, another thread may have opened one meanwhile, which must not change.
@@ -422,3 +424,53 @@ def _place(descriptor: int, inode: int) -> tuple[str, int] | None:
             return None if host in ("0.0.0.0", "::") else (str(host), int(port))  # Gloo binds to one address
     except OSError:
         return None
+
+
+# Wait until all data sent by this process have reached the other hosts.
+#
+# Gloo closes its connections at once and discards data that the kernel still holds for the peer. The peer may be behind
+# a slow link or may be stopped, and needs the data to complete an operation that is complete here.
+
+_FOLDER = "/proc/self/fd"
+_MOST_TRIED = 4096  # the most descriptors tried, if they cannot be listed
+_POLL_S, _LONGEST_POLL_S = 0.0002, 0.02
+
+
+def _open_sockets() -> dict[int, int]:
+    """Return the inodes of this process's sockets, by descriptor; empty if the system does not list them."""
+    if sys.platform != "linux":
+        return {}
+    try:
+        descriptors: Iterable[int] = map(int, os.listdir(_FOLDER))
+    except OSError:  # no /proc
+        descriptors = range(_MOST_TRIED)
+    return {descriptor: inode for descriptor in descriptors if (inode := _inode(descriptor)) is not None}
+
+
+def _await_delivery(sockets: dict[int, int], deadline: Deadline) -> bool:
+    """Wait until the peers' hosts have acknowledged all data sent through these sockets; False after the deadline."""
+
+    def is_delivered() -> bool:
+        still_open = (descriptor for descriptor, inode in sockets.items() if _inode(descriptor) == inode)
+        return not any(map(_unacknowledged, still_open))
+
+    return deadline.wait_until(is_delivered, _POLL_S, _LONGEST_POLL_S)
+
+
+def _inode(descriptor: int) -> int | None:
+    """Return the inode of the socket with this descriptor; None if it is not a socket."""
+    try:
+        status = os.fstat(descriptor)
+    except OSError:  # closed, perhaps just now
+        return None
+    return status.st_ino if stat.S_ISSOCK(status.st_mode) else None
+
+
+def _unacknowledged(descriptor: int) -> int:
+    """Return the bytes that the other end has not acknowledged; 0 without a connection."""
+    answer = struct.pack("i", 0)
+    try:
+        (count,) = struct.unpack("i", fcntl.ioctl(descriptor, termios.TIOCOUTQ, answer))
+    except OSError:
+        return 0
+    return int(count)

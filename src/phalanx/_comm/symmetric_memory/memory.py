@@ -21,10 +21,14 @@ from phalanx._base.ipc.local_listener import LocalAddress
 from phalanx._comm.symmetric_memory.fd_server import FdServer, Notice, receive_fds
 from phalanx._comm.symmetric_memory.liveness_pipe import LivenessPipes, needs_liveness_pipes, new_pipes
 from phalanx._comm.symmetric_memory.memfd import SparseFile, memory, sparse_memory
-from phalanx._comm.symmetric_memory.sizes import STAGE_BYTES, channel_bytes
 from phalanx._comm.symmetric_memory.watch import Pidfds, ProcessId
 from phalanx.errors import ClosedError, InternalError, PhalanxError
 
+# Two stages of this size per rank, chosen so that a chunk in transit fits in a second-level cache.
+STAGE_BYTES = 128 * 1024
+# Between hosts each sync of a rank's background thread waits for a core that backward uses, and no link is faster than
+# the gain of a cache: fewer syncs, of larger chunks.
+STAGE_BYTES_BETWEEN_HOSTS = 1024 * 1024
 SPIN_NS = 100_000  # how long a rank polls memory before it sleeps: a few times the cost of waking it up
 
 # The address space for all ranks' heaps together, on a machine with less than half as much memory.
@@ -55,6 +59,11 @@ def _background_spin_ns(members: Sequence[LocalRank]) -> int:
     """Return how long a background thread spins before it sleeps: 0 if ranks have one core each."""
     cores: frozenset[int] = frozenset().union(*(member.cpus for member in members))
     return SPIN_NS if len(cores) >= 2 * len(members) else 0
+
+
+def channel_bytes(world_size: int) -> int:
+    """Return the bytes of the ring between two ranks; larger groups, with world_size² rings, have smaller ones."""
+    return 256 * 1024 if world_size <= 8 else 64 * 1024 if world_size <= 32 else 16 * 1024
 
 
 def heap_bytes(world_size: int) -> int:

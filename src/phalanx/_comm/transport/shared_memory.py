@@ -27,8 +27,7 @@ from phalanx._comm.diagnostics.failure_report import LEFT_IN_FLIGHT, closed, des
 from phalanx._comm.diagnostics.flight_recorder import read
 from phalanx._comm.diagnostics.whereabouts import find_position, late_ranks, notify_end, register
 from phalanx._comm.rendezvous.bootstrap import NOTICE_S
-from phalanx._comm.symmetric_memory.memory import Buffer, SymmetricMemory
-from phalanx._comm.symmetric_memory.sizes import STAGE_BYTES
+from phalanx._comm.symmetric_memory.memory import STAGE_BYTES, Buffer, SymmetricMemory
 from phalanx._comm.transport.base import CallContext, Transport
 from phalanx._comm.transport.tensors import dense, is_plain, nbytes, scaled, write_back
 from phalanx.errors import ClosedError

@@ -47,10 +47,9 @@ from phalanx._job.agent.host_resources import HostResources
 from phalanx._job.agent.plan import JobPlan
 from phalanx._job.agent.rank_numbers import RankNumbers
 from phalanx._job.agent.requests import Requests
-from phalanx._job.agent.silent_ranks import SilentRanks
-from phalanx._job.agent.stragglers import describe_stragglers
 from phalanx._job.agent.supervision import Action, Kill, ReportStragglers, Supervision, decide_delay_s
 from phalanx._job.agent.target import is_elastic
+from phalanx._job.agent.watch import SilentRanks, describe_stragglers
 
 _READ_S = 0.05  # the longest time spent on output before signals and events are handled
 _REPORT_END_AFTER_S = 1.0

@@ -19,7 +19,7 @@ has the slot of the process that it replaces, and another pid.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
@@ -41,7 +41,6 @@ from phalanx._job.agent.elastic_actions import (
     read_int,
     refuse,
 )
-from phalanx._job.agent.elastic_rank import ElasticRank
 from phalanx._job.agent.failure import ExceptionReport, Exit, RankFailure, summarise
 from phalanx._job.agent.generation import Limits, SlotPlan, plan_generation
 
@@ -74,6 +73,31 @@ TRANSITIONS: Mapping[ElasticPhase, Set[ElasticPhase]] = {
     ElasticPhase.ENDING: set(),
     ElasticPhase.GIVEN_UP: set(),
 }
+
+
+@dataclass
+class ElasticRank:
+    """An `ElasticRank` is a process in a slot. `holds_state`: it has the training state, from which others can
+    continue. `generation` is the latest that it has joined.
+    """
+
+    slot: int
+    pid: int
+    joined: bool = False
+    holds_state: bool = False
+    outlives: bool = False  # whether it survives its zygote
+    generation: int = 0
+    step: int = -1
+    min_ranks: int = 1
+    wait_s: float = 0.0
+    lost_generation: int = -1  # the latest generation that it has left after an error
+    progress: dict[str, Any] = field(default_factory=dict)
+    report: ExceptionReport | None = None  # its exception, if it is about to exit
+    loss_report: tuple[bool, str] | None = None  # why it left its group: whether the ranks disagreed, and its error
+    due: tuple[float, str] | None = None  # when to kill it, and why
+    evicted: str = ""  # why it was killed; it has not exited yet
+    abandon_at: float | None = None  # when the job continues although the killed process has not exited
+    continued: bool = False  # it was sent SIGCONT instead of being killed
 
 
 class Elastic:

@@ -27,18 +27,16 @@ from phalanx._job.agent.plan import JobPlan
 from phalanx._job.agent.supervision import Supervision
 from phalanx._job.agent.zygote_process import ZygoteProcess
 from phalanx._job.inspect.agent_socket import AgentSocket
-from phalanx._job.inspect.flight.files import write_flight
-from phalanx._job.inspect.flight.summary import describe_flight
+from phalanx._job.inspect.flight import describe_flight, write_flight
 from phalanx._job.output.display import Display
-from phalanx._job.output.line_prefix import fill, find_template
 from phalanx._job.output.logs import Logs
 from phalanx._job.output.pump import Pump, Viewer
-from phalanx._job.output.screen import wants_colour
+from phalanx._job.output.screen import fill_template, find_template, wants_colour
 from phalanx.errors import LaunchError
 
 if TYPE_CHECKING:
     from phalanx._job.agent.job_report import JobReport
-    from phalanx._job.agent.metrics import Metrics
+    from phalanx._job.inspect.top.prometheus import Metrics
 
 
 LOST_OUTPUT_EXIT_CODE = 120  # as Python's, for output that cannot be written
@@ -95,7 +93,7 @@ def opened_host(
         template = find_template(plan.settings.log_line_prefix_template, plan.command_environment)
         if template:
             role, name = plan.settings.role, socket.gethostname()
-            display.prefix_of = lambda rank: fill(template, rank=rank, local_rank=rank, role=role, host=name)
+            display.prefix_of = lambda rank: fill_template(template, rank=rank, local_rank=rank, role=role, host=name)
         logs = _open_logs(plan)
         host = HostResources(zygote, Pump(viewer(display), logs), display, logs, signals, agent_socket)
     except LaunchError:
@@ -151,7 +149,7 @@ def run_attempts(
 
 def _begin_metrics(plan: JobPlan, display: Display, host: str, port: int) -> list[Metrics]:
     """Serve the job's metrics; return the server, or nothing if it cannot bind and is optional."""
-    from phalanx._job.agent.metrics import TOKEN_VARIABLE, Metrics  # here, because most jobs serve none
+    from phalanx._job.inspect.top.prometheus import TOKEN_VARIABLE, Metrics  # here, because most jobs serve none
 
     try:
         metrics = Metrics(host, port, plan.command_environment.get(TOKEN_VARIABLE, ""))

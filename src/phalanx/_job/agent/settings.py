@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from phalanx._job.agent.target import JobTarget
-from phalanx._job.output.streams import NO_STREAMS, Streams
+from phalanx._job.output.logs import NO_STREAMS, Streams
 from phalanx.errors import LaunchError
 
 if TYPE_CHECKING:

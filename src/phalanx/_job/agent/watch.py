@@ -8,18 +8,23 @@ then                 report which ranks wait for it, and its stack; with --evict
 from __future__ import annotations
 
 import os
+import signal
+import textwrap
 import time
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from phalanx._base.core_numbers import GRADIENTS
-from phalanx._base.processes import read_state
-from phalanx._comm.diagnostics.flight_recorder import Record
+from phalanx._base.processes import STACKS_SIGNAL, read_state
+from phalanx._comm.diagnostics.flight_recorder import Record, position_of
 from phalanx._comm.diagnostics.observer import GroupLog
 from phalanx._comm.diagnostics.rank_list import name_ranks
-from phalanx._job.agent.stragglers import describe_process
 from phalanx._job.inspect.stacks.dump import without_launcher
+
+if TYPE_CHECKING:
+    from phalanx._job.agent.attempt import Attempt
 
 _CHECK_S = 15.0
 _MIN_CHECK_S = 0.1
@@ -132,6 +137,65 @@ class RankWatch:
         if slow is None:
             self._lateness = LatenessCounter()
         return slow
+
+
+class SilentRanks:
+    """`SilentRanks` checks the ranks of one attempt on this host every few seconds."""
+
+    def __init__(self, attempt: Attempt) -> None:
+        self._attempt = attempt
+        self._watch = RankWatch(attempt.plan.settings.evict_after_s, time.monotonic())
+        self.evicted: dict[int, str] = {}  # by process: why it was killed
+
+    @property
+    def due(self) -> float:
+        """Return when to check next."""
+        return self._watch.next_due
+
+    def check(self, now: float) -> None:
+        """Find the ranks for which others wait. Costs this process some milliseconds every few seconds."""
+        attempt, watch = self._attempt, self._watch
+        known = attempt.ranks.processes.pids
+        pids = {rank: known[rank] for rank in sorted(known) if attempt.state.is_running(rank)}
+        groups, steps_ns = attempt.flights.logs(), {pid: at for pid in pids.values() if (at := self._last_step_ns(pid))}
+        if watch.is_due(now):
+            for suspect in watch.check(pids, groups, steps_ns, attempt.ranks.processes.stacks, now):
+                attempt.send_signal(STACKS_SIGNAL, (suspect.rank,), group=False)
+            slow = watch.find_slow(now)
+            rank = next((rank for rank, pid in pids.items() if slow is not None and pid == slow.pid), None)
+            if slow is not None and rank is not None:
+                attempt.host.display.print(describe_slow(slow, rank))
+        for suspect in watch.confirm(pids, groups, steps_ns, now):
+            if known.get(suspect.rank) == suspect.pid:
+                self._report_or_kill(suspect, groups)
+
+    def _last_step_ns(self, pid: int) -> int:
+        """Return when the process last completed a step; 0 if it reports no steps."""
+        progress = self._attempt.pages.read(pid)
+        tracks = (progress.loop, progress.state) if progress is not None else ()
+        return max((track.recent[-1][0] for track in tracks if track is not None), default=0)
+
+    def _report_or_kill(self, suspect: SuspectedRank, groups: Sequence[GroupLog]) -> None:
+        """Report a rank that makes the others wait, and kill it if requested."""
+        attempt, evict_after_s = self._attempt, self._attempt.plan.settings.evict_after_s
+        rank_of = {pid: rank for rank, pid in attempt.ranks.processes.pids.items()}
+        text = describe_wait(suspect, rank_of, groups)
+        stack = read_stack(attempt.ranks.processes.stacks[suspect.rank], suspect.offset)
+        report = f"phalanx run: {text}" + (f"\n{textwrap.indent(stack.rstrip(), '  ')}" if stack else "")
+        if not suspect.evict:
+            attempt.host.display.print(f"{report}\n--evict-after SECONDS would kill it.")
+            return
+        why = f"the others waited for it for {suspect.silent.silent_s:.1f} s"
+        if not suspect.silent.waiting:
+            why = f"it was inactive for {suspect.silent.silent_s:.1f} s"
+        why += f" (--evict-after {evict_after_s:g})"
+        if attempt.elastic.survives_loss_of(suspect.rank, suspect.pid):
+            if not attempt.elastic.is_evicted(suspect.pid):  # it was not reported before
+                attempt.host.display.print(report)
+            attempt.do_elastic(attempt.elastic.evict(suspect.rank, why, time.monotonic()))
+        else:
+            self.evicted[suspect.pid] = f"It was killed: {text} (--evict-after).\n\n{stack}".rstrip()
+            attempt.send_signal(signal.SIGKILL, (suspect.rank,), group=True)
 
 
 def read_stack(fd: int, offset: int) -> str:
@@ -336,3 +400,54 @@ class LatenessCounter:
         if self._times[pid] < _MIN_LAST_SHARE * self._num_operations or share < _MIN_WAIT_SHARE:
             return None
         return SlowProcess(pid, self._times[pid], self._num_operations, share, span_ns / 1e9)
+
+
+# Describe the ranks that remain after others have ended: their state, and their last operation.
+
+_MAX_LINES = 12
+
+_STATES = {
+    "R": "running",
+    "S": "sleeping",
+    "D": "in a system call that cannot be interrupted (a disk or a network file system?)",
+    "T": "stopped (SIGSTOP or Ctrl-Z); `kill -CONT {pid}` continues it",
+    "t": "stopped by a debugger",
+    "Z": "exited, about to be reaped",
+}
+
+
+def describe_stragglers(
+    pids: Mapping[int, int],
+    ranks: Sequence[int],
+    world_size: int,
+    waited_s: float,
+    groups: Sequence[GroupLog],
+    local_ranks: range,
+) -> str:
+    """Return a line for each of `ranks`. `pids` are their processes by rank, `groups` their logs.
+
+    The line for a rank outside `local_ranks` says only that the rank is on another host.
+    """
+    gone = world_size - len(ranks)
+    lines = [f"phalanx run: {gone} of {world_size} ranks have exited; still running {waited_s:.1f} s later:"]
+    for rank in ranks[:_MAX_LINES]:
+        pid = pids.get(rank)
+        absent = "not started yet" if rank in local_ranks else "on another host"
+        said = describe_process(pid, groups) if pid is not None else (absent,)
+        lines.append(f"  rank {rank}" + (f" (pid {pid})" if pid else "") + ": " + "; ".join(filter(None, said)))
+    if len(ranks) > _MAX_LINES:
+        lines.append(f"  … and {len(ranks) - _MAX_LINES} more")
+    return "\n".join(lines)
+
+
+def describe_process(pid: int, groups: Sequence[GroupLog]) -> tuple[str, str]:
+    """Return a process's state and its last operation; empty where unknown."""
+    return _STATES.get(read_state(pid), "").format(pid=pid), _describe_last(pid, groups)
+
+
+def _describe_last(pid: int | None, groups: Sequence[GroupLog]) -> str:
+    """Return the last operation of the process in any group; empty if there is none."""
+    logs = [log.records for group in groups for log in group.ranks if log.pid == pid and log.records]
+    if not logs:
+        return ""
+    return str(position_of(max(logs, key=lambda records: records[-1].enter_ns), time.monotonic_ns()))

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from phalanx._comm.diagnostics.rank_list import name_ranks
-from phalanx._job.agent.elastic import ALL_LEFT, OVER, Elastic, ElasticPhase
+from phalanx._job.agent.elastic import ALL_LEFT, OVER, Elastic, ElasticPhase, ElasticRank
 from phalanx._job.agent.elastic_actions import (
     BeginGeneration,
     DropHost,
@@ -27,7 +27,6 @@ from phalanx._job.agent.elastic_actions import (
     Print,
     SendToRank,
 )
-from phalanx._job.agent.elastic_rank import ElasticRank
 from phalanx._job.agent.failure import ExceptionReport, Exit, RankFailure, summarise
 from phalanx._job.agent.generation import ArrivedHost, HostSlots, Limits, SlotPlan, choose_candidates, plan_generation
 

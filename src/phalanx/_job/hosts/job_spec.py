@@ -12,7 +12,7 @@ from phalanx._job.agent.environment import plan_environment
 from phalanx._job.agent.settings import Settings
 from phalanx._job.agent.target import JobTarget
 from phalanx._job.coordinator.rendezvous import Rendezvous
-from phalanx._job.output.streams import Streams
+from phalanx._job.output.logs import Streams
 
 KEY = "launch/job_spec"  # the key of the job spec in the coordinator's store
 VERSION = 5

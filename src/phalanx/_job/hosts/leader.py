@@ -37,7 +37,7 @@ from phalanx._job.hosts.succession.leader_succession import LeaderSuccession
 from phalanx._job.inspect.agent_socket import ClientRequest
 from phalanx._job.inspect.stacks.job_snapshot import HostAnswer, answer_others
 from phalanx._job.output.display import Display
-from phalanx._job.output.line_prefix import find_template
+from phalanx._job.output.screen import find_template
 
 if TYPE_CHECKING:
     from phalanx._job.agent.attempt import Attempt

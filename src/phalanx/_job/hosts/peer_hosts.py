@@ -12,7 +12,7 @@ from phalanx._job.hosts.control_channel import Change, ControlChannel
 from phalanx._job.hosts.elastic_hosts import ElasticHosts
 from phalanx._job.hosts.generation_message import generation_to_json
 from phalanx._job.hosts.node_plan import HostFacts, Node, find_node
-from phalanx._job.output.line_prefix import fill
+from phalanx._job.output.screen import fill_template
 
 
 class PeerHosts:
@@ -58,7 +58,7 @@ class PeerHosts:
         """Return the prefix of `rank`'s lines, by the user's template."""
         node = find_node(self.nodes, [rank]) or self.own
         facts, local_rank = node.facts, rank - node.place.first_rank
-        return fill(template, rank=rank, local_rank=local_rank, role=facts.role, host=facts.name)
+        return fill_template(template, rank=rank, local_rank=local_rank, role=facts.role, host=facts.name)
 
     def lose(self, member: int, why: str) -> Node | None:
         """Remove a host that has left; None if it is not in this attempt, or was removed before."""

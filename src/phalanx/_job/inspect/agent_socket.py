@@ -20,8 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from phalanx._base.ipc.agent import listen
-from phalanx._base.ipc.channel import Channel
-from phalanx._base.ipc.peer import Peer, peer_of
+from phalanx._base.ipc.channel import Channel, Peer, peer_of
 
 PREFIX = "phalanx-agent-"
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from phalanx._job.agent.environment import KEY_VARIABLE, RANK_VARIABLES
-from phalanx._job.output.streams import Streams
+from phalanx._job.output.logs import Streams
 
 _MAX_SECONDS = 365 * 24 * 3600
 _MAX_RANKS_PER_GPU = 64

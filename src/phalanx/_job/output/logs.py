@@ -4,10 +4,24 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from io import FileIO
 
-from phalanx._job.output.streams import NO_STREAMS, Streams
 from phalanx._job.output.text import encode
+
+
+@dataclass(frozen=True)
+class Streams:
+    """`Streams` selects streams of local ranks: 1 is stdout, 2 stderr, 3 both."""
+
+    all: int = 0
+    by_rank: tuple[tuple[int, int], ...] = ()
+
+    def of(self, local_rank: int) -> int:
+        return dict(self.by_rank).get(local_rank, self.all)
+
+
+NO_STREAMS = Streams()
 
 
 class LogFile:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
+from string import Template
 
 from phalanx._comm.diagnostics.rank_list import format_ranks
 
@@ -65,3 +66,16 @@ def _cut(state: bytes, columns: int) -> bytes:
         kept.append(character)
         position += 1
     return "".join(kept).encode()
+
+
+_TEMPLATE_VARIABLE = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
+
+
+def find_template(given: str, environ: Mapping[str, str]) -> str:
+    """Return the template of the command line, or of the environment; empty if neither has one."""
+    return given or environ.get(_TEMPLATE_VARIABLE, "")
+
+
+def fill_template(template: str, *, rank: int, local_rank: int, role: str, host: str) -> str:
+    """Return the template with its variables replaced; other text is unchanged, as in torchrun."""
+    return Template(template).safe_substitute(role_name=role, rank=rank, local_rank=local_rank, hostname=host)

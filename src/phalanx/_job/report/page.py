@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from html import escape
 
-from phalanx._job.report.finding import ReportFinding
+from phalanx._job.report.findings import ReportFinding
 from phalanx._job.report.hover import SCRIPT
 from phalanx._job.report.measurements import Measurements
 from phalanx._job.report.pictures import (

@@ -1,4 +1,4 @@
-"""Gather the operating system's facts on this machine. Everything is read; nothing is changed."""
+"""Gather the facts of this host; those of the operating system are read here, and nothing is changed."""
 
 from __future__ import annotations
 
@@ -12,17 +12,27 @@ import subprocess
 import sys
 from pathlib import Path
 
+import phalanx
 from phalanx._base.control_groups import find_groups, read_cpu_quota, read_number
 from phalanx._comm.engines.interfaces import interface_addresses
 from phalanx._job.schedulers.find import find_allocation
 from phalanx._job.schedulers.slurm import find_unused_hosts
-from phalanx._tools.doctor.facts import MachineFacts, Probe
+from phalanx._tools.doctor.driver import query_driver
+from phalanx._tools.doctor.facts import DoctorFacts, MachineFacts, Probe
+from phalanx._tools.doctor.kernel import examine_kernel
+from phalanx._tools.doctor.trial import try_training
 from phalanx.errors import LaunchError
 
 _TIMEOUT_S = 10
 # If these are left in a shell, programs take themselves for ranks of a job, or connect to wrong addresses.
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS")
 _RESOLVE = "import socket; print(*sorted({entry[4][0] for entry in socket.getaddrinfo(socket.gethostname(), None)}))"
+
+
+def examine() -> DoctorFacts:
+    """Return all facts that the checks need; this takes the seconds of importing PyTorch."""
+    torch, training = try_training()
+    return DoctorFacts(phalanx.__version__, examine_host(), examine_kernel(), torch, training, query_driver())
 
 
 def examine_host(root: Path = Path("/")) -> MachineFacts:

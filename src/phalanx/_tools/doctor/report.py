@@ -8,9 +8,8 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from phalanx._tools.doctor.checks import would_train
+from phalanx._tools.doctor.checks import CheckResult, CheckStatus, would_train
 from phalanx._tools.doctor.facts import DoctorFacts
-from phalanx._tools.doctor.finding import CheckResult, CheckStatus
 
 _COLOURS = {CheckStatus.OK: "green", CheckStatus.WARNING: "yellow", CheckStatus.PROBLEM: "bold red"}
 

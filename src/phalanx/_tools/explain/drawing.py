@@ -11,8 +11,7 @@ import textwrap
 from phalanx._base.svg import FAINT, INK, PAPER, RULE, Drawing, colour
 from phalanx._comm.schedules.schedule import Schedule
 from phalanx._comm.schedules.symbolic import Snapshot, Value, trace
-from phalanx._tools.explain.steps import headline
-from phalanx._tools.explain.symbols import chunk_name
+from phalanx._tools.explain.steps import chunk_name, headline
 
 MOST_BOXES = 160
 MOST_STEPS = 40

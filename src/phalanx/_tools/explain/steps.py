@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from rich.console import Console, Group
@@ -11,8 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from phalanx._comm.schedules.schedule import Schedule, Transfer
-from phalanx._comm.schedules.symbolic import Snapshot, State, trace
-from phalanx._tools.explain.symbols import chunk_name, chunks_name, value_text
+from phalanx._comm.schedules.symbolic import Snapshot, State, Value, trace
 
 MOST_RANKS = 64
 
@@ -63,7 +62,7 @@ def require_readable(schedule: Schedule) -> None:
 
 def headline(schedule: Schedule) -> list[str]:
     """Describe the schedule in a few lines."""
-    chunks = chunks_name(0, schedule.num_chunks)
+    chunks = _chunks_name(0, schedule.num_chunks)
     return [
         f"{schedule.algorithm} {schedule.operation}: {_count(schedule.world_size, 'rank')}, "
         f"{_count(schedule.num_chunks, 'chunk')} ({chunks}), {_count(schedule.num_steps, 'step')}",
@@ -142,7 +141,7 @@ def _title(schedule: Schedule, snapshot: Snapshot) -> str:
 
 
 def _move(t: Transfer, before: State, world_size: int) -> str:
-    what = chunks_name(t.start, t.stop)
+    what = _chunks_name(t.start, t.stop)
     if t.width <= _VALUES_SHOWN:
         what = ", ".join(value_text(before[t.src][chunk], chunk, world_size) for chunk in range(t.start, t.stop))
     return f"rank {t.src} → rank {t.dst}  {'combine' if t.kind == 'reduce' else 'copy'} {what}"
@@ -165,3 +164,47 @@ def _cells(schedule: Schedule, snapshot: Snapshot) -> tuple[tuple[Cell, ...], ..
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+# Write chunks and values in letters and numbers: a0+a1 is chunk a, the contributions of ranks 0 and 1 combined.
+
+# Up to so many contributions are written out, so that five ranks fit 80 columns; more become Σa (all
+# ranks) or a[0-3,6].
+_WRITTEN_OUT = 4
+
+
+def chunk_name(chunk: int) -> str:
+    """Return the name of a chunk: a, b, … z, aa, ab, …"""
+    name = ""
+    chunk += 1
+    while chunk:
+        chunk, letter = divmod(chunk - 1, 26)
+        name = chr(ord("a") + letter) + name
+    return name
+
+
+def _chunks_name(start: int, stop: int) -> str:
+    """Return the chunks [start, stop): a, or a-d."""
+    return chunk_name(start) if stop - start == 1 else f"{chunk_name(start)}-{chunk_name(stop - 1)}"
+
+
+def value_text(value: Value | None, chunk: int, world_size: int) -> str:
+    """Return a rank's value of `chunk`: a0+a1, a[0-5], Σa for all of more than four ranks, · for nothing."""
+    if value is None:
+        return "·"
+    name, ranks = chunk_name(chunk), sorted(value.contributors)
+    if len(ranks) <= _WRITTEN_OUT:
+        return "+".join(f"{name}{rank}" for rank in ranks)
+    if len(ranks) == world_size:
+        return f"Σ{name}"
+    return f"{name}[{','.join(_runs(ranks))}]"
+
+
+def _runs(ranks: Iterable[int]) -> list[str]:
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    return [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]

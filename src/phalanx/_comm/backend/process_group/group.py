@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,11 +20,20 @@ from torch.distributed import Store
 from phalanx._base.deadline import Deadline
 from phalanx._base.torch_names import find
 from phalanx._comm.backend import splitting
-from phalanx._comm.backend.arguments import timeout_of
+from phalanx._comm.backend.arguments import ArgumentError, timeout_of
 from phalanx._comm.backend.dynamo import untraced
-from phalanx._comm.backend.process_group import collectives, messages, open_groups
-from phalanx._comm.backend.process_group.entry import entry_point
+from phalanx._comm.backend.memoryless import FakeCall, nothing_done
+from phalanx._comm.backend.overloads import plain_form, resolve
+from phalanx._comm.backend.process_group import collectives, messages
 from phalanx._comm.backend.process_group.messages import GroupMessages
+from phalanx._comm.backend.process_group.observed import (
+    early_modes,
+    is_recorded,
+    num_modes,
+    profiler,
+    record,
+    transform,
+)
 from phalanx._comm.backend.splitting import Splits
 from phalanx._comm.backend.torch_integration.groups import TorchGroup
 from phalanx._comm.backend.torch_integration.hooks import hookable
@@ -62,6 +74,36 @@ Operation = Callable[[CallContext], None]
 Result = TypeVar("Result")
 
 _JOIN_S = 5.0
+
+
+def _entry_point(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a collective or message of a group so that it accepts all of PyTorch's overloads.
+
+    The method itself receives the form in which torch's functions call it: positional arguments, the options last. It
+    may raise `FakeCall`. PyTorch's tools see the call. `allreduce` does all this itself, because another Python frame
+    would cost too much there.
+    """
+    name = method.__name__
+    count, last = plain_form(name)
+
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs or len(args) != count or type(args[-1]) is not last:
+            args = resolve(name, args, kwargs)
+        if (
+            num_modes() or early_modes[0] is not None or transform() is not None or profiler._is_profiler_enabled
+        ) and not is_recorded():
+            return record(self, name, args)
+        try:
+            return method(self, *args)
+        except FakeCall:
+            return nothing_done(name, args)
+        except ArgumentError:
+            resolve(name, args, {})  # raises TypeError if the call matches no overload
+            raise
+
+    del call.__wrapped__  # code that unwraps decorators, such as `untraced`, must find this function
+    return call
 
 
 @untraced
@@ -110,7 +152,7 @@ class PhalanxProcessGroup(TorchGroup):
         self.timeout_s = timeout.total_seconds()
         self._name = name
         self._desc = ""
-        self.number = open_groups.next_number()
+        self.number = next(_numbers)
         """The group's number among this process's groups, in the order of creation."""
         self._closing = threading.RLock()  # a signal handler may interrupt this
         self.done_work = CompletedWork()
@@ -122,7 +164,7 @@ class PhalanxProcessGroup(TorchGroup):
         """`create_process_group`, which creates the groups that are split from this one."""
         self._connect(transport, rank, size, global_ranks)
         self.register_with_torch(self._device_types)
-        open_groups.add(self)
+        _open_groups.add(self)
 
     def _connect(self, transport: Transport, rank: int, size: int, global_ranks: Sequence[int] = ()) -> None:
         """Start with the members that `transport` reaches; no operation may be running."""
@@ -146,28 +188,30 @@ class PhalanxProcessGroup(TorchGroup):
 
     # -- the calls: each is a function that receives the group, checks, and calls its operation of the transport ----
 
-    allreduce: Any = collectives.allreduce  # it does by itself what `entry_point` does
+    allreduce: Any = collectives.allreduce  # it does by itself what `_entry_point` does
     allreduce_sparse = allreduce
-    broadcast = entry_point(collectives.broadcast)
-    reduce = entry_point(collectives.reduce)
-    allgather = entry_point(collectives.allgather)
-    all_gather_single = _allgather_base = entry_point(collectives.all_gather_single)
-    gather = entry_point(collectives.gather)
-    scatter = entry_point(collectives.scatter)
-    reduce_scatter = entry_point(collectives.reduce_scatter)
-    reduce_scatter_single = _reduce_scatter_base = entry_point(collectives.reduce_scatter_single)
-    alltoall = entry_point(collectives.alltoall)
-    all_to_all_single = alltoall_base = entry_point(collectives.all_to_all_single)
-    barrier = entry_point(collectives.barrier)
-    allreduce_coalesced = entry_point(collectives.allreduce_coalesced)
-    all_gather_single_coalesced = allgather_into_tensor_coalesced = entry_point(collectives.all_gather_single_coalesced)
-    allgather_coalesced = entry_point(collectives.allgather_coalesced)
-    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced = entry_point(
+    broadcast = _entry_point(collectives.broadcast)
+    reduce = _entry_point(collectives.reduce)
+    allgather = _entry_point(collectives.allgather)
+    all_gather_single = _allgather_base = _entry_point(collectives.all_gather_single)
+    gather = _entry_point(collectives.gather)
+    scatter = _entry_point(collectives.scatter)
+    reduce_scatter = _entry_point(collectives.reduce_scatter)
+    reduce_scatter_single = _reduce_scatter_base = _entry_point(collectives.reduce_scatter_single)
+    alltoall = _entry_point(collectives.alltoall)
+    all_to_all_single = alltoall_base = _entry_point(collectives.all_to_all_single)
+    barrier = _entry_point(collectives.barrier)
+    allreduce_coalesced = _entry_point(collectives.allreduce_coalesced)
+    all_gather_single_coalesced = allgather_into_tensor_coalesced = _entry_point(
+        collectives.all_gather_single_coalesced
+    )
+    allgather_coalesced = _entry_point(collectives.allgather_coalesced)
+    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced = _entry_point(
         collectives.reduce_scatter_single_coalesced
     )
-    send = entry_point(messages.send)
-    recv = entry_point(messages.recv)
-    recv_anysource = entry_point(messages.recv_anysource)
+    send = _entry_point(messages.send)
+    recv = _entry_point(messages.recv)
+    recv_anysource = _entry_point(messages.recv_anysource)
     gather_single = gather_into_tensor = collectives.gather_single
     monitored_barrier = collectives.monitored_barrier
     broadcast_buffers = collectives.broadcast_buffers
@@ -521,7 +565,7 @@ class PhalanxProcessGroup(TorchGroup):
             if self.closed:
                 return
             self.closed = True
-            open_groups.discard(self)
+            _open_groups.discard(self)
         if not self.transport.closed:  # in a forked child, the threads and the group's rank belong to the parent
             self.leave_members(patience_s, for_good=for_good)
 
@@ -558,3 +602,20 @@ class GroupOptions:
     global_ranks_in_group: list[int]
     group_name: str
     backend: str
+
+
+# The groups that this process has created and not left.
+
+_open_groups: weakref.WeakSet[PhalanxProcessGroup] = weakref.WeakSet()
+_numbers = itertools.count()
+
+
+def open_groups() -> list[PhalanxProcessGroup]:
+    """Return the groups that this process has not left, oldest first."""
+    return sorted(_open_groups, key=lambda group: group.number)
+
+
+def leave_all(exit_reason: str) -> None:
+    """Leave every open group at the end of the process, and report `exit_reason` to its members."""
+    for group in open_groups():
+        group.leave_at_exit(exit_reason)

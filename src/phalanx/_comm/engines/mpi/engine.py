@@ -13,8 +13,7 @@ from torch import Tensor
 
 from phalanx._base.deadline import Deadline
 from phalanx._comm.engines.engine import DATA
-from phalanx._comm.engines.mpi.polling import wait_until
-from phalanx._comm.engines.mpi.runtime import Runtime
+from phalanx._comm.engines.mpi.runtime import Runtime, wait_until
 
 # The time for a message to arrive after its sender or receiver has announced that it leaves: it may be in transit.
 _GRACE_S = 0.2

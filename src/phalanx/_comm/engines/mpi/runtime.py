@@ -15,7 +15,6 @@ from types import TracebackType
 from typing import Any
 
 from phalanx._base.deadline import Deadline
-from phalanx._comm.engines.mpi.polling import wait_until
 from phalanx.errors import DeadlineError, PhalanxError
 
 _BROADCAST_BYTES = 4096
@@ -236,3 +235,31 @@ def _finish(runtime: Runtime, ours: bool) -> None:
         time.sleep(_PAUSE_S)
     if ours:
         runtime.mpi.Finalize()
+
+
+# Wait for MPI with a deadline: poll without pauses at first, then with pauses.
+
+_SPIN_S = 50e-6  # a small message inside a host takes 2 us
+_YIELD_S = 1e-3
+_POLL_PAUSE_S = 50e-6
+
+
+def wait_until(is_done: Callable[[], bool], look_around: Callable[[], None], timeout_s: float) -> bool:
+    """Poll `is_done` until it is true, and return True, or False after `timeout_s`. It is called at least twice.
+
+    MPI moves bytes only during calls, so pauses stay short. `look_around` is called during long waits and may raise to
+    end them.
+    """
+    begin = time.monotonic()
+    while not is_done():
+        waited = time.monotonic() - begin
+        if waited > timeout_s:
+            return is_done()
+        if waited < _SPIN_S:
+            continue
+        if waited < _YIELD_S:
+            time.sleep(0)  # lets another process of this core run first
+            continue
+        look_around()
+        time.sleep(_POLL_PAUSE_S)
+    return True

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from phalanx._job.agent.elastic_rank import ElasticRank
+from phalanx._job.agent.elastic import ElasticRank
 from phalanx._job.agent.failure import Exit
 
 if TYPE_CHECKING:

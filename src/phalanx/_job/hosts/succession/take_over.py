@@ -14,8 +14,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from phalanx._comm.control.wire import MALFORMED
+from phalanx._job.agent.elastic import ElasticRank
 from phalanx._job.agent.elastic_actions import LostRank
-from phalanx._job.agent.elastic_rank import ElasticRank
 from phalanx._job.agent.generation import Limits, plan_generation
 from phalanx._job.agent.host_resources import HostResources
 from phalanx._job.agent.plan import JobPlan

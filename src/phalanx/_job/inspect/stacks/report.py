@@ -15,9 +15,8 @@ from phalanx._comm.diagnostics.flight_recorder import position_of
 from phalanx._comm.diagnostics.observer import GroupLog, Observer
 from phalanx._comm.diagnostics.printable import printable
 from phalanx._job.inspect.stacks.dump import without_launcher
-from phalanx._job.inspect.stacks.job_choice import choose_job
 from phalanx._job.inspect.stacks.job_snapshot import JobSnapshot, ask, ask_others
-from phalanx._job.inspect.stacks.jobs import RunningJob, find_jobs
+from phalanx._job.inspect.stacks.jobs import RunningJob, choose_job, find_jobs
 from phalanx.errors import LaunchError
 
 _AGENT_TIMEOUT_S = 5.0
