@@ -1,6 +1,7 @@
 """However the command ends, its ranks hear of it, and no process is left."""
 
 import os
+import re
 import shutil
 import signal
 import tempfile
@@ -140,7 +141,8 @@ def test_a_rank_that_ignores_ctrl_c_is_killed_after_the_grace_period(tmp_path: P
     )
     finished = interrupt(script, "--shutdown-timeout", "0.2")
     assert finished.code == 130
-    assert "rank 1 did not exit within 0.2 s and had to be killed (--shutdown-timeout sets the time)" in finished.err
+    killed = r"ranks? (0, )?1 did not exit within 0\.2 s and had to be killed \(--shutdown-timeout sets the time\)"
+    assert re.search(killed, finished.err), finished.err  # rank 0 may take longer, too, on a busy machine
 
 
 def test_the_second_ctrl_c_does_not_wait(tmp_path: Path) -> None:
