@@ -6,7 +6,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -23,6 +23,7 @@ from phalanx._job.agent.plan import JobPlan
 from phalanx._job.agent.rank_numbers import RankNumbers
 from phalanx._job.agent.scratch import create_scratch
 from phalanx._job.agent.supervision import Supervision
+from phalanx._job.agent.target import RankSetup
 from phalanx._job.agent.zygote_process import ZygoteProcess
 from phalanx._job.output.pump import Pump
 from phalanx.errors import LaunchError
@@ -136,10 +137,9 @@ class HostRanks:
             OSError: no descriptors are left.
         """
         self._host.errors.remove(rank - self._place.first_rank)
-        environment = self._numbers.plan_environment(rank)
-        cpus = self._plan.pinning.cpus[rank - self._place.first_rank]
-        reports = self._rank_reports.fileno()
-        self.processes.fork(rank, environment, cpus, reports, self._host.zygote, self._host.pump)
+        cpus = tuple(self._plan.pinning.cpus[rank - self._place.first_rank])
+        setup = RankSetup(rank, self._numbers.plan_environment(rank), cpus)
+        self.processes.fork(setup, self._rank_reports.fileno(), self._host.zygote, self._host.pump)
 
     def send_signal(self, signum: int, ranks: Iterable[int], *, group: bool, delay_s: float | None = None) -> None:
         """Send a signal to those of `ranks` that are on this host.
@@ -352,20 +352,13 @@ class RankProcesses:
         self.lost_ns: dict[int, int] = {}  # by process: the times of exits that the job survived
         self._dumps: dict[int, int] = {}
 
-    def fork(
-        self,
-        rank: int,
-        environment: Mapping[str, str],
-        cpus: Sequence[int],
-        reports: int,
-        zygote: ZygoteProcess,
-        pump: Pump,
-    ) -> None:
-        """Fork the first process of `rank`, or its replacement.
+    def fork(self, setup: RankSetup, reports: int, zygote: ZygoteProcess, pump: Pump) -> None:
+        """Fork the first process of a rank, or its replacement.
 
         Raises:
             OSError: no descriptors are left.
         """
+        rank = setup.rank
         for old in (self._dumps, self.stacks):
             if rank in old:
                 os.close(old.pop(rank))
@@ -377,7 +370,7 @@ class RankProcesses:
                 ours, its = os.pipe()
                 ends.append(its)
                 pump.add(rank, stream, ours)
-            zygote.fork(rank, environment, cpus, [*ends, reports, dump, stacks])
+            zygote.fork(setup, [*ends, reports, dump, stacks])
         finally:
             for end in ends:
                 os.close(end)

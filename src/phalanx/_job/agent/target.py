@@ -43,6 +43,15 @@ class JobTarget:
         return (sys.executable, *(("-m",) if self.kind == "module" else ()), self.name, *self.arguments)
 
 
+@dataclass(frozen=True)
+class RankSetup:
+    """A `RankSetup` is what one rank's process applies before it runs the target, from the agent through the zygote."""
+
+    rank: int
+    environment: dict[str, str]
+    cpus: tuple[int, ...]  # the cores to which the process is pinned; empty for all
+
+
 def find_local_rank_flag(target: JobTarget) -> str:
     """Return the option by which `target` reads its local rank: --local_rank if the script has only that spelling."""
     source = read_source(target)

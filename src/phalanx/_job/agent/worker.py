@@ -34,7 +34,7 @@ import phalanx
 from phalanx._base.processes import STACKS_SIGNAL, die_with_parent
 from phalanx._job.agent.folder import use_in_rank
 from phalanx._job.agent.reporter import Reporter
-from phalanx._job.agent.target import BYTECODE_HEADER, JobTarget, find_form
+from phalanx._job.agent.target import BYTECODE_HEADER, JobTarget, RankSetup, find_form
 from phalanx._job.agent.title import set_command
 
 _OUR_FDS = 8  # we use this many of a rank's highest descriptors
@@ -55,9 +55,7 @@ class Assignment:
     dump: int
     stacks: int
     parent: int
-    rank: int
-    environment: dict[str, str]
-    cpus: list[int]
+    setup: RankSetup
     target: JobTarget
     folder: str  # the job's temporary folder
 
@@ -79,7 +77,7 @@ def run_worker(assignment: Assignment) -> None:
     """
     shared = frozenset(sys.modules)
     _become_own_process(assignment)
-    report = Reporter(assignment.rank, _move_up(assignment.reports))
+    report = Reporter(assignment.setup.rank, _move_up(assignment.reports))
     if assignment.target.kind == "program":
         _execute(assignment, report)
     _reseed()
@@ -170,9 +168,9 @@ def _become_own_process(assignment: Assignment) -> None:
     os.dup2(assignment.stderr, 2)
     os.close(assignment.stdout)
     os.close(assignment.stderr)
-    os.environ.update(assignment.environment)
-    if assignment.cpus:
-        _pin(frozenset(assignment.cpus))
+    os.environ.update(assignment.setup.environment)
+    if assignment.setup.cpus:
+        _pin(frozenset(assignment.setup.cpus))
     for stream in (sys.stdout, sys.stderr):
         # Output goes to a pipe, but must appear at once, as on a terminal.
         if isinstance(stream, io.TextIOWrapper):

@@ -65,7 +65,7 @@ from phalanx._base.processes import (
 )
 from phalanx._job.agent.cuda_context import close_devices, describe, find_own_cuda_use
 from phalanx._job.agent.folder import remove
-from phalanx._job.agent.target import JobTarget
+from phalanx._job.agent.target import JobTarget, RankSetup
 from phalanx._job.agent.title import set_command
 from phalanx._job.agent.worker import Assignment, fill_in_local_rank, run_worker
 from phalanx._job.agent.zygote_command import plan_zygote_code
@@ -331,31 +331,28 @@ class _Zygote:
 
     def _fork(self, message: dict[str, Any], fds: Sequence[int]) -> Assignment | None:
         """Fork one rank; return its assignment in the child, None in the zygote."""
-        rank, parent = message["rank"], os.getpid()
+        setup, parent = RankSetup(**message["setup"]), os.getpid()
         try:
             pid = _fork()
         except OSError as error:
             for fd in fds:
                 os.close(fd)
-            self._send_event({"event": "unforked", "rank": rank, "errno": error.errno})
+            self._send_event({"event": "unforked", "rank": setup.rank, "errno": error.errno})
             return None
         if pid == 0:
             self._undo_setup()
             stdout, stderr, reports, dump, stacks = fds
-            environment, cpus = message["environment"], message["cpus"]
             assert self._target is not None
-            target = fill_in_local_rank(self._target, environment["LOCAL_RANK"], self._local_rank_flag)
-            return Assignment(
-                stdout, stderr, reports, dump, stacks, parent, rank, environment, cpus, target, self._folder
-            )
-        self._ranks[pid] = rank
+            target = fill_in_local_rank(self._target, setup.environment["LOCAL_RANK"], self._local_rank_flag)
+            return Assignment(stdout, stderr, reports, dump, stacks, parent, setup, target, self._folder)
+        self._ranks[pid] = setup.rank
         for fd in fds:
             os.close(fd)
         try:
             os.setpgid(pid, pid)  # the rank does this, too: signals must reach the group from now on
         except OSError:
             pass  # it has exited, or already runs another program
-        self._send_event({"event": "started", "rank": rank, "pid": pid})
+        self._send_event({"event": "started", "rank": setup.rank, "pid": pid})
         return None
 
     def _undo_setup(self) -> None:

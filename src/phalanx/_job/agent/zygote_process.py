@@ -8,13 +8,14 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from phalanx._base.ipc.channel import Channel
 from phalanx._base.processes import RELAYED_SIGNALS, SUPPORTED, blocked_signals, has_working_directory
 from phalanx._job.agent.environment import plan_zygote_environment
 from phalanx._job.agent.plan import JobPlan
-from phalanx._job.agent.target import find_local_rank_flag, may_train
+from phalanx._job.agent.target import RankSetup, find_local_rank_flag, may_train
 from phalanx._job.agent.title import count_room
 from phalanx._job.agent.zygote_command import plan_zygote_code
 
@@ -195,10 +196,10 @@ class ZygoteProcess:
         self._sent.append(message)
         self.control.put(message)
 
-    def fork(self, rank: int, environment: Mapping[str, str], cpus: Sequence[int], fds: Sequence[int]) -> None:
-        """Fork `rank` with the descriptors `fds`: stdout, stderr, reports, dump, stacks."""
+    def fork(self, setup: RankSetup, fds: Sequence[int]) -> None:
+        """Fork a rank with the descriptors `fds`: stdout, stderr, reports, dump, stacks."""
         self.has_forked = True
-        self.control.put({"command": "fork", "rank": rank, "environment": environment, "cpus": cpus}, fds)
+        self.control.put({"command": "fork", "setup": asdict(setup)}, fds)
 
     def send_membership(self, membership: Mapping[str, Any]) -> None:
         """Send the zygote the membership with which it notifies the first host if this process is killed."""
