@@ -447,3 +447,10 @@ def test_only_the_door_asks_whether_a_group_is_ours():
             if words & kinds and "phalanx_group" not in words:
                 wrong.append(where(module, node.lineno))
     assert wrong == []
+
+
+def test_the_files_that_contributing_says_to_open_first_exist() -> None:
+    table = (PACKAGE.parents[1] / "CONTRIBUTING.md").read_text().partition("| To change |")[2].partition("\n\n")[0]
+    named = re.findall(r"`([\w/]+\.py)`", table)
+    assert len(named) > 10
+    assert [name for name in named if not (PACKAGE / name).exists()] == []
