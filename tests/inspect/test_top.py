@@ -152,10 +152,10 @@ def test_outside_of_operations_a_rank_is_idle_for_as_long_as_no_processor_worked
 
 
 class Seen:
-    """A watch that has looked."""
+    """A watch with one sample."""
 
     def __init__(self, job):
-        self.look = lambda: job
+        self.sample = lambda: job
 
 
 def test_where_the_recorders_hold_less_no_view_tells_computing_from_idle():

@@ -92,7 +92,7 @@ def test_too_many_bad_records_end_the_job_with_the_first(text):
         raise ZeroDivisionError("no such line")
 
     with pytest.raises(
-        TaskError, match=r"(?s)101 records are bad, and 100 may be .*ZeroDivisionError: no such line.*in fail"
+        TaskError, match=r"(?s)101 records are bad, and 100 are allowed .*ZeroDivisionError: no such line.*in fail"
     ):
         map_reduce(text, fail, add_up, split_bytes=1000, max_bad_records=100) if text.write_text("x\n" * 101) else None
     text.write_text("x\ny\n")
@@ -112,9 +112,9 @@ def test_the_first_bad_record_ends_the_job_by_default():
                 raise OSError("no such disk")
             return index
 
-    with pytest.raises(TaskError, match=r"(?s)1 record is bad, and 0 may be .*OSError: no such disk"):
+    with pytest.raises(TaskError, match=r"(?s)1 record is bad, and 0 are allowed .*OSError: no such disk"):
         map_reduce(Unreadable(), lambda n: [(n, 1)], add_up)
-    with pytest.raises(TaskError, match=r"(?s)and 0 may be .*ZeroDivisionError"):
+    with pytest.raises(TaskError, match=r"(?s)and 0 are allowed .*ZeroDivisionError"):
         map_reduce(list(range(-5, 6)), lambda n: [(1 // n, 1)], add_up)
 
 

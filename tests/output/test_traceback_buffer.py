@@ -37,7 +37,7 @@ def test_of_several_that_are_alike_one_is_shown_and_a_line_for_each_of_the_other
     shown = held.release()
     assert shown == [
         *((1, line) for line in TRACEBACK.format(line=9, error="KeyError: 5").encode().splitlines()),
-        (2, b"the same traceback as rank 1's, but perhaps for numbers in it"),
+        (2, b"the same traceback as rank 1's, perhaps with other numbers"),
         *((3, line) for line in TRACEBACK.format(line=9, error="IndexError: 7").encode().splitlines()),
     ]
     assert held.release() == []

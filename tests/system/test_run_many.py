@@ -65,7 +65,7 @@ def test_too_few_open_files_are_told_before_anything_starts() -> None:
         finished = running.finish()
     assert finished.code == 2
     assert "--nproc-per-node 400: 400 ranks need 1664 open files in this command (RLIMIT_NOFILE)" in finished.err
-    assert "no more than 300 are allowed" in finished.err
+    assert "and at most 300 are allowed" in finished.err
 
 
 def test_a_rank_that_the_system_refuses_to_start_is_told_with_the_limit(tmp_path: Path) -> None:
