@@ -210,7 +210,7 @@ def test_the_first_host_is_told_to_leave_and_the_others_go_on_in_the_same_proces
         ends = made.ended(leader, *({0, 1, 2} - {leader}))
     require_in_order(left, *ends)
     assert "with ranks 0, 1, leaves after this step (SIGTERM); 2 ranks on 2 hosts continue" in left.out
-    assert "the host that leads the job leaves (SIGTERM). The others choose another one" in ends[0].out
+    assert "the host that leads the job leaves (SIGTERM). The others elect another leader" in ends[0].out
     assert "finished" in ends[0].out
     started = re.findall(r"joined 2 as (\d) of 4", ends[0].out)  # of the others nobody was started again
     assert sorted(started) == sorted(re.findall(r"joined \d+ as (\d) of", ends[0].out)) == ["0", "1"]

@@ -121,7 +121,7 @@ def test_two_hosts_are_one_job_with_the_env_of_the_first(tmp_path: Path, backend
     name = os.uname().nodename
     assert f"2 hosts: {name}#0 (10.77.0.1) ranks 0-1; {name}#1 (10.77.0.2) ranks 2-3" in one.out
     assert f"[3 {name}#1] sum" in one.out
-    assert "What they print is shown there" in other.out
+    assert "Their output is shown there" in other.out
     assert "sum" not in other.out
 
 

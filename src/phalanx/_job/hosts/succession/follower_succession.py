@@ -103,7 +103,7 @@ class FollowerSuccession:
         self._lost, self._why = self._channel.first, why
         what = "leaves (SIGTERM)" if has_left else f"is lost: {why}"
         self._host.display.print(
-            f"phalanx run: the host that leads the job {what}. The others choose another one; the ranks wait"
+            f"phalanx run: the host that leads the job {what}. The others elect another leader; the ranks wait"
         )
         return True
 
@@ -133,7 +133,7 @@ class FollowerSuccession:
         return True
 
     def receive(self, ready: set[int]) -> Leadership:
-        """Follow the election; return who leads the job now."""
+        """Follow the election; return which host leads the job."""
         if self.leadership is Leadership.RESUMED:
             self.leadership = Leadership.KNOWN
             self._channel.put_back(self._early)
@@ -161,16 +161,13 @@ class FollowerSuccession:
         handover = self._successor.handover
         if elected.member != self._channel.member or handover is None:
             self.leadership = Leadership.KNOWN
-            self._host.display.print(
-                f"phalanx run: the host at {host} leads the job now, and shows what the ranks print"
-            )
+            self._host.display.print(f"phalanx run: the host at {host} leads the job now, and shows the ranks' output")
             self._channel.put(elected.member, "host state", state=HostState.of(self._attempt).to_json())
             self._channel.put_back(early)
             return
         self.leadership = Leadership.TAKING_OVER
         self._host.display.print(
-            f"phalanx run: this host leads the job now: what the ranks print is shown here. Hosts that come join it by "
-            f"phalanx join {elected.address}"
+            f"phalanx run: this host leads the job now, and shows the ranks' output. To join: phalanx join {elected.address}"
         )
         self._plan = replace(self._plan, master_addr=host, master_port=elected.master_port)
         state = LeaderState.from_bytes(handover.leader_state)
