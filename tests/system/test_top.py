@@ -269,7 +269,7 @@ def test_the_ranks_of_all_hosts_are_shown_on_the_first_and_no_job_is_said(tmp_pa
             assert "2 of 2 ranks running on 2 hosts" in said
             assert re.search(r"\(10\.77\.0\.2\): rank 1, \d+ MiB\n +1 ", said)
             there = top(second, before=machines[1].command).stdout
-            assert "Ranks of 1 other host are shown on the host that leads the job, the first one" in there
+            assert "Ranks of 1 other host are shown on the host that leads the job, usually the first" in there
             assert "1 of 2 ranks running on 2 hosts" in there
             over.touch()
             for job in jobs:

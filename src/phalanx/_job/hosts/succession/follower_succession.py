@@ -167,7 +167,8 @@ class FollowerSuccession:
             return
         self.leadership = Leadership.TAKING_OVER
         self._host.display.print(
-            f"phalanx run: this host leads the job now, and shows the ranks' output. To join: phalanx join {elected.address}"
+            f"phalanx run: this host leads the job now, and shows the ranks' output. To join: "
+            f"phalanx join {elected.address}"
         )
         self._plan = replace(self._plan, master_addr=host, master_port=elected.master_port)
         state = LeaderState.from_bytes(handover.leader_state)

@@ -97,8 +97,8 @@ class HostSuccession:
     def await_leader(self, why: str) -> bool:
         """Wait until another host is elected, and follow it; return False if none is, or the result is unknown.
 
-        This host votes if its ranks have all succeeded. Otherwise it has no vote, and joins as a new host: it was waiting
-        to be accepted, or its ranks were starting.
+        This host votes if its ranks have all succeeded. Otherwise it has no vote, and joins as a new host: it was
+        waiting to be accepted, or its ranks were starting.
         """
         successor, finished = self._successor, self._finished
         votes = finished is not None and successor.begin_election(is_candidate=False)
