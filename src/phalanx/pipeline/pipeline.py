@@ -380,7 +380,7 @@ class Pipeline(StageModule):
             with self._step_end.together():
                 # this waits until all ranks have completed their part: a failed rank receives no messages
                 self._wire.wait_sent()
-            self._wire.learn()
+            self._wire.end_step()
             return loss
         except BaseException as failure:
             self._step.give_reason(failure)
