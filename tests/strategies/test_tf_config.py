@@ -58,7 +58,7 @@ def test_what_is_no_configuration_is_refused(monkeypatch):
         with pytest.raises(ValueError, match=words):
             read_tf_config("Test", text)
     monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": {"worker": TWO}, "task": {"type": "worker", "index": 0}}))
-    with pytest.raises(ValueError, match="TF_CONFIG is set, and servers and workers are not started by it here"):
+    with pytest.raises(ValueError, match="TF_CONFIG is set, which this strategy does not read"):
         strategies.ParameterServerStrategy()
 
 

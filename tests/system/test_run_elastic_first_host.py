@@ -351,8 +351,8 @@ def test_a_first_host_that_does_not_reach_the_one_that_leads_now_says_so_and_beg
         with noticed(made, nobody):
             end = made.ended_one(0)
     assert end.code == 1
-    assert f"is led by the host at {nobody}, which this host does not reach" in end.out
-    assert "open the way there (firewall), and type the command again" in end.out
+    assert f"is led by the host at {nobody}, which this host cannot reach" in end.out
+    assert "open the firewall to it, and type the command again" in end.out
     assert "joined 0" not in end.out
 
 
@@ -366,7 +366,7 @@ def test_a_first_host_that_trains_before_it_is_told_says_what_to_type(tmp_path: 
         made.start(0, 1)
         made.first.wait_joined(0, 0)
         with noticed(made, "10.77.0.2:41873"):
-            made.wait_for(0, "this one trains beside it. If it is the same, end this command and type: phalanx join 10")
+            made.wait_for(0, "this job trains too. If it is the same job, end this command and type: phalanx join 10")
         (end,) = made.finish(0)
     assert end.code == 0
 

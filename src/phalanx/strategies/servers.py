@@ -61,8 +61,8 @@ class ParameterServerStrategy(Strategy):
             raise ValueError(f"ParameterServerStrategy: num_servers must be 1 or more, got {num_servers!r}")
         if find_cluster(self._called) is not None:
             raise ValueError(
-                "ParameterServerStrategy: TF_CONFIG is set, which this strategy does not read: start "
-                "the script with `phalanx run`, whose last ranks serve"
+                "ParameterServerStrategy: TF_CONFIG is set, which this strategy does not read: start the script "
+                "with `phalanx run`, whose last ranks serve"
             )
         if num_trainers is None:
             num_trainers = len(decide_devices(self._called, None))

@@ -1,4 +1,4 @@
-"""Read a rank's file, up to the rank's last event, however the rank ended."""
+"""Read a rank's step file up to the last event, even if the rank was killed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class RankFile:
     operation_stride: int
     operations: tuple[OperationRecord, ...]
     reached: int | None = None
-    """The last step's number in the run, which others may have begun; None if unknown."""
+    """The number of the run's last step, which only other ranks may have reached; None if unknown."""
     first_broken: int | None = None
     """The first step whose loss was not finite."""
     last_finite: int = 0
@@ -46,7 +46,7 @@ class RankFile:
 
 
 def read_rank_file(data: bytes) -> RankFile | None:
-    """Parse the bytes of a file; return None if it is no rank's file. Its writer may have died at any store."""
+    """Parse the bytes of a file; return None if it is not a rank's file. The rank may have died at any point."""
     try:
         contents = read_contents(data)
         return None if contents is None else _catch_up(contents)
@@ -68,7 +68,7 @@ def read_folder(folder: str | os.PathLike[str]) -> list[RankFile]:
 
 
 def order_records(records: Sequence[StepRecord]) -> tuple[StepRecord, ...]:
-    """Return the records with increasing times; if the clock was set back (a restored snapshot), it stands still."""
+    """Return the records with increasing times, also where the clock was set back (a restored snapshot)."""
     ordered: list[StepRecord] = []
     for record in records:
         begin = max(record.begin, ordered[-1].end) if ordered else record.begin
@@ -92,7 +92,7 @@ def _catch_up(contents: StepFileContents) -> RankFile:
     flat = read_events(contents.events, int(state.get("taken", 0)), contents.num_events)
     for at in range(0, len(flat), 3):
         machine.feed(*flat[at : at + 3])
-    # The rank may have died between its records and its state: both have such steps.
+    # The rank may have died after writing records and before its state: then both have these steps.
     twice = sum(record.num_steps for record in contents.steps) - state.get("in_records", 0)
     while late and twice > 0:
         twice -= late.pop(0).num_steps

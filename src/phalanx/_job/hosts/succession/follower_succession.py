@@ -1,7 +1,7 @@
-"""`FollowerSuccession` is what a follower with ranks does so that they survive the loss of the leader.
+"""`FollowerSuccession` keeps the ranks of a follower alive when the leader is lost.
 
 The ranks keep their processes and wait while the hosts elect another leader. If this host is elected, its attempt gets
-the link of a leader; otherwise it reports the state of its ranks to the elected host, and follows that one.
+the link of a leader; otherwise it reports the state of its ranks to the elected host, and follows it.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Leadership(enum.Enum):
 
     KNOWN = "another host"
     ELECTING = "not decided yet"
-    RESUMED = "the same host again: messages that came meanwhile are yet to be processed"
-    TAKING_OVER = "this host, as soon as all others have reported their ranks"
+    RESUMED = "the same host again: messages that arrived meanwhile are not processed yet"
+    TAKING_OVER = "this host, once all others have reported their ranks"
     OWN = "this host"
     NONE = "no host: the ranks end"
 
@@ -66,7 +66,7 @@ class FollowerSuccession:
     ) -> None:
         self.leadership = Leadership.KNOWN
         self.report: JobReport | None = None  # the job's, if this host leads it now
-        self.loss = ""  # why the leader is lost, and no other host was elected
+        self.loss = ""  # why the leader is lost and no other host was elected
         self._successor = successor
         self._membership = membership
         self._channel = membership.channel
@@ -90,7 +90,7 @@ class FollowerSuccession:
 
     @property
     def is_open(self) -> bool:
-        """Return whether it is not decided yet who leads the job: the ranks wait."""
+        """Return whether the next leader is not decided yet: the ranks wait."""
         return self.leadership in (Leadership.ELECTING, Leadership.TAKING_OVER)
 
     def on_leader_lost(self, why: str, *, has_left: bool = False) -> bool:
@@ -108,7 +108,7 @@ class FollowerSuccession:
         return True
 
     def process(self, message: Change | ControlMessage) -> bool:
-        """Process a message if it is on the succession, or came while no host leads; return whether it is."""
+        """Process a message about the succession, or any message while no host leads; return whether it was one."""
         if self._take_over is not None:
             self._take_over.process(message)
         elif self.leadership in (Leadership.ELECTING, Leadership.RESUMED):
@@ -126,7 +126,7 @@ class FollowerSuccession:
             with contextlib.suppress(*MALFORMED):
                 self._successor.note_standbys(message.body)
         elif message.kind == "become standby":
-            with contextlib.suppress(PhalanxError, OSError, *MALFORMED):  # another host is a standby then
+            with contextlib.suppress(PhalanxError, OSError, *MALFORMED):  # another host becomes a standby instead
                 self._successor.stand_by(self._channel.endpoint, message.body)
         else:
             return False
