@@ -188,7 +188,7 @@ def test_who_waits_for_whom_and_who_is_stopped_is_said_without_a_change_in_the_s
         os.kill(seen["ranks"][2]["pid"], signal.SIGSTOP)
         wait_for(job, lambda seen: seen["ranks"][2]["state"] == "T")
         said = top(job).stdout
-        assert re.search(r"ranks 0, 2 wait in all_reduce #8 \(script\.py:9\) for .* s; rank 1 has not come to it", said)
+        assert re.search(r"ranks 0, 2 wait in all_reduce #8 \(script\.py:9\) for .* s; rank 1 has not reached it", said)
         assert re.search(r"^ +1 .* after all_reduce #7 \(script\.py:5\)$", said, re.MULTILINE)
         assert re.search(r"^ +2 .* stopped \(SIGSTOP or Ctrl-Z\)$", said, re.MULTILINE)
         running.process.send_signal(signal.SIGTERM)

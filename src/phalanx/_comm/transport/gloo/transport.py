@@ -16,7 +16,7 @@ from phalanx._comm.engines.gloo import GlooEngine
 from phalanx._comm.transport.base import CallContext, Transport
 from phalanx._comm.transport.call import CollectiveCall, Disagreement, compare_splits, describe_call
 from phalanx._comm.transport.gloo.numerics import is_reducible, operation_of, result_of, summand
-from phalanx._comm.transport.gloo.session import GlooSession, bytes_of, talking, timedelta_of
+from phalanx._comm.transport.gloo.session import GlooSession, bytes_of, gloo_errors, timedelta_of
 from phalanx._comm.transport.tensors import alias, dense, nbytes, scaled, write_back
 
 
@@ -249,7 +249,7 @@ class GlooTransport(Transport):
         deadline = Deadline.after(ctx.timeout_s)
         with (
             self._session.reporting(FailedOperation(f"send to rank {dst}", self.group, self.rank), deadline, dst),
-            talking(),
+            gloo_errors(),
         ):
             under_way = [self._session.engine.send(dst, part, tag) for part in (header, bytes_of(data)) if len(part)]
             self._session.wait_for(under_way, dst, nbytes(data), deadline)
@@ -262,13 +262,13 @@ class GlooTransport(Transport):
         deadline = Deadline.after(ctx.timeout_s)
         label = f"recv from rank {src}" if src >= 0 else "recv from any rank"
         with self._session.reporting(FailedOperation(label, self.group, self.rank), deadline, src), torch.no_grad():
-            with talking():
+            with gloo_errors():
                 source = self._recv_header(header, src, tag, deadline)
             code = dtype_of(data.dtype).code
             if header.tolist() != [nbytes(data), code]:
                 self._refuse(source, header.tolist(), data)
             if nbytes(data):
-                with talking():
+                with gloo_errors():
                     message = self._session.engine.recv(source, bytes_of(data), tag)
                 self._session.wait_for([message], source, nbytes(data), deadline)
             if data is not tensor:
