@@ -9,7 +9,7 @@ from phalanx._comm.engines.interfaces import is_public
 from phalanx._job.agent.limits import needed_open_files
 from phalanx._tools.doctor.facts import DoctorFacts, Probe, Torch
 from phalanx._tools.doctor.finding import CheckResult, CheckStatus
-from phalanx._tools.doctor.gpu_checks import judge_gpus
+from phalanx._tools.doctor.gpu_checks import run_gpu_checks
 
 _oldest = ".".join(map(str, OLDEST))
 _GIB = 1 << 30
@@ -426,7 +426,7 @@ CHECKS: tuple[Callable[[DoctorFacts], CheckResult], ...] = (
 def judge(facts: DoctorFacts) -> list[CheckResult]:
     """Return the finding of every check, in the order of CHECKS; those on GPUs come before the training's."""
     findings = [check(facts) for check in CHECKS]
-    return [*findings[:-1], *judge_gpus(facts), findings[-1]]
+    return [*findings[:-1], *run_gpu_checks(facts), findings[-1]]
 
 
 def would_train(findings: list[CheckResult]) -> bool:

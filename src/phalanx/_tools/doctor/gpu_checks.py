@@ -1,4 +1,4 @@
-"""Judge the facts on GPUs from the driver and PyTorch: pure functions, used only if there are GPUs."""
+"""Check the facts on GPUs from the driver and PyTorch: pure functions, called only if there are GPUs."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def check_driver(facts: DoctorFacts) -> CheckResult:
 
 
 def check_nccl(facts: DoctorFacts) -> CheckResult:
-    """Return whether GPUs exchange tensors without the host's memory in between."""
+    """Return whether GPUs exchange tensors without a copy through host memory."""
     torch = facts.torch
     if isinstance(torch, Torch) and torch.cuda.works and not torch.nccl:
         return CheckResult(
             "NCCL",
             CheckStatus.WARNING,
-            "this PyTorch has none",
-            "CUDA tensors are not carried between GPUs: install an official build of PyTorch for CUDA.",
+            "this PyTorch has no NCCL",
+            "CUDA tensors cannot be sent between GPUs: install an official build of PyTorch for CUDA.",
         )
     return CheckResult("NCCL", CheckStatus.OK, torch.nccl if isinstance(torch, Torch) and torch.nccl else "not asked")
 
@@ -48,14 +48,14 @@ def check_peers(facts: DoctorFacts) -> CheckResult:
     return CheckResult(
         "GPU peers",
         CheckStatus.WARNING,
-        f"no direct way between GPUs {pairs}",
+        f"no peer access between GPUs {pairs}",
         "NCCL copies through the host there: pick GPUs that reach each other (nvidia-smi topo -p2p r), or in a virtual "
         "machine turn off ACS and allow peer access.",
     )
 
 
 def check_mig(facts: DoctorFacts) -> CheckResult:
-    """Return whether GPUs are partitioned, or closed to a second process."""
+    """Return whether GPUs are partitioned, or accept one process only."""
     cut = [str(i) for i, gpu in enumerate(facts.driver.gpus) if gpu.mig]
     closed = [str(i) for i, gpu in enumerate(facts.driver.gpus) if gpu.exclusive]
     if cut:
@@ -70,7 +70,7 @@ def check_mig(facts: DoctorFacts) -> CheckResult:
         return CheckResult(
             "GPU sharing",
             CheckStatus.WARNING,
-            f"GPU {', '.join(closed)} takes one process at a time",
+            f"GPU {', '.join(closed)} accepts one process at a time",
             "--ranks-per-gpu above 1 fails there: have the compute mode set to DEFAULT (nvidia-smi -c 0).",
         )
     return CheckResult("GPU sharing", CheckStatus.OK, "whole GPUs, for several processes")
@@ -78,14 +78,14 @@ def check_mig(facts: DoctorFacts) -> CheckResult:
 
 def check_host_copies(facts: DoctorFacts) -> CheckResult:
     """Return whether the host's memory can be page-locked, which ranks need to exchange data through a shared GPU."""
-    return _judge(
+    return _check_probe(
         "page-locked",
         facts.torch.pinned if isinstance(facts.torch, Torch) else None,
         "Copies to and from the GPU are slow: raise the limit on locked memory (ulimit -l unlimited).",
     )
 
 
-def _judge(name: str, probe: Probe | None, advice: str) -> CheckResult:
+def _check_probe(name: str, probe: Probe | None, advice: str) -> CheckResult:
     """Return the finding on a probe; `advice` is for a failure."""
     if probe is None:
         return CheckResult(name, CheckStatus.OK, "not tried: PyTorch uses no GPU here")
@@ -106,7 +106,7 @@ def check_gpu_clocks(facts: DoctorFacts) -> CheckResult:
             "All ranks wait for the slowest GPU: see nvidia-smi -q -d PERFORMANCE, the cooling, and the power limit.",
         )
     clocks = {f"{gpu.clock_mhz} MHz now, up to {gpu.max_clock_mhz}" for gpu in gpus if gpu.clock_mhz is not None}
-    return CheckResult("GPU clocks", CheckStatus.OK, "; ".join(sorted(clocks)) or "not clocks by this driver")
+    return CheckResult("GPU clocks", CheckStatus.OK, "; ".join(sorted(clocks)) or "this driver reports no clocks")
 
 
 GPU_CHECKS: tuple[Callable[[DoctorFacts], CheckResult], ...] = (
@@ -119,7 +119,7 @@ GPU_CHECKS: tuple[Callable[[DoctorFacts], CheckResult], ...] = (
 )
 
 
-def judge_gpus(facts: DoctorFacts) -> list[CheckResult]:
+def run_gpu_checks(facts: DoctorFacts) -> list[CheckResult]:
     """Return every finding on GPUs; only the driver's if it does not answer; none without a driver."""
     driver = facts.driver
     if driver.gpus:
