@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from tests.fake_nvml import build_nvml
 
-from phalanx._tools.doctor.checks import CheckStatus, judge
+from phalanx._tools.doctor.checks import CheckStatus, run_checks
 from phalanx._tools.doctor.driver import query_driver
 from phalanx._tools.doctor.facts import DoctorFacts, Driver, Gpu, Kernel, MachineFacts, Probe, Torch
 from phalanx._tools.doctor.gpu_checks import run_gpu_checks
@@ -83,7 +83,7 @@ def test_asking_never_fails_and_a_host_without_a_driver_hears_nothing_of_gpus() 
 
 def test_a_host_in_order_is_told_so_and_its_training_last() -> None:
     assert _warnings(FACTS) == {}
-    findings = judge(FACTS)
+    findings = run_checks(FACTS)
     assert [found.topic for found in findings][-2:] == ["GPU clocks", "training"]
     assert "580.1 for CUDA 13.0" in [found.fact for found in findings]
 

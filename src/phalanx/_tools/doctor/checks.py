@@ -1,4 +1,4 @@
-"""Judge the facts: pure functions, one per topic, each of which returns a finding and advice."""
+"""Check the facts: pure functions, one per topic, each of which returns a finding with advice."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def check_memory(facts: DoctorFacts) -> CheckResult:
     """Return whether one rank per core fits."""
     host = facts.host
     if host.available_bytes is None:
-        return CheckResult("memory", CheckStatus.OK, "not told by this platform")
+        return CheckResult("memory", CheckStatus.OK, "not reported by this platform")
     fact = f"{host.available_bytes / _GIB:.1f} GiB available" + (
         " within the control group's limit" if host.memory_limited else ""
     )
@@ -152,7 +152,7 @@ def check_kernel(facts: DoctorFacts) -> CheckResult:
 _WITHOUT = {
     "futex": "Without futex use backend 'gloo'.",
     "memfd": "Without memfd the ranks' memory lies in unlinked files in /dev/shm, which must be large enough.",
-    "pidfd": "Without pidfd ranks hear of each other's end through pipes, up to 250 on a host.",
+    "pidfd": "Without pidfd ranks detect each other's end through pipes, up to 250 on a host.",
     "Unix socket": "Without Unix sockets collectives run over Gloo, many times slower on one host.",
 }
 
@@ -161,9 +161,9 @@ def check_containers(facts: DoctorFacts) -> CheckResult:
     """Return whether this is a container, and what that means for ranks in several of them."""
     own = facts.kernel.namespaces
     if not own:
-        return CheckResult("container", CheckStatus.OK, "none: the machine's own process numbers and users")
+        return CheckResult("container", CheckStatus.OK, "none: the machine's own pids and users")
     meaning = {
-        "pid": "ranks in other containers share memory with those here, and hear of their end through pipes",
+        "pid": "ranks in other containers share memory with those here, and detect their end through pipes",
         "user": "ranks in other containers count as another host",
     }
     return CheckResult(
@@ -260,13 +260,13 @@ def check_name(facts: DoctorFacts) -> CheckResult:
 
 
 def check_network(facts: DoctorFacts) -> CheckResult:
-    """Return who could read or send messages between ranks of several hosts."""
+    """Return whether strangers could read or send messages between ranks of several hosts."""
     if facts.host.addresses is None:
         return CheckResult(
             "network",
             CheckStatus.WARNING,
-            "its interfaces cannot be listed: no descriptor is left to ask the kernel with",
-            "Raise the limit of open files (see limits), and ask again.",
+            "its interfaces cannot be listed: no file descriptor is free for that",
+            "Raise the limit of open files (see limits), and run this again.",
         )
     addresses = [(name, address) for name, of_one in facts.host.addresses.items() for address in of_one]
     public = [f"{address} ({name})" for name, address in addresses if is_public(address)]
@@ -284,8 +284,8 @@ def check_network(facts: DoctorFacts) -> CheckResult:
     return CheckResult(
         "network",
         CheckStatus.OK,
-        f"{', '.join(others)}: no public address; what ranks send to other hosts is not encrypted, and safe only from "
-        "those who are not in these networks",
+        f"{', '.join(others)}: no public address; what ranks send to other hosts is not encrypted, and others in "
+        "these networks can read it",
     )
 
 
@@ -294,7 +294,7 @@ def check_limits(facts: DoctorFacts) -> CheckResult:
     host = facts.host
     needed = _PROCESSES_PER_CORE * host.usable_cores
     if host.open_files is not None and host.open_files < _OPEN_FILES:
-        return _judge_open_files(host.open_files, host.open_files_hard, host.usable_cores)
+        return _check_open_files(host.open_files, host.open_files_hard, host.usable_cores)
     left = None if host.processes is None else host.processes - (host.processes_running or 0)
     if left is not None and left < needed:
         return CheckResult(
@@ -310,7 +310,7 @@ def check_limits(facts: DoctorFacts) -> CheckResult:
     )
 
 
-def _judge_open_files(soft: int, hard: int | None, cores: int) -> CheckResult:
+def _check_open_files(soft: int, hard: int | None, cores: int) -> CheckResult:
     fact = f"{soft} open files per process"
     advice = "DataLoader workers and large jobs need more: "
     least = needed_open_files(cores)
@@ -353,7 +353,7 @@ def check_clock(facts: DoctorFacts) -> CheckResult:
             f"the kernel reads {source}, which takes a microsecond or more each time",
             "Deadlines and profiles cost more than they should: boot with clocksource=tsc where the machine allows it.",
         )
-    return CheckResult("clock", CheckStatus.OK, source or "not told by this platform")
+    return CheckResult("clock", CheckStatus.OK, source or "not reported by this platform")
 
 
 def check_variables(facts: DoctorFacts) -> CheckResult:
@@ -368,7 +368,7 @@ def check_variables(facts: DoctorFacts) -> CheckResult:
             + " ".join(name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if name in variables),
         )
     listed = ", ".join(f"{name}={value}" for name, value in variables.items())
-    return CheckResult("variables", CheckStatus.OK, listed or "none that steer a job")
+    return CheckResult("variables", CheckStatus.OK, listed or "none that affect a job")
 
 
 def check_scheduler(facts: DoctorFacts) -> CheckResult:
@@ -376,7 +376,7 @@ def check_scheduler(facts: DoctorFacts) -> CheckResult:
     scheduler, unused = facts.host.scheduler, facts.host.unused_hosts
     if not scheduler.works:
         return CheckResult(
-            "scheduler", CheckStatus.WARNING, scheduler.detail, "`phalanx run` refuses to guess: set it right first."
+            "scheduler", CheckStatus.WARNING, scheduler.detail, "`phalanx run` refuses to guess: correct it first."
         )
     if unused:
         return CheckResult(
@@ -386,7 +386,7 @@ def check_scheduler(facts: DoctorFacts) -> CheckResult:
             "Start it on each: srun --ntasks-per-node=1 phalanx run ...",
         )
     return CheckResult(
-        "scheduler", CheckStatus.OK, scheduler.detail or "none has started this command as one of several"
+        "scheduler", CheckStatus.OK, scheduler.detail or "no scheduler has started this command as one of several"
     )
 
 
@@ -399,7 +399,7 @@ def check_training(facts: DoctorFacts) -> CheckResult:
         "training",
         CheckStatus.PROBLEM,
         training.detail,
-        "Mend what is listed above first; if nothing is, please report the output of `phalanx doctor --json`.",
+        "Fix the problems above first; if there are none, please report the output of `phalanx doctor --json`.",
     )
 
 
@@ -423,8 +423,8 @@ CHECKS: tuple[Callable[[DoctorFacts], CheckResult], ...] = (
 )
 
 
-def judge(facts: DoctorFacts) -> list[CheckResult]:
-    """Return the finding of every check, in the order of CHECKS; those on GPUs come before the training's."""
+def run_checks(facts: DoctorFacts) -> list[CheckResult]:
+    """Return the finding of every check, in the order of CHECKS, with the GPUs' before the training's."""
     findings = [check(facts) for check in CHECKS]
     return [*findings[:-1], *run_gpu_checks(facts), findings[-1]]
 

@@ -1,4 +1,4 @@
-"""`GlooTransport` runs a group over Gloo: each collective is one of torch's own process group."""
+"""`GlooTransport` runs a group over Gloo, with the collectives of torch's own process group."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from phalanx._comm.transport.tensors import alias, dense, nbytes, scaled, write_
 class GlooTransport(Transport):
     """A `GlooTransport` runs groups whose ranks cannot share memory, or lack the C core.
 
-    Numerics: Gloo sums in its own order: the same for the same job, perhaps another for another number of ranks. Half
+    Numerics: Gloo sums in its own order, which is fixed for a job, and may depend on the number of ranks. Half
     types are summed in float32 and rounded once; AVG divides the sum once.
     Cost: one all_gather of 256 bytes per rank, in which the ranks agree, then Gloo's own; reduced tensors are copied.
     reduce_scatter costs an all_reduce of all inputs, all_gather of uneven sizes that of the largest.
@@ -240,7 +240,7 @@ class GlooTransport(Transport):
         for output, part in zip(outputs, parts, strict=False):
             write_back(output, part.view(output.dtype).view(output.shape))
 
-    # -- point to point: a header (bytes, dtype) before each message, for Gloo would write what does not fit -----------
+    # -- point to point: a header (bytes, dtype) before each message, as Gloo does not compare sizes -----------------
 
     def send(self, tensor: Tensor, dst: int, tag: int, ctx: CallContext) -> None:
         self._session.check_tag(tag, self._session.engine.num_tags)
