@@ -155,7 +155,7 @@ class Seen:
     """A watch that has looked."""
 
     def __init__(self, job):
-        self.look = lambda: job
+        self.sample = lambda: job
 
 
 def test_where_the_recorders_hold_less_no_view_tells_computing_from_idle():

@@ -162,7 +162,7 @@ def restore_elastic(
             pid = state.pids.get(slot, 0)
             if part.member not in hosts and slot not in ended:
                 elastic.restore_members([ElasticRank(slot, pid, joined=True, wait_s=wait_s)], ())
-            elif slot not in elastic.members and slot not in elastic.awaited and slot not in ended:
+            elif slot not in elastic.members and slot not in elastic.forking and slot not in ended:
                 why = "it ended while the job had no leader"
                 rank = elastic.rank_of(slot)
                 elastic.restore_lost(slot, LostRank(slot, rank, pid, why, now, elastic.generation.number, elastic.step))
