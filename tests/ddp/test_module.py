@@ -143,7 +143,7 @@ def test_loading_reports_what_does_not_fit_under_the_names_that_it_was_given():
     with pytest.raises(RuntimeError, match=r'Unexpected key\(s\) in state_dict: "module.other"'):
         ddp.load_state_dict({**ddp.state_dict(), "module.other": torch.ones(1)})
     assert ddp.load_state_dict({"weight": torch.ones(2, 2)}, strict=False).missing_keys == ["bias"]
-    with pytest.raises(ValueError, match="would replace parameters"):
+    with pytest.raises(ValueError, match="would replace the parameters"):
         ddp.load_state_dict(ddp.state_dict(), assign=True)
 
 

@@ -142,7 +142,7 @@ def _wrong(rank, folder):
         wrong = partial(phalanx.ParameterServer, ["s0"], TRAINERS)
         with pytest.raises(ValueError, match=r"row_optimizer .*Adam.* cannot step with gradients of rows"):
             wrong(tables={"t": torch.zeros(3, 2)}, optimizer=torch.optim.Adam)
-        with pytest.raises(ValueError, match=r"optimizer .*LBFGS.* makes no step"):
+        with pytest.raises(ValueError, match=r"optimizer .*LBFGS.* cannot step"):
             wrong(dense={"d": torch.zeros(3)}, optimizer=torch.optim.LBFGS)
         with pytest.raises(ValueError, match=r"neither .*; max_staleness .*; reduction .*; replicate=True needs"):
             wrong(optimizer=sgd, max_staleness=1, reduction="max", replicate=True)

@@ -83,7 +83,7 @@ def test_a_few_noisy_steps_are_no_loss_that_rises(seed):
     [
         ((), ("one", "one"), "accumulate gradients"),
         ((), ("one", "two"), "phalanx.DiLoCo"),
-        ((CollectiveTimes("all_reduce", 64, 2, 10000, 1e-5, 1e-5, 1e6),), ("one", "one"), "put them together"),
+        ((CollectiveTimes("all_reduce", 64, 2, 10000, 1e-5, 1e-5, 1e6),), ("one", "one"), "combine them"),
     ],
 )
 def test_moving_data_takes_long(rows, hosts, advice):

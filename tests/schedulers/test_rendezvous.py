@@ -102,7 +102,7 @@ def test_options_override_the_scheduler(home, capfd):
     elsewhere = ["--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=other:1"]
     assert adopted(elsewhere, {**MPI, **home})[0].rendezvous.endpoint == "other:1"
     assert adopted(["--standalone"], {**MPI, **home})[0].rendezvous is None
-    with pytest.raises(LaunchError, match=r"--nnodes 3, and MPICH: node 1 of 2 .* has 2. Leave --nnodes out"):
+    with pytest.raises(LaunchError, match=r"--nnodes 3, and MPICH: node 1 of 2 .* has 2. Leave out --nnodes"):
         adopted(["--nnodes=3"], {**MPI, **home})
 
 
