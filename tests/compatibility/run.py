@@ -35,18 +35,18 @@ PAIRS = (
 )
 
 _COLUMNS = ("Python", "PyTorch", "System", "As", "Programs", "Passed", "Failed", "Skipped", "Minutes", "Commit", "Day")
-_HEAD = """# With which Python and which PyTorch Phalanx works
+_HEAD = """# Tested versions of Python and PyTorch
 
-The pairs of Python and PyTorch with which all tests ran, and the results.
+The pairs of Python and PyTorch on which all tests ran, and the results.
 
 `make matrix` writes this page. For each pair it makes a fresh environment, runs the small programs of
-`tests/programs` and then the whole suite, and notes what came out. `make test-all TORCH=2.15.0
-PYTHON=python3.13` runs one pair and writes nothing. Nobody has tried a PyTorch that is newer than these. With such a
-PyTorch, Phalanx says so once, in the log and in `phalanx doctor`, and goes on.
+`tests/programs` and then the whole suite, and records the results. `make test-all TORCH=2.15.0
+PYTHON=python3.13` runs one pair and writes nothing. Newer versions of PyTorch are untested. With such a
+PyTorch, Phalanx warns once, in the log and in `phalanx doctor`, and continues.
 
-The column "Programs" counts the tests of `tests/programs` that ended with the right numbers. The column "As" says who
-ran the tests: root, or a user without privileges. A skipped test names its reason: there is no GPU, or a privilege, a
-package or a feature of this PyTorch is missing. A row without counts is of `tests/programs` alone.
+The column "Programs" counts the tests of `tests/programs` that ended with the right numbers. The column "As" is the
+user of the tests: root, or a user without privileges. A skipped test names its reason: there is no GPU, or a
+privilege, a package or a feature of this PyTorch is missing. A row without counts is a run of `tests/programs` alone.
 
 `tests/compatibility/sid FOLDER` runs `make demo test`, or another command, in Debian sid, with Python 3.14 or 3.15.
 

@@ -188,9 +188,9 @@ def test_hooks_that_cannot_work_are_refused_with_what_to_use_instead():
         (ddp_zero_hook._hook_with_zero_step_setup, "Use phalanx.ZeroRedundancyOptimizer without it"),
         (
             quantization_hooks.quantization_pertensor_hook,
-            r"as NCCL lays it out.*Use bf16_compress_hook on Gloo.*phalanx\.Options\(wire_dtype",
+            r"the future of NCCL's all_gather.*Use bf16_compress_hook on Gloo.*phalanx\.Options\(wire_dtype",
         ),
-        (quantization_hooks.quantization_perchannel_hook, "as NCCL lays it out"),
+        (quantization_hooks.quantization_perchannel_hook, "the future of NCCL's all_gather"),
         (powerSGD_hook.batched_powerSGD_hook, "it resizes the bucket.*Use powerSGD_hook"),
     ]
     ddp = DistributedDataParallel(mlp())

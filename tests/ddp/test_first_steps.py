@@ -54,7 +54,7 @@ def test_the_same_batch_on_all_ranks(backend):
     assert line.startswith(
         "DistributedDataParallel: all 3 ranks were given the same batch in each of the first 3 steps"
     )
-    assert line.endswith("(check=False watches nothing.)")
+    assert line.endswith("(check=False turns these checks off.)")
     assert others == [[], []]
 
 

@@ -143,7 +143,7 @@ def test_loading_reports_what_does_not_fit_under_the_names_that_it_was_given():
     with pytest.raises(RuntimeError, match=r'Unexpected key\(s\) in state_dict: "module.other"'):
         ddp.load_state_dict({**ddp.state_dict(), "module.other": torch.ones(1)})
     assert ddp.load_state_dict({"weight": torch.ones(2, 2)}, strict=False).missing_keys == ["bias"]
-    with pytest.raises(ValueError, match="would replace parameters"):
+    with pytest.raises(ValueError, match="would replace the parameters"):
         ddp.load_state_dict(ddp.state_dict(), assign=True)
 
 
@@ -236,7 +236,7 @@ def test_the_arguments_are_those_of_pytorch_in_the_same_order():
     ("options", "message"),
     [
         ({"mixed_precision": object()}, r"does not support mixed_precision: use torch\.autocast"),
-        ({"skip_all_reduce_unused_params": True}, "skip_all_reduce_unused_params: whole buckets travel"),
+        ({"skip_all_reduce_unused_params": True}, "skip_all_reduce_unused_params: whole buckets are sent"),
         (
             {"delay_all_reduce_named_params": [1], "param_to_hook_all_reduce": 2},
             "_params: .*; param_to_hook_all_reduce: ",

@@ -3,7 +3,7 @@ import json
 
 import pytest
 
-from phalanx._tools.doctor.checks import CHECKS, CheckStatus, judge, would_train
+from phalanx._tools.doctor.checks import CHECKS, CheckStatus, run_checks, would_train
 from phalanx._tools.doctor.facts import DoctorFacts, Kernel, MachineFacts, Probe, Torch
 from phalanx._tools.doctor.report import as_json, as_text, conclude, print_table
 
@@ -37,7 +37,7 @@ def on(part, **changes):
 
 
 def the(topic, facts):
-    (finding,) = [finding for finding in judge(facts) if finding.topic == topic]
+    (finding,) = [finding for finding in run_checks(facts) if finding.topic == topic]
     return finding
 
 
@@ -50,7 +50,7 @@ def test_a_missing_proc_is_a_problem_by_name():
 
 
 def test_a_container_is_told_with_what_it_means():
-    assert the("container", HEALTHY).fact == "none: the machine's own process numbers and users"
+    assert the("container", HEALTHY).fact == "none: the machine's own pids and users"
     inside = the("container", on("kernel", namespaces=("pid", "user")))
     assert inside.status is CheckStatus.OK
     assert "pid namespace of its own: ranks in other containers share memory with those here" in inside.fact
@@ -58,7 +58,7 @@ def test_a_container_is_told_with_what_it_means():
 
 
 def test_a_healthy_host_has_nothing_to_do():
-    findings = judge(HEALTHY)
+    findings = run_checks(HEALTHY)
     assert len(findings) == len(CHECKS)
     assert {finding.status for finding in findings} == {CheckStatus.OK}
     assert not any(finding.advice for finding in findings)
@@ -75,7 +75,7 @@ def test_the_network_is_told_with_who_can_listen():
     unknown = the("network", on("host", addresses=None))
     assert (unknown.status, unknown.advice) == (
         CheckStatus.WARNING,
-        "Raise the limit of open files (see limits), and ask again.",
+        "Raise the limit of open files (see limits), and run this again.",
     )
     public = the("network", on("host", addresses={"eth0": ("10.0.0.7",), "eth1": ("8.8.8.8", "fe80::1")}))
     assert public.status is CheckStatus.WARNING
@@ -116,7 +116,7 @@ GPU = {"gpus": ("NVIDIA L4, 535.1",), "gpu_tool": WORKS}
         (on("host", processes=200, processes_running=150), "limits", "50 more processes", "--pids-limit"),
         (on("host", clock_source="hpet"), "clock", "reads hpet", "clocksource=tsc"),
         (on("host", variables={"RANK": "0", "MASTER_ADDR": "a"}), "variables", "RANK=0 set", "unset RANK"),
-        (on("host", scheduler=Probe(False, "PMI_RANK=7")), "scheduler", "PMI_RANK=7", "set it right first"),
+        (on("host", scheduler=Probe(False, "PMI_RANK=7")), "scheduler", "PMI_RANK=7", "correct it first"),
         (
             on("host", unused_hosts=2),
             "scheduler",
@@ -143,7 +143,7 @@ def test_what_costs_something_is_a_warning_with_advice_and_training_still_works(
     assert finding.status is CheckStatus.WARNING
     assert fact in finding.fact
     assert advice in finding.advice
-    assert would_train(judge(facts))
+    assert would_train(run_checks(facts))
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_what_makes_training_impossible_is_a_problem(facts, topic, fact, advice)
     assert finding.status is CheckStatus.PROBLEM
     assert fact in finding.fact
     assert advice in finding.advice
-    assert not would_train(judge(facts))
+    assert not would_train(run_checks(facts))
 
 
 def test_without_core_and_without_gloo_nothing_carries_a_tensor():
@@ -196,24 +196,24 @@ def test_a_platform_that_says_little_is_healthy_as_far_as_it_says():
         kernel=Kernel(core=Probe(False, "no module")),
     )
     assert the("C core", facts).fact == "not built on darwin"
-    assert {finding.status for finding in judge(facts) if finding.topic != "C core"} == {CheckStatus.OK}
+    assert {finding.status for finding in run_checks(facts) if finding.topic != "C core"} == {CheckStatus.OK}
 
 
 def test_the_text_has_a_line_per_finding_and_the_advice_below():
-    text = as_text(judge(on("host", cpu_quota=2.5)))
+    text = as_text(run_checks(on("host", cpu_quota=2.5)))
     assert "warning  cores      8 of 8 usable, but" in text
     assert "\n                    -> Ranks beyond that" in text
     assert text.endswith("\n\nTraining works here, with 1 warning.")
 
 
 def test_the_conclusion_counts():
-    assert conclude(judge(HEALTHY)) == "Training works here."
+    assert conclude(run_checks(HEALTHY)) == "Training works here."
     broken = dataclasses.replace(on("host", cpu_quota=2.5, clock_source="hpet"), torch="gone")
-    assert conclude(judge(broken)) == "Training would not work here: 1 problem, 2 warnings."
+    assert conclude(run_checks(broken)) == "Training would not work here: 1 problem, 2 warnings."
 
 
 def test_the_json_holds_the_findings_and_the_facts():
-    words = json.loads(as_json(HEALTHY, judge(HEALTHY)))
+    words = json.loads(as_json(HEALTHY, run_checks(HEALTHY)))
     assert words["would_train"] is True
     assert {finding["status"] for finding in words["findings"]} == {"ok"}
     assert words["facts"]["host"]["cores"] == 8
@@ -221,7 +221,7 @@ def test_the_json_holds_the_findings_and_the_facts():
 
 
 def test_the_table_shows_square_brackets_as_they_are(capsys):
-    print_table(judge(on("training", works=False, detail="KeyError: [bold]x[/bold]")))
+    print_table(run_checks(on("training", works=False, detail="KeyError: [bold]x[/bold]")))
     assert "[bold]x[/bold]" in capsys.readouterr().out
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from tests.fake_nvml import build_nvml
 
-from phalanx._tools.doctor.checks import CheckStatus, judge, judge_gpus
+from phalanx._tools.doctor.checks import CheckStatus, run_checks, run_gpu_checks
 from phalanx._tools.doctor.driver import query_driver
 from phalanx._tools.doctor.facts import DoctorFacts, Driver, Gpu, Kernel, MachineFacts, Probe, Torch
 
@@ -34,7 +34,9 @@ FACTS = DoctorFacts(
 
 def _warnings(facts):
     return {
-        found.topic: f"{found.fact} -> {found.advice}" for found in judge_gpus(facts) if found.status != CheckStatus.OK
+        found.topic: f"{found.fact} -> {found.advice}"
+        for found in run_gpu_checks(facts)
+        if found.status != CheckStatus.OK
     }
 
 
@@ -66,7 +68,7 @@ def test_the_driver_tells_what_its_gpus_are(tmp_path) -> None:
 def test_a_driver_that_is_not_loaded_is_told(tmp_path) -> None:
     said = _ask(tmp_path, FAKE_NVML_ERROR="9")
     assert said["nvml"] == {"works": False, "detail": "NVML failed: Driver Not Loaded"}
-    [found] = judge_gpus(replace(FACTS, driver=Driver(Probe(**said["nvml"]))))
+    [found] = run_gpu_checks(replace(FACTS, driver=Driver(Probe(**said["nvml"]))))
     assert found.status is CheckStatus.WARNING
     assert "Driver Not Loaded" in found.fact
     assert "nvidia-smi must answer" in found.advice
@@ -75,12 +77,12 @@ def test_a_driver_that_is_not_loaded_is_told(tmp_path) -> None:
 def test_asking_never_fails_and_a_host_without_a_driver_hears_nothing_of_gpus() -> None:
     assert isinstance(query_driver(), Driver)
     assert query_driver(python="/nowhere/python").gpus == ()
-    assert judge_gpus(replace(FACTS, driver=Driver())) == []
+    assert run_gpu_checks(replace(FACTS, driver=Driver())) == []
 
 
 def test_a_host_in_order_is_told_so_and_its_training_last() -> None:
     assert _warnings(FACTS) == {}
-    findings = judge(FACTS)
+    findings = run_checks(FACTS)
     assert [found.topic for found in findings][-2:] == ["GPU clocks", "training"]
     assert "580.1 for CUDA 13.0" in [found.fact for found in findings]
 
@@ -92,11 +94,11 @@ def test_each_obstacle_is_named_with_what_to_do() -> None:
     warnings = _warnings(replace(FACTS, driver=driver, torch=torch))
     for topic, words in {
         "NCCL": "install an official build",
-        "GPU peers": "no direct way between GPUs 0-1",
+        "GPU peers": "no peer access between GPUs 0-1",
         "GPU sharing": "MIG is on for GPU 1",
         "page-locked": "ulimit -l",
         "GPU clocks": "GPU 1 is slowed down by heat",
     }.items():
         assert words in warnings[topic]
     closed = replace(FACTS, driver=replace(FACTS.driver, gpus=(replace(GPU, exclusive=True),)))
-    assert "takes one process at a time" in _warnings(closed)["GPU sharing"]
+    assert "accepts one process at a time" in _warnings(closed)["GPU sharing"]

@@ -72,7 +72,7 @@ def test_an_elastic_function_inside_of_another_is_refused_by_name(tmp_path: Path
     ended = SmallAgent(train_inside, 2, folder=tmp_path).run()
     for said, steps in ended.results:
         assert said.startswith(
-            "phalanx.elastic: tune is decorated by elastic.run, and was called inside a function that is, too"
+            "phalanx.elastic: tune is decorated by elastic.run, and was called inside another such function"
         )
         assert "call tune without elastic.run" in said
         assert steps == 0

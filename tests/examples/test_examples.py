@@ -34,7 +34,7 @@ def test_the_report_names_the_straggler(tmp_path):
     run(tmp_path, launcher, "report.py", "--epochs", 1, "--samples", 896, "--delay", 0.008)
     page = (tmp_path / "out" / "report.html").read_text()
     assert re.search(r"Rank 1 waits \d+ % of each step for data: load in the background", page)
-    assert "is the straggler: it comes last to" in page
+    assert "is the straggler: it is last to reach" in page
     assert "Rank 1 on" in page
 
 

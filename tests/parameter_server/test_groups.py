@@ -298,7 +298,7 @@ def _refused(rank, folder):
                 server.optimizer.state_dict()
             with pytest.raises(RuntimeError, match=r"use its own load_state_dict\(\)"):
                 server.optimizer.load_state_dict({})
-            with pytest.raises(ValueError, match="was made without tables, and has no optimizer of it"):
+            with pytest.raises(ValueError, match="was made without tables, and has no optimizer for it"):
                 server.row_optimizer.param_groups.clear()
             for group, error, message in [
                 ({"params": [torch.zeros(2)]}, TypeError, "tensors with their names"),

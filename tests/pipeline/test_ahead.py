@@ -55,16 +55,16 @@ def test_a_frame_is_as_long_as_the_longest_message_so_far_in_that_mode_and_never
     known.note(edge, 700)
     known.note(other, MOST_BYTES + 64)
     assert known.length_of(edge) == HEADER_BYTES, "not before the step went well on all ranks"
-    known.learn()
+    known.end_step()
     assert (known.length_of(edge), known.length_of(other)) == (1024, HEADER_BYTES)
     known.begin(grad=False)
     assert known.length_of(edge) == HEADER_BYTES
     known.note(edge, 4096)
-    known.learn()
+    known.end_step()
     known.begin(grad=True)
     known.note(edge, 640)
     known.begin(grad=True)  # a step that failed before has taught nothing
-    known.learn()
+    known.end_step()
     assert known.length_of(edge) == 1024
 
 

@@ -262,7 +262,7 @@ def test_wrong_arguments_are_refused_on_entry_on_every_rank():
         "module": "TypeError: Pipeline: module must be an nn.Module, got function",
         "loss_fn": "TypeError: Pipeline: loss_fn must be a function, got float",
         "loss_reduction": "ValueError: Pipeline: loss_reduction must be one of 'mean', 'sum', got 'max'",
-        "few": "ValueError: Pipeline: 1 micro-batch cannot keep 2 ranks at work",
+        "few": "ValueError: Pipeline: 1 micro-batch cannot keep 2 ranks busy",
         "schedule": "ValueError: schedule must be one of",
         "layers": "ValueError: Pipeline: Sequential has 1 layer to cut between (0), too few for 2 stages",
         "numbers": "ValueError: Pipeline: balance [1, 2] is not 2 numbers of at least one layer that add up to 4",

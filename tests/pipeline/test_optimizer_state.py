@@ -229,7 +229,7 @@ def test_groups_of_stages_are_merged_by_place_or_by_parameter():
 
 def test_a_state_that_does_not_fit_is_reported_by_name():
     state = {"state": {0: {"exp_avg": torch.zeros(2)}}, "param_groups": [{"lr": 1.0, "params": [0, 1]}]}
-    assert "does not say which parameters it is of" in whole_names(state, None, ["a", "b", "c"])
+    assert "does not name its parameters" in whole_names(state, None, ["a", "b", "c"])
     assert whole_names(state, None, ["a", "b"]) == [["a", "b"]]
     assert "groups of [2] parameters in the state, [1] in all stages here" in whole_names(
         state, [["a"]], ["a", "b", "c"]
@@ -237,8 +237,8 @@ def test_a_state_that_does_not_fit_is_reported_by_name():
     shapes = {name: torch.Size([3]) for name in "abc"}
     _, problems = fit(state, [["a", "x"]], [ParamGroup({}, ["a", "c"])], shapes, ["a", "b", "c"])
     assert problems == [
-        "no state of c",
-        "a state of what the model does not have: x",
+        "no state for c",
+        "state for parameters that the model does not have: x",
         "a.exp_avg: (2,) in the state, (3,) here",
     ]
     two = {"state": {}, "param_groups": [{"lr": 1.0, "params": ["a"]}, {"lr": 2.0, "params": ["b"]}]}

@@ -48,10 +48,10 @@ def test_the_straggler_is_named_with_what_it_does_longer():
     ranks = [rank(0, parts={"waiting": 0.03}), rank(1, parts={"backward": 0.083}), rank(2, parts={"waiting": 0.03})]
     late = (Lateness(0, 10, 0.0), Lateness(1, 480, 0.028), Lateness(2, 10, 0.0))
     found = [text for text in texts(measured(*ranks, lateness=late)) if "straggler" in text]
-    assert found[0].startswith("Rank 1 on one is the straggler: it comes last to 96 % of the collectives")
+    assert found[0].startswith("Rank 1 on one is the straggler: it is last to reach 96 % of the collectives")
     assert "its backward takes longer (83.0 ms a step against 55.0 ms)" in found[0]
     busy = dataclasses.replace(ranks[1], preemptions_per_s=300.0)
-    assert "thrown off its core 300 times a second" in texts(measured(ranks[0], busy, ranks[2], lateness=late))[0]
+    assert "it is preempted 300 times a second" in texts(measured(ranks[0], busy, ranks[2], lateness=late))[0]
     far = dataclasses.replace(ranks[1], host="two")
     assert "two may be a slower machine" in texts(measured(ranks[0], far, ranks[2], lateness=late))[0]
 
@@ -66,7 +66,7 @@ def test_a_rank_is_a_straggler_only_where_it_does_something_longer(seed):
     late = (Lateness(0, 10, 0.0), Lateness(1, 480, 0.012))
     found = " ".join(texts(measured(*ranks, lateness=late)))
     noise = min(0.2, 0.004 * often)
-    assert ("Ranks are thrown off their cores" in found) == (apart < noise * step_s)
+    assert ("Ranks are preempted on their cores" in found) == (apart < noise * step_s)
     assert ("is the straggler" in found) == (apart >= max(0.05, noise) * step_s)
 
 
@@ -83,13 +83,13 @@ def test_a_few_noisy_steps_are_no_loss_that_rises(seed):
     [
         ((), ("one", "one"), "accumulate gradients"),
         ((), ("one", "two"), "phalanx.DiLoCo"),
-        ((CollectiveTimes("all_reduce", 64, 2, 10000, 1e-5, 1e-5, 1e6),), ("one", "one"), "put them together"),
+        ((CollectiveTimes("all_reduce", 64, 2, 10000, 1e-5, 1e-5, 1e6),), ("one", "one"), "combine them"),
     ],
 )
 def test_moving_data_takes_long(rows, hosts, advice):
     ranks = [rank(i, host=host, parts={"communication": 0.04}) for i, host in enumerate(hosts)]
     (text,) = texts(measured(*ranks, collectives=rows))
-    assert text.startswith("29 % of each step goes into moving data between ranks")
+    assert text.startswith("29 % of each step is communication between ranks")
     assert advice in text
 
 
@@ -150,7 +150,7 @@ def test_only_another_backend_keeps_no_record_of_what_ranks_sent():
         return [text for text in texts(measured(*ranks, num_matched=0, lateness=())) if "is not known" in text]
 
     assert said("phalanx") == said("cpu:phalanx,cuda:nccl") == []
-    assert said("gloo")[0].startswith("What ranks waited and sent is not known: the backend was gloo, and only")
+    assert said("gloo")[0].startswith("The waits and messages of ranks are unknown: the backend was gloo, and only")
 
 
 @pytest.mark.parametrize(

@@ -273,10 +273,10 @@ def test_a_worker_that_was_lost_while_it_was_looked_up_does_not_hide_the_next_on
     read = members.find("w1")
     assert read == dead
     members.forget(dead)
-    members.learn(WorkerAddress.from_json(dead.to_json()))
+    members.add(WorkerAddress.from_json(dead.to_json()))
     assert members.find("w1") is None
     store.set("name/w1", alive.to_json())
     assert members.find("w1") == alive
-    members.learn(WorkerAddress.from_json(alive.to_json()))
+    members.add(WorkerAddress.from_json(alive.to_json()))
     members.forget(alive)
     assert members.find("w1") is None

@@ -40,10 +40,10 @@ def test_without_a_cluster_of_several_there_is_nothing_to_find():
     ("cluster", "kind", "index", "words"),
     [
         ({"worker": TWO, "ps": ["a:1"]}, "worker", 0, "it has tasks 'ps': .* take ParameterServerStrategy"),
-        ({"worker": TWO}, "evaluator", 0, "this task is the evaluator, who takes no part"),
+        ({"worker": TWO}, "evaluator", 0, "this task is the evaluator, which does not train"),
         ({"worker": TWO}, "worker", 2, "task.index 2 is none of the 2 of 'worker'"),
         ({"worker": TWO}, "master", 0, "task.type must be 'chief' or 'worker', got 'master'"),
-        ({"worker": ["a", "b:c"]}, "worker", 0, "'a' is no 'host:port'; 'b:c' is no 'host:port'"),
+        ({"worker": ["a", "b:c"]}, "worker", 0, "'a' is not 'host:port'; 'b:c' is not 'host:port'"),
         ({"worker": "a:1"}, "worker", 0, "'worker' must be a list of 'host:port'"),
         ({"chief": TWO, "boss": []}, "chief", 0, "there are no tasks 'boss', .*; there is one chief at most"),
     ],
@@ -54,11 +54,11 @@ def test_what_has_no_meaning_here_is_refused(cluster, kind, index, words):
 
 
 def test_what_is_no_configuration_is_refused(monkeypatch):
-    for text, words in (("{", "TF_CONFIG is no JSON"), ("[]", "must be an object with a 'cluster' and a 'task'")):
+    for text, words in (("{", "TF_CONFIG is not JSON"), ("[]", "must be an object with a 'cluster' and a 'task'")):
         with pytest.raises(ValueError, match=words):
             read_tf_config("Test", text)
     monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": {"worker": TWO}, "task": {"type": "worker", "index": 0}}))
-    with pytest.raises(ValueError, match="TF_CONFIG is set, and servers and workers are not started by it here"):
+    with pytest.raises(ValueError, match="TF_CONFIG is set, which this strategy does not read"):
         strategies.ParameterServerStrategy()
 
 

@@ -210,7 +210,7 @@ def test_the_first_host_is_told_to_leave_and_the_others_go_on_in_the_same_proces
         ends = made.ended(leader, *({0, 1, 2} - {leader}))
     require_in_order(left, *ends)
     assert "with ranks 0, 1, leaves after this step (SIGTERM); 2 ranks on 2 hosts continue" in left.out
-    assert "the host that leads the job leaves (SIGTERM). The others choose another one" in ends[0].out
+    assert "the host that leads the job leaves (SIGTERM). The others elect another leader" in ends[0].out
     assert "finished" in ends[0].out
     started = re.findall(r"joined 2 as (\d) of 4", ends[0].out)  # of the others nobody was started again
     assert sorted(started) == sorted(re.findall(r"joined \d+ as (\d) of", ends[0].out)) == ["0", "1"]
@@ -351,8 +351,8 @@ def test_a_first_host_that_does_not_reach_the_one_that_leads_now_says_so_and_beg
         with noticed(made, nobody):
             end = made.ended_one(0)
     assert end.code == 1
-    assert f"is led by the host at {nobody}, which this host does not reach" in end.out
-    assert "open the way there (firewall), and type the command again" in end.out
+    assert f"is led by the host at {nobody}, which this host cannot reach" in end.out
+    assert "open the firewall to it, and type the command again" in end.out
     assert "joined 0" not in end.out
 
 
@@ -366,7 +366,7 @@ def test_a_first_host_that_trains_before_it_is_told_says_what_to_type(tmp_path: 
         made.start(0, 1)
         made.first.wait_joined(0, 0)
         with noticed(made, "10.77.0.2:41873"):
-            made.wait_for(0, "this one trains beside it. If it is the same, end this command and type: phalanx join 10")
+            made.wait_for(0, "this job trains too. If it is the same job, end this command and type: phalanx join 10")
         (end,) = made.finish(0)
     assert end.code == 0
 

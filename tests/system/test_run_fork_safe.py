@@ -98,7 +98,7 @@ def test_a_plugin_that_initialises_cuda_while_torch_is_imported_costs_the_early_
     driver = fake_driver.build(tmp_path / "driver", gpus=0)
     finished = run("--nproc-per-node", "1", script, env={**driver.environment, "PYTHONPATH": str(tmp_path)})
     assert finished.code == 0, finished.err
-    assert finished.err.count("CUDA was initialised (torch.cuda.is_initialized()) in the process from which") == 1
+    assert finished.err.count("CUDA was initialised (torch.cuda.is_initialized()) in the process that forks") == 1
     assert "Suspects: eager (eager:load). So each rank imports torch itself" in finished.err
     said = [line.split()[-2:] for _, line in finished.by_rank]
     (zygote,) = {parent for _, parent in said}

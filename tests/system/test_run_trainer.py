@@ -146,7 +146,7 @@ def _serve_a_setting(rank, world_size, store):
     torch.manual_seed(0)
     model = nn.Linear(2, 1)
     if world_size > 1:
-        with pytest.raises(ValueError, match=r"cannot be sent to them .*local object.* no lambda"):
+        with pytest.raises(ValueError, match=r"cannot be sent .*local object.* not a lambda"):
             strategy.setup(model, lambda parameters: Scaled(parameters, scale=0.5), F.mse_loss)
         with pytest.raises(ValueError, match=r"would lose its 'scale'"):
             strategy.setup(model, Scaled(model.parameters(), scale=0.5), F.mse_loss)

@@ -188,7 +188,7 @@ def test_who_waits_for_whom_and_who_is_stopped_is_said_without_a_change_in_the_s
         os.kill(seen["ranks"][2]["pid"], signal.SIGSTOP)
         wait_for(job, lambda seen: seen["ranks"][2]["state"] == "T")
         said = top(job).stdout
-        assert re.search(r"ranks 0, 2 wait in all_reduce #8 \(script\.py:9\) for .* s; rank 1 has not come to it", said)
+        assert re.search(r"ranks 0, 2 wait in all_reduce #8 \(script\.py:9\) for .* s; rank 1 has not reached it", said)
         assert re.search(r"^ +1 .* after all_reduce #7 \(script\.py:5\)$", said, re.MULTILINE)
         assert re.search(r"^ +2 .* stopped \(SIGSTOP or Ctrl-Z\)$", said, re.MULTILINE)
         running.process.send_signal(signal.SIGTERM)
@@ -269,7 +269,7 @@ def test_the_ranks_of_all_hosts_are_shown_on_the_first_and_no_job_is_said(tmp_pa
             assert "2 of 2 ranks running on 2 hosts" in said
             assert re.search(r"\(10\.77\.0\.2\): rank 1, \d+ MiB\n +1 ", said)
             there = top(second, before=machines[1].command).stdout
-            assert "Ranks of 1 other host are shown on the host that leads the job, the first one" in there
+            assert "Ranks of 1 other host are shown on the host that leads the job, usually the first" in there
             assert "1 of 2 ranks running on 2 hosts" in there
             over.touch()
             for job in jobs:

@@ -105,7 +105,7 @@ def test_a_hang_is_shown_with_who_does_not_come_until_ctrl_c_and_a_port_that_is_
     with start("run", "--nproc-per-node", "2", write_script(tmp_path, _HANG), stderr=subprocess.STDOUT) as job:
         job.read_until("running")
         with served(str(job.process.pid)) as (top, address):
-            now = read_until(address, "now", "has not come")
+            now = read_until(address, "now", "has not reached")
             assert ">stuck<" in now
             assert re.search(r"rank 0 waits in all_reduce #\d+", now)
             port = address.split(":")[2].split("/")[0]

@@ -152,7 +152,7 @@ def test_a_rank_that_the_test_loses_on_purpose_is_no_failure(fault):
 
 
 def test_a_rank_that_was_to_be_lost_must_not_return():
-    with pytest.raises(RankFailed, match="rank 1: was to be lost, but its function returned"):
+    with pytest.raises(RankFailed, match="rank 1: is in `lost`, but its function returned"):
         run_ranks(lambda *_: None, 2, init=False, lost=(1,))
 
 

@@ -16,12 +16,12 @@ def test_all_problems_are_told_at_once():
 
 
 def test_nccl_needs_no_option():
-    with pytest.raises(ValueError, match="engine is for CPU tensors: gloo, mpi; CUDA tensors go through NCCL unasked"):
+    with pytest.raises(ValueError, match="engine is for CPU tensors: gloo, mpi; CUDA tensors use NCCL in any case"):
         phalanx.Options(engine="nccl")
 
 
 def test_error_feedback_needs_something_that_rounds():
-    with pytest.raises(ValueError, match="error_feedback has no meaning without wire_dtype"):
+    with pytest.raises(ValueError, match="error_feedback has no effect without wire_dtype"):
         phalanx.Options(error_feedback=True)
 
 

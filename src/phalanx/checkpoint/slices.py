@@ -1,4 +1,4 @@
-"""Describe a tensor, of which each rank has a range in memory order, as boxes for torch.distributed.checkpoint.
+"""Describe each rank's range of a tensor as boxes, for torch.distributed.checkpoint.
 
 The shard of a ZeroRedundancyOptimizer is a range of elements in memory order, and starts and ends anywhere:
 
@@ -21,9 +21,9 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Box:
-    """`Box` is the elements `offsets` to `offsets + sizes` of a tensor.
+    """A `Box` is the elements `offsets` to `offsets + sizes` of a tensor.
 
-    They begin at position `start` of the range, in memory order.
+    `start` is the position of the first element in the range, in memory order.
     """
 
     offsets: tuple[int, ...]

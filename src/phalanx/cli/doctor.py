@@ -28,12 +28,12 @@ def command(ctx: click.Context, /, in_json: bool, **over_ssh: str | None) -> Non
         words = [f"--{name.replace('_', '-')}={value}" for name, value in over_ssh.items() if value]
         target = ["-m", "phalanx", "bench", "link", *(["--json"] if in_json else [])]
         ctx.exit(run_over_ssh([*words, "--remote-dir=/", "--nproc-per-node=1", *target]))
-    from phalanx._tools.doctor.checks import judge, would_train
+    from phalanx._tools.doctor.checks import run_checks, would_train
     from phalanx._tools.doctor.host import examine
     from phalanx._tools.doctor.report import as_json, as_text, print_table
 
     facts = examine()
-    findings = judge(facts)
+    findings = run_checks(facts)
     if in_json:
         click.echo(as_json(facts, findings))
     elif sys.stdout.isatty():

@@ -25,8 +25,7 @@ class DistributedSampler(torch_sampler.DistributedSampler[int]):
     """Assign every sample of a dataset to exactly one rank, once per epoch.
 
     It is a drop-in replacement for `torch.utils.data.DistributedSampler`: the same arguments, the same lengths, and
-    with `shuffle=False` the same indices. It is a subclass, so that `isinstance` with PyTorch's class is true. The
-    differences:
+    with `shuffle=False` the same indices. It is a subclass of PyTorch's class. The differences:
 
     - The shuffle is a keyed permutation that is computed on demand: an epoch over any number of samples starts at once
       and needs the memory of one block of indices. The order differs from PyTorch's.
@@ -34,18 +33,18 @@ class DistributedSampler(torch_sampler.DistributedSampler[int]):
       repeated, and ranks may differ by one sample.
     - Without `set_epoch` the epoch advances by itself: the k-th iteration is epoch k. `set_epoch(e)` makes the next
       iteration epoch e and the one after it e + 1. An iteration begins with its first index, not with `iter()`.
-      Ranks must therefore iterate alike; a loop in which a single rank reads a batch must call `set_epoch`.
+      So all ranks must iterate equally often; a loop in which a single rank reads a batch must call `set_epoch`.
     - `state_dict()` is the position of the whole job in samples, from which any number of ranks can continue.
     - Without a process group, in a process that no launcher started, it is a job of one rank: a script also runs alone.
     - Over a `phalanx.data.Stream` the order is the stream's own, in which its shards are read in sequence.
 
     Arguments:
         dataset: an object with a length, which is read once, here.
-        num_replicas: the number of ranks that share the data; None for that of the default process group.
-        rank: this process's rank; None for that in the default process group.
+        num_replicas: the number of ranks that share the data. Default: the size of the default process group.
+        rank: this process's rank. Default: its rank in the default process group.
         shuffle: False keeps the dataset's order.
         seed: the same on every rank; another seed gives another sequence of orders.
-        drop_last: leave out the remainder that does not divide by the number of ranks.
+        drop_last: leave out the samples that remain when the data is divided equally among the ranks.
         padding: repeat the first samples until all ranks have the same number; no effect with `drop_last`.
 
     Raises:
@@ -97,7 +96,7 @@ class DistributedSampler(torch_sampler.DistributedSampler[int]):
         self._pass = None
 
     def state_dict(self, consumed: int | None = None) -> dict[str, Any]:
-        """Return the position of the whole job: its epoch, and how many samples of it all ranks together have consumed.
+        """Return the position of the job: the epoch, and the number of its samples that all ranks have consumed.
 
         It is the same on every rank, if they are at the same step. (With `padding=False` a rank at the end of its
         partition reports the end of the epoch, even if rank 0 has one more batch: rank 0's position is the job's.)
@@ -145,9 +144,9 @@ class DistributedSampler(torch_sampler.DistributedSampler[int]):
             self._loader_pass = pass_of(loader, self, iterator, self._pass)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a position of `state_dict`, on any number of ranks: the next iteration is the rest.
+        """Continue from a position of `state_dict`, on any number of ranks; the next iteration has the rest.
 
-        No consumed sample is repeated and no other is left out; padding and `drop_last` apply to the rest.
+        No sample is repeated or left out; padding and `drop_last` apply to the rest.
 
         Raises:
             CheckpointError: `state` is not such a position, or belongs to other data or another order.

@@ -2,12 +2,12 @@
 
     forward     digest of the inputs, state of the generator before and after, NaN in the outputs
     backward    NaN in each gradient, before it is averaged
-    its end     digest of the parameters; one small all_gather; decide_warnings
+    step end    digest of the parameters; one small all_gather; decide_warnings
 
 A rank that cannot observe something raises no error: it joins the all_gather with its other observations.
 
-Ranks are certainly in step at one place only: at the end of a backward, when all of them have just averaged the same
-gradients. The all_gather is there, so that every rank joins it.
+The all_gather is at the end of a backward, the only place that all ranks are sure to reach together: they have just
+averaged the same gradients.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class FirstSteps:
         self._steps: list[StepObservations] = []
         self._reported: set[str] = set()
         self._unconfirmed: list[Mistake] = []  # the parameters differed in the last backward: the step after it decides
-        self._restores_parameters = False  # the parameters are moved for a backward, and restored before the step
+        self._restores_parameters = False  # the program changes parameters for a backward, and restores them
         self._optimizers = OptimizerWatch(parameters)
         self._begin_step()
 
@@ -176,7 +176,7 @@ class FirstSteps:
 
 def warn_of(text: str) -> None:
     """Log the warning `text`."""
-    _logger.warning("DistributedDataParallel: %s. (check=False watches nothing.)", text)
+    _logger.warning("DistributedDataParallel: %s. (check=False turns these checks off.)", text)
 
 
 def _digest_each(parameters: Sequence[Tensor]) -> Tensor:

@@ -3,7 +3,7 @@
 can_observe     no functorch level, no trace, no fake tensors: operators compute real values
 outside_modes   no dispatch mode, function mode or subclass sees our operators
 elements_of     only plain, strided, dense tensors with memory, as a view
-invisible       all of this for a method of a watch, whose first error ends the watch and not the program
+invisible       a decorator for methods of a watch, with all of this; an error disables the watch, and is not raised
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`DistributedDataParallel`, the wrapper for data parallel training."""
+"""Wrap a module for data parallel training: `DistributedDataParallel`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ tree_map: Any = find(
 )
 _backward_number: Any = find(
     "torch._C._current_graph_task_id",
-    loses="a forward inside of a backward (checkpointing), or after one that failed, is not known to be one",
+    loses="a forward inside of a backward (checkpointing), or after a failed backward, is not detected",
     instead=lambda: -1,
 )
 
@@ -48,12 +48,12 @@ _PREFIX = "module."
 class DistributedDataParallel(JoinInterface, TorchInterface):
     """Train one model on many ranks: each rank computes its own batch's gradients, and backward averages them.
 
-    It replaces `torch.nn.parallel.DistributedDataParallel`, over any backend of `torch.distributed`. On `"phalanx"`
+    Replaces `torch.nn.parallel.DistributedDataParallel`, over any backend of `torch.distributed`. On `"phalanx"`
     gradients are in memory that the ranks share, and are reduced there. All ranks construct it together, with the same
     model; all ranks get rank 0's parameters and buffers.
 
     Arguments are PyTorch's, with these differences. `gradient_as_bucket_view` defaults to True: `.grad` is a view of a
-    bucket, which replaces a `.grad` that you assigned, and which the next backward overwrites unless you keep a
+    bucket, which replaces a `.grad` that you assigned, and which the next backward overwrites unless you have a
     reference to it. `batched_grad_copy`, `lazy_bucket_allocation` and `dim` have no effect. An unsupported argument
     is an error that names it. Gradients are averaged once per backward, not once per forward: two forwards followed
     by their two backwards give the correct mean.
@@ -63,7 +63,7 @@ class DistributedDataParallel(JoinInterface, TorchInterface):
 
     Two arguments are additions of Phalanx. With `sync_batchnorm=True` BatchNorm layers normalize over all ranks'
     batches (`phalanx.SyncBatchNorm`); with "auto" they do so if a rank's first batch has fewer than 16 samples, which
-    is logged. With `check` the wrapper looks for common mistakes in the first 3 steps (for example, that every rank
+    is logged. With `check` the wrapper detects common mistakes in the first 3 steps (for example, that every rank
     reads the same batch), and logs one warning for each on rank 0; `phalanx docs mistakes` lists them. False turns
     this off.
 
@@ -201,12 +201,12 @@ class DistributedDataParallel(JoinInterface, TorchInterface):
         )
 
     def regroup(self, process_group: dist.ProcessGroup) -> None:
-        """Continue in another group, with the same module, and without gradients. All ranks of `process_group` call it.
+        """Continue in another group, with the same module, without gradients. All ranks of `process_group` call this.
 
-        The order of gradients and a static graph are learnt again, since new ranks do not know them. The caller
+        The order of gradients and a static graph are recorded again, since new ranks do not know them. The caller
         synchronises parameters and buffers. Of a comm hook's state only its `process_group` is changed.
 
-        Cost: that of the construction, without its broadcast.
+        Cost: as the constructor, without its broadcast.
         """
         old, self.process_group = self.process_group, process_group
         self._reducer.close()
@@ -242,7 +242,7 @@ class DistributedDataParallel(JoinInterface, TorchInterface):
 
     @untraced
     def _before_forward(self, inputs: object) -> bool | None:
-        """Return whether this forward's backward averages gradients; None for a forward that does not decide it."""
+        """Return whether the backward after this forward averages gradients; None if this forward does not decide."""
         reducer = self._reducer
         if reducer.in_backward and _backward_number() != -1:
             return None  # checkpointing runs the forward again during its backward
@@ -301,7 +301,7 @@ class DistributedDataParallel(JoinInterface, TorchInterface):
     def no_sync(self) -> Iterator[None]:
         """Accumulate the gradients of forwards inside on this rank only; the first backward outside averages the sum.
 
-        The forward, not only the backward, must be inside: it decides the kind of its backward.
+        The forward must be inside, too: it decides whether its backward averages.
         """
         before = self.require_backward_grad_sync
         self.require_backward_grad_sync = False
@@ -332,7 +332,7 @@ class DistributedDataParallel(JoinInterface, TorchInterface):
         """Make `hook(state, bucket)` combine each bucket instead of all_reduce; it returns a future of a tensor.
 
         This is PyTorch's interface, and most hooks of torch.distributed.algorithms.ddp_comm_hooks work. Gradients are
-        not divided by the number of ranks before the hook sees them. Call it once per module, before the first
+        not divided by the number of ranks before the hook sees them. Call this once per module, before the first
         backward.
 
         Raises:
@@ -345,7 +345,7 @@ class DistributedDataParallel(JoinInterface, TorchInterface):
             raise RuntimeError("register_comm_hook can only be called once per module")
         sparse = [bucket.slots[0].name for bucket in self.plan.buckets if bucket.sparse]
         if sparse:
-            raise RuntimeError(f"register_comm_hook: {sparse[0]!r} has sparse gradients, which hooks are not given")
+            raise RuntimeError(f"register_comm_hook: {sparse[0]!r} has sparse gradients, which hooks do not support")
         self._comm_hook = (state, hook)
         self._reducer.use_exchange(HookExchange(state, hook, lambda: len(self.plan.buckets)))
 
@@ -357,7 +357,7 @@ class DistributedDataParallel(JoinInterface, TorchInterface):
         """
         if assign:
             raise ValueError(
-                "load_state_dict(assign=True) would replace parameters that the buckets were planned for: load into "
+                "load_state_dict(assign=True) would replace the parameters of the buckets: load into "
                 "the module first, then wrap it"
             )
         if _is_bare(self.module.state_dict().keys(), state_dict.keys()):
@@ -366,7 +366,7 @@ class DistributedDataParallel(JoinInterface, TorchInterface):
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
-            "DistributedDataParallel can't be pickled or copied: it holds a process group and memory shared with other "
+            "DistributedDataParallel can't be pickled or copied: it has a process group and memory shared with other "
             "ranks. Save ddp.state_dict(), or pickle or copy ddp.module"
         )
 
@@ -377,7 +377,7 @@ def _accumulates(ddp: weakref.ref[DistributedDataParallel]) -> bool:
 
 
 def _is_bare(own: Collection[str], keys: Collection[str], prefix: str = "") -> bool:
-    """Return whether a state's keys after `prefix` are the module's `own`, without `module.` in front.
+    """Return whether a state's keys after `prefix` are the module's `own` keys, without `module.` in front.
 
     A wrapped module may have its own child named `module`, so one key alone does not decide.
     """
@@ -386,7 +386,7 @@ def _is_bare(own: Collection[str], keys: Collection[str], prefix: str = "") -> b
 
 
 def _restore_prefix(ddp: DistributedDataParallel, state_dict: dict[str, Any], prefix: str, *_unused: Any) -> None:
-    """Accept both kinds of keys also through a module that contains the wrapper."""
+    """Accept both kinds of keys when a module that contains the wrapper loads a state."""
     own = ddp.module.state_dict().keys()
     if _is_bare(own, state_dict.keys(), prefix):
         bare = {key: state_dict.pop(prefix + key) for key in own if prefix + key in state_dict}
@@ -397,7 +397,7 @@ _REFUSED = {
     "delay_all_reduce_named_params": "it belongs to PyTorch's internal use; leave parameters out by freezing them",
     "param_to_hook_all_reduce": "it belongs to PyTorch's internal use",
     "mixed_precision": "use torch.autocast around forward, and the hook bf16_compress_hook to send fewer bytes",
-    "skip_all_reduce_unused_params": "whole buckets travel; parameters that are never used are better frozen",
+    "skip_all_reduce_unused_params": "whole buckets are sent; freeze parameters that are never used",
 }
 
 _HOOKS = "torch.distributed.algorithms.ddp_comm_hooks."
@@ -405,14 +405,14 @@ _HOOKS = "torch.distributed.algorithms.ddp_comm_hooks."
 _REFUSED_HOOKS = {
     _HOOKS + "mixed_precision_hooks": "it is a part of PyTorch's own DistributedDataParallel(mixed_precision=...). "
     "Use torch.autocast around forward, and bf16_compress_hook to send fewer bytes",
-    _HOOKS + "ddp_zero_hook": "it looks into PyTorch's own reducer, to hide the time of a broadcast. Use "
+    _HOOKS + "ddp_zero_hook": "it uses PyTorch's reducer, to hide the time of a broadcast. Use "
     "phalanx.ZeroRedundancyOptimizer without it: on one host it broadcasts nothing",
     _HOOKS + "optimizer_overlap_hooks": "it steps optimizers inside backward, through PyTorch's own reducer. Call the "
     "optimizer's step() after backward",
 }
 _NEEDS_NCCL = {
-    _HOOKS + "quantization_hooks": "it takes all_gather's future apart as NCCL lays it out, and fails on every other "
-    "backend, with PyTorch's DistributedDataParallel too. Use bf16_compress_hook on Gloo, and on 'phalanx' "
+    _HOOKS + "quantization_hooks": "it expects the future of NCCL's all_gather, and fails on every other backend, "
+    "with PyTorch's DistributedDataParallel too. Use bf16_compress_hook on Gloo, and on 'phalanx' "
     "phalanx.Options(wire_dtype=torch.bfloat16)",
 }
 _RESIZES = {
@@ -425,7 +425,7 @@ def refuse_hook(hook: Callable[..., Any], backend: str) -> None:
 
     Raises:
         TypeError: `hook` is not a function.
-        ValueError: `hook` is one of those; the message names an alternative.
+        ValueError: `hook` cannot work here; the message names an alternative.
     """
     if not callable(hook):
         raise TypeError(f"Communication hook must be callable, got {type(hook).__name__}")

@@ -95,6 +95,7 @@ def plan_buckets(
     The parameter that reaches the cap completes a bucket; the k-th bucket of a dtype and device has the k-th of
     `caps_mb` (MiB), and the last cap is also that of all later buckets. A gradient of `alone_bytes` or more has its own
     bucket. Buckets are numbered in the order in which their last gradients become ready.
+
     Raises:
         ValueError: a cap is not a positive number, or `order` is not a permutation of the parameters.
 

@@ -1,4 +1,4 @@
-"""Take a value apart into bytes and tensors, and put it together: a tensor with two names stays one tensor."""
+"""Split a value into bytes and tensors, and rebuild it; a tensor with two names stays one tensor."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class Frozen(NamedTuple):
-    """A `Frozen` is a value that `freeze` has taken apart; `data` names each tensor by its number in `tensors`."""
+    """A `Frozen` is the result of `freeze`; `data` refers to each tensor by its index in `tensors`."""
 
     data: bytes
     tensors: list[Tensor]
@@ -22,7 +22,7 @@ def freeze(value: Any, named: Callable[[], Mapping[int, str]] = dict) -> Frozen:
     """Split `value` into bytes and tensors without copying tensors. A tensor in `named` (name by id) becomes its name.
 
     Raises:
-        TypeError, AttributeError, PicklingError: something in it cannot be pickled.
+        TypeError, AttributeError, PicklingError: a part of the value cannot be pickled.
     """
     file = io.BytesIO()
     pickler = _Pickler(file, named)
@@ -58,7 +58,7 @@ class _Pickler(pickle.Pickler):
         if id(value) in self._names:
             return _named, (self._names[id(value)],)
         if type(value) is not Tensor or value.layout is not torch.strided or value.is_quantized:
-            return NotImplemented  # torch pickles it in its own way, among the bytes
+            return NotImplemented  # torch pickles it into `data`
         self.tensors.append(value.detach())
         return _tensor, (len(self.tensors) - 1, value.requires_grad)
 

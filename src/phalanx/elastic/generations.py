@@ -11,9 +11,9 @@ from phalanx.errors import PhalanxError
 
 @dataclass(frozen=True)
 class GenerationNotice:
-    """A `GenerationNotice` announces one membership of the job.
+    """A `GenerationNotice` announces a generation: a membership of the job.
 
-    `environment` holds the variables with which a rank of that generation would be started in this slot.
+    `environment` has the variables that a rank of that generation in this slot is started with.
     """
 
     number: int
@@ -40,7 +40,7 @@ class JobEndedError(PhalanxError):
 
 
 class LeaveError(PhalanxError):
-    """The host of this rank leaves the job, which continues without it: this rank ends, and nobody waits for it."""
+    """The host of this rank leaves the job, which continues without it: this rank ends, and no rank waits for it."""
 
 
 class NoGenerationError(PhalanxError):
@@ -63,13 +63,13 @@ class RankLoss:
 
 
 class Generations(Protocol):
-    """`Generations` is this rank's connection to the process that decides."""
+    """`Generations` is this rank's connection to the launcher."""
 
     def report(self, loss: RankLoss) -> None:
         """Report that this rank has lost a peer and waits."""
 
     def next_generation(self, after: int, timeout_s: float) -> GenerationNotice:
-        """Wait for a generation later than `after`, as long as the launcher says that there may be one.
+        """Wait for a generation later than `after`, while the launcher reports that one may follow.
 
         Raises:
             JobEndedError: there will be no later generation, and this rank should save its state.

@@ -1,4 +1,4 @@
-"""`run` calls a function until it has completed on every rank, whichever ranks are lost meanwhile."""
+"""`run` calls a function until it has completed on every rank, even if ranks are lost."""
 
 from __future__ import annotations
 
@@ -63,22 +63,22 @@ def run(
         train(state)
 
     `train(state)` returns what the function returns, once it has returned on all ranks. When a rank is lost, the
-    current operation fails on the others. The error ends the function, the group is formed again, all ranks go back to
-    the latest step that one of them completed, and the function is called again. Nothing else is repeated: neither the
+    current operation fails on the others. The error ends the function, a new group is formed, all ranks roll back to
+    the latest step that any of them completed, and the function is called again. Nothing else is repeated: neither the
     script nor objects made outside the function. Without `phalanx run` the function is called once.
 
     Arguments:
         min_ranks: with fewer ranks the job waits, with its state in memory.
         wait_s: how long the job waits before it ends.
-        checkpoint: the file into which `state.state_dict()` is saved before that end.
+        checkpoint: the file in which `state.state_dict()` is saved before the job ends.
         membership: the source of membership decisions; by default the agent of `phalanx run`.
 
     `sys.exit(0)` in the function returns from it, and ends the process once all ranks have returned. So does
     `sys.exit(75)`, by which all ranks ask to be started again later (EX_TEMPFAIL). Any other exit code counts as the
     loss of the rank that calls it.
 
-    The loss of a rank in a script's second `elastic.run` ends the job: its replacement would start the script in a run
-    that the others have finished. Put the runs into one function.
+    The loss of a rank in a script's second `elastic.run` ends the job: its replacement would start with the first run,
+    which the others have finished. Put the runs into one function.
 
     Raises:
         Exception: any error of the function that is not the loss of a peer.
@@ -93,7 +93,7 @@ def run(
         @functools.wraps(train)
         def start(*given: Any) -> _Result:
             if given not in ((), (state,)):
-                raise TypeError(f"{train.__name__} trains the state that was passed to phalanx.elastic.run, no other")
+                raise TypeError(f"{train.__name__} trains only the state that was passed to phalanx.elastic.run")
             return ElasticJob(state, membership, min_ranks, wait_s, checkpoint).run(train)
 
         return start
@@ -124,8 +124,8 @@ class ElasticJob:
             return train(self._state)
         if _running is not None:
             raise RuntimeError(
-                f"phalanx.elastic: {_name(train)} is decorated by elastic.run, and was called inside a function that "
-                "is, too. After a loss the outer function is called again, and a replacement would receive only the "
+                f"phalanx.elastic: {_name(train)} is decorated by elastic.run, and was called inside another such "
+                "function. After a loss the outer function is called again, and a replacement would receive only the "
                 "outer state.\n"
                 f"Put the inner state's objects into the outer state, and call {_name(train)} without elastic.run."
             )
@@ -236,7 +236,7 @@ class ElasticJob:
         """Wait until this rank is in the group of a later generation, with the state to resume from.
 
         Raises:
-            `cause`, or the error of a later generation: there will be no other.
+            `cause`, or the error of a later generation: no other generation will be formed.
         """
         generation: GenerationNotice | None = None
         if loss is not None:

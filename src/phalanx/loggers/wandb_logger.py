@@ -11,7 +11,7 @@ from phalanx.loggers.interface import Logger, Params, as_scalar, require_install
 
 
 class WandbLogger(Logger):
-    """Log into a run of wandb: one of your own (`run=wandb.init(...)`), or one that is begun at the first call.
+    """Log into a run of wandb: your own (`run=wandb.init(...)`), or a new run, begun at the first call.
 
     Arguments:
         run: a run that `wandb.init` has returned; it is not finished at the end.

@@ -12,7 +12,7 @@ _WORDS_APART = 16  # in 64-bit words: each rank's word has cache lines of its ow
 
 
 class RankWords:
-    """`RankWords` has a word for each rank of `group`, and one for all, initially 0. All ranks create it together.
+    """`RankWords` has a word for each rank of `group`, and a common word, all 0 at first. All ranks create it together.
 
     A rank that reads a word sees everything written before the word (csrc/word.h); plain stores of a tensor's elements
     keep that order on x86, but not necessarily on ARM.
@@ -20,7 +20,7 @@ class RankWords:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._rank, self._world_size = group.rank(), group.size()
-        count = (self._world_size + 1) * _WORDS_APART  # the last is for all
+        count = (self._world_size + 1) * _WORDS_APART  # the last is the common word
         self._words: Tensor = shared_empty(count, dtype=torch.int64, group=group, owner=0)
         if self._rank == 0:
             self._words.zero_()

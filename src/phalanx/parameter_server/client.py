@@ -29,8 +29,8 @@ from phalanx.rpc import current, rpc_async
 class Pulled(Mapping[str, Tensor]):
     """`Pulled` has the values for one step by name; for a table, the rows of the requested ids, in the ids' shape.
 
-    The values require gradients; `ParameterServer.push` sends them. `staleness` is how many steps the slowest trainer
-    is behind.
+    The values require gradients; `ParameterServer.push` sends them. `staleness` is the number of steps that the slowest
+    trainer is behind.
     """
 
     staleness: int
@@ -73,7 +73,7 @@ class ParameterServer:
         row_optimizer: makes the optimizer of tables; it must accept sparse gradients (SparseAdam, SGD, Adagrad).
             Default: `optimizer`.
         synchronous: see above.
-        max_staleness: the limit of asynchronous training, in steps; None is no limit.
+        max_staleness: the limit of asynchronous training, in steps; None: no limit.
         reduction: "mean" or "sum" over the trainers of a synchronous step.
         replicate: keep a replica of each shard on the next server, preferably of another host, which takes over when
             the first is lost. Default: True if there are several servers.
@@ -168,7 +168,7 @@ class ParameterServer:
         attached = self._on_all(requests.attach, [(self._trainer, me.uid, described)] * len(self._servers))
         # The replacement of a lost trainer repeats the step that not all servers have received; the others ignore it.
         clocks = [clock for clock, _ in attached]
-        if max(clocks) > min(clocks) + 1:  # a push goes to all shards, so they differ by one step at most
+        if max(clocks) > min(clocks) + 1:  # a push goes to all shards, so their steps differ by one at most
             raise PhalanxError(  # not a PeerLostError, which elastic.run would survive, only to return here
                 f"ParameterServer {name!r}: trainer {self._trainer!r} has pushed {max(clocks)} steps, and shard "
                 f"{clocks.index(min(clocks))} has {min(clocks)} of them: {_describe_loss(self._spec.replicate)}"
@@ -199,7 +199,9 @@ class ParameterServer:
 
     def _optimizer_of(self, kind: str) -> ServerOptimizer:
         if kind not in self._optimizers:
-            raise ValueError(f"ParameterServer {self._spec.name!r} was made without {kind}, and has no optimizer of it")
+            raise ValueError(
+                f"ParameterServer {self._spec.name!r} was made without {kind}, and has no optimizer for it"
+            )
         return self._optimizers[kind]
 
     def _groups_of(self, kind: str) -> list[Group]:
@@ -286,7 +288,7 @@ class ParameterServer:
 
         Return the norm before clipping if `max_norm` is given, else None.
 
-        Shape: any; that of what was pulled. Of the norm ().
+        Shape: the gradients as the pulled values; the norm ().
         Cost: clipping a synchronous step of several trainers takes two more calls to each server, after the last
         trainer's push.
 
@@ -437,14 +439,14 @@ class ParameterServer:
 
 
 def _add_nothing(*_: Any) -> None:
-    """Add no group: the optimizer is only tried out."""
+    """Add no group: the optimizer is only tested."""
 
 
 def _describe_loss(replicate: bool) -> str:
     """Return why a shard was created again, and what to do."""
     if replicate:
         return (
-            "the server that had it and the one with its copy are both lost, and it was created again.\nResume from a "
+            "its server and its replica's server are both lost, and it was created again.\nResume from a "
             "checkpoint. Servers on more hosts are less likely to be lost together."
         )
     return (
@@ -461,7 +463,7 @@ def find_problems(servers: tuple[str, ...], trainers: tuple[str, ...], me: str, 
     problems = []
     for what, workers in (("servers", servers), ("trainers", trainers)):
         if not workers or len(set(workers)) != len(workers):
-            problems.append(f"{what} must be names of workers, one or more, each once, got {workers}")
+            problems.append(f"{what} must be one or more different names of workers, got {workers}")
     if me not in trainers:
         problems.append(f"this worker is {me!r}, which is not among the trainers {trainers}")
     if not any(groups.values()):
@@ -487,7 +489,7 @@ def find_wrong_tensors(kind: str, values: Mapping[str, Tensor], known: Mapping[s
 
 
 def try_optimizer(what: str, make: MakeOptimizer, *, sparse: bool) -> list[str]:
-    """Make a trial step, so that an unusable optimizer is reported here and not by a server."""
+    """Run a trial step, so that an unusable optimizer is reported here and not by a server."""
     parameter = torch.nn.Parameter(torch.ones(2, 2))
     grad = torch.ones(2, 2)
     parameter.grad = grad.to_sparse(1) if sparse else grad
@@ -497,7 +499,7 @@ def try_optimizer(what: str, make: MakeOptimizer, *, sparse: bool) -> list[str]:
             make([parameter]).step()
     except Exception as error:  # any error of a user's optimizer
         kind = "gradients of rows" if sparse else "gradients"
-        return [f"{what} {make!r} makes no step with {kind}: {summary_of(error)}"]
+        return [f"{what} {make!r} cannot step with {kind}: {summary_of(error)}"]
     return []
 
 
@@ -581,8 +583,8 @@ class ShardCalls:
         tried = self._ring(index)
         members = (current.agent().membership.find(one) for one in tried)
         raise PeerLostError(
-            f"ParameterServer {self._name!r}: shard {index} is lost: none of the servers {', '.join(tried)} that "
-            "could have it has a copy.\nResume from a checkpoint.",
+            f"ParameterServer {self._name!r}: shard {index} is lost: none of its servers, {', '.join(tried)}, has "
+            "a copy.\nResume from a checkpoint.",
             ranks=tuple(one.info.id for one in members if one is not None),
         ) from cause
 
@@ -615,12 +617,12 @@ class ShardCalls:
     def _explain_missing(self, users: list[str], error: DeadlineError) -> DeadlineError:
         """Return an error that says why there is no shard: `users` have not closed the previous one of this name."""
         if not users:
-            fact = f"trainer {self._first!r}, whose values it begins with, has not made it."
+            fact = f"trainer {self._first!r}, whose initial values it needs, has not constructed it."
         elif self._trainer in users:
             return error
         else:
             fact = (
-                f"{self._trainer!r} has closed the one before of this name, and {', '.join(map(repr, users))} "
+                f"{self._trainer!r} has closed the previous one of this name, and {', '.join(map(repr, users))} "
                 f"{'has' if len(users) == 1 else 'have'} not. Close it in all trainers, or give this another name."
             )
         return DeadlineError(f"ParameterServer {self._name!r}: {fact}\n{error}")

@@ -1,8 +1,8 @@
 """Update BatchNorm's running statistics once per step of a pipeline, from the whole mini-batch.
 
 In training every micro-batch is normalized by its own statistics: the whole mini-batch's are known only after its last
-micro-batch, and waiting for it would defeat the pipeline. The running statistics for evaluation, though, are those of a
-model that gets the mini-batch at once: one update per step, with mean and variance of all its values (as in GPipe). A
+micro-batch, and waiting for it would defeat the pipeline. The running statistics for evaluation are still updated
+once per step, with mean and variance of all values of the mini-batch (as in GPipe). A
 layer that forward calls twice gets two updates, one after the other.
 """
 
@@ -21,7 +21,7 @@ from phalanx._base.torch_names import find
 # torch has no public name for any BatchNorm.
 _BatchNorm: Any = find(
     "torch.nn.modules.batchnorm._BatchNorm",
-    loses="a Pipeline knows PyTorch's own BatchNorm layers alone",
+    loses="a Pipeline recognizes only PyTorch's own BatchNorm layers",
     instead=nn.BatchNorm1d,
 )
 
@@ -30,7 +30,7 @@ _Seen = list[tuple[float, Tensor, Tensor]]
 
 
 class MiniBatchStatistics:
-    """`MiniBatchStatistics` handles some stages' BatchNorm layers, except those whose class has its own forward."""
+    """`MiniBatchStatistics` updates some stages' BatchNorm layers, except those whose class overrides `forward`."""
 
     def __init__(self, module: nn.Module, replicas: dist.ProcessGroup | None = None) -> None:
         """Find the layers of `module`; `replicas` are ranks with the same layers, whose mini-batches count as one."""
@@ -43,7 +43,7 @@ class MiniBatchStatistics:
             and layer.track_running_stats
             and layer.running_mean is not None
         ]
-        self._seen: dict[nn.Module, list[_Seen]] = {}  # the statistics of each call that a forward makes of the layer
+        self._seen: dict[nn.Module, list[_Seen]] = {}  # for each call of the layer in a forward
 
     def buffers(self) -> set[int]:
         """Return the ids of the running statistics, which `update` gives the same bits on all replicas."""
@@ -71,7 +71,7 @@ class MiniBatchStatistics:
                 hook.remove()
 
     @contextmanager
-    def unnoticed(self) -> Iterator[None]:
+    def paused(self) -> Iterator[None]:
         """Stop recording during the block: a micro-batch is run a second time."""
         seen, self._seen = self._seen, {}
         try:

@@ -218,7 +218,7 @@ class Executor:
         pending = stage.in_flight[micro_batch]
         began = time.perf_counter()
         if pending.recompute:
-            with work.statistics.unnoticed():
+            with work.statistics.paused():
                 stage.recompute(micro_batch)
         assert self._step.schedule is not None
         is_last = self._step.schedule.last_backward.get(stage.index) == micro_batch

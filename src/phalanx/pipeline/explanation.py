@@ -15,7 +15,7 @@ _COLUMNS = 400  # the widest useful drawing
 _STYLES = {"F": "black on cyan", "B": "black on green", "I": "black on green", "W": "black on yellow"}
 _LIGHTNESS = {"F": 72, "B": 48, "I": 48, "W": 60}
 _HUES = {"F": 0, "B": 2, "I": 2, "W": 3}
-_CHUNKS = 3  # number of stages of a rank with colours of their own; further stages repeat them
+_CHUNKS = 3  # stages of a rank with different colours; further stages repeat them
 
 
 def ideal(schedule: PipelineSchedule, backward: float = 2.0) -> Timeline:
@@ -58,7 +58,7 @@ def grid(
                 line.append(("." * (begin - at), "."))
             begin = max(begin, at)
             if span.action == failed:
-                end = max(end, begin + 2)  # visible however short
+                end = max(end, begin + 2)  # at least two columns
             width = end - begin
             if width <= 0:
                 continue

@@ -98,7 +98,7 @@ def check_arguments(
             raise ValueError(f"Pipeline: {name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
     if schedule != "gpipe" and micro_batches < ranks:
         raise ValueError(
-            f"Pipeline: {micro_batches} micro-batch{'es' * (micro_batches != 1)} cannot keep {ranks} ranks at work: "
+            f"Pipeline: {micro_batches} micro-batch{'es' * (micro_batches != 1)} cannot keep {ranks} ranks busy: "
             f"schedule {schedule!r} needs one for each rank, and the bubble is short with four for each. Raise "
             "micro_batches, or use schedule 'gpipe', which accepts any number."
         )
@@ -107,7 +107,7 @@ def check_arguments(
 def find_groups(
     mesh: DeviceMesh | None, process_group: dist.ProcessGroup | None
 ) -> tuple[dist.ProcessGroup, dist.ProcessGroup | None]:
-    """Return the ranks of this pipeline, and those with this rank's stages in others, if the mesh has replicas.
+    """Return the group of this pipeline, and if the mesh has replicas, the group of ranks with the same stages.
 
     Raises:
         ValueError: the mesh has other axes, or this rank is not in the group.
@@ -158,8 +158,8 @@ class Pipeline(StageModule):
         example: a micro-batch, or a tuple or dict of arguments. Arguments of `forward` that have a default can be given
             to `step` if they are in it; else the default is traced.
         outputs: which ranks get the result of an evaluation: the rank of the last stage, or all.
-        mesh: a mesh with an axis "pipeline" and, if there are several pipelines, one "data" (`phalanx.mesh`): then
-            gradients are averaged over it.
+        mesh: a mesh with an axis "pipeline" and, if there are several pipelines, an axis "data", over which
+            gradients are averaged (`phalanx.mesh`).
         process_group: the ranks, if there is no mesh; default all.
         device: the device of this rank's stages. Default: the model's device; the CPU if that is the meta device.
         init_fn: called with name and tensor for each tensor on the meta device whose module has no `reset_parameters`.
@@ -234,7 +234,7 @@ class Pipeline(StageModule):
             own.to(device)
         self._set_own(own)
         dist.all_gather_object(left, (without, PipelineNumbers.next), group=self._group)
-        # names of all ranks, so that all refuse a step
+        # the names from all ranks, so that every rank refuses a step
         self._without_values = [name for names, _ in left for name in names]
         number = PipelineNumbers.reserve(number for _, number in left)
         self._device = next((t.device for t in (*own.parameters(), *own.buffers())), torch.device(device or "cpu"))
@@ -269,8 +269,7 @@ class Pipeline(StageModule):
         All ranks call it. The first needs the model's arguments, the last the target; others may pass None.
 
         Shape: inputs and targets (N, ...), the loss ().
-        Cost: beside the model's own work, a message per micro-batch and cut; the message has no data if ranks share
-        memory.
+        Cost: besides the model's own work, a message per micro-batch and cut, without data if the ranks share memory.
 
         Raises:
             ValueError: inputs and targets have different numbers of rows or none; a shape differs between
@@ -302,7 +301,7 @@ class Pipeline(StageModule):
         Shape: as the model's; of a mini-batch (N, ...).
 
         Raises:
-            ValueError, TypeError, PhalanxError: as of `step`; or results of micro-batches can't be put together.
+            ValueError, TypeError, PhalanxError: as for `step`; or results of micro-batches cannot be joined.
         """
         self._require_usable()
         rows: dict[int, int] = {}
@@ -334,7 +333,7 @@ class Pipeline(StageModule):
     def _run_actions(
         self, args: Sequence[Any], kwargs: dict[str, Any], finish: Callable[[], Callable[..., Any]], *, grad: bool
     ) -> tuple[StepWork, Exception | None]:
-        """Run this rank's actions of a step; return its work, and the error, if any, on which the ranks must agree."""
+        """Run this rank's actions of a step; return its work, and the error, if any, that the ranks must agree on."""
         work = StepWork(
             training=self.training,
             grad=grad,
@@ -379,7 +378,7 @@ class Pipeline(StageModule):
             with self._step_end.together():
                 # this waits until all ranks have completed their part: a failed rank receives no messages
                 self._wire.wait_sent()
-            self._wire.learn()
+            self._wire.end_step()
             return loss
         except BaseException as failure:
             self._step.give_reason(failure)
@@ -412,7 +411,7 @@ class Pipeline(StageModule):
         if not self._step.may_start:
             raise ClosedError(
                 f"Pipeline: an earlier step failed ({self._step.reason or 'it was interrupted'}), and its messages may "
-                "still be in flight. Make a new Pipeline, of a new process group if a rank was lost."
+                "still be in flight. Make a new Pipeline, with a new process group if a rank was lost."
             )
         if self._without_values:
             raise RuntimeError(
@@ -474,7 +473,7 @@ class Loss:
     def __init__(self, loss_fn: Callable[..., Tensor] | None, *, mean: bool) -> None:
         """Compute with `loss_fn`.
 
-        With `mean` it is a mean over samples, so each micro-batch is weighted by its rows.
+        With `mean`, `loss_fn` is a mean over samples, so each micro-batch is weighted by its rows.
         """
         self._loss_fn = loss_fn
         self._mean = mean

@@ -1,7 +1,8 @@
 """A `PipelineSchedule` orders the stages' work on micro-batches; it is run, drawn and simulated.
 
 p ranks, v stages on each, m micro-batches; stage k is on rank k mod p. F forward, B backward; the backward of
-zero_bubble is cut in two: I, the gradient of the input, for which the previous stage waits, and W, that of the weights.
+zero_bubble is cut in two: I, the gradient of the input, for which the previous stage waits, and W, the gradient of
+the weights.
 
     gpipe          F0 F1 F2 F3  .  .  .  . B0 B1 B2 B3           all forward, then all backward
     1f1b           F0 F1  .  . B0 F2 B1 F3 B2  . B3              at most p - stage micro-batches are in flight
@@ -47,7 +48,7 @@ class PipelineSchedule:
 
     @property
     def num_ranks(self) -> int:
-        """Return how many ranks work."""
+        """Return the number of ranks."""
         return len(self.orders)
 
     def rank_of(self, stage: int) -> int:
@@ -59,7 +60,7 @@ class PipelineSchedule:
         return range(rank, self.num_stages, self.num_ranks)
 
     def in_flight(self, stage: int) -> int:
-        """Return the most micro-batches that a stage has between forward and the end of backward."""
+        """Return the most micro-batches that a stage has in flight, from forward to the end of backward."""
         return self._in_flight[stage]
 
     @property
@@ -73,7 +74,7 @@ class PipelineSchedule:
 
     @functools.cached_property
     def backwards_before(self) -> dict[tuple[int, int], int]:
-        """Return, by stage and micro-batch, how many micro-batches' backward has begun before that forward."""
+        """Return, by stage and micro-batch, how many backwards of the stage begin before that forward."""
         found, begun = {}, [0] * self.num_stages
         for order in self.orders:
             for kind, stage, micro_batch in order:
@@ -85,7 +86,7 @@ class PipelineSchedule:
 
     @functools.cached_property
     def last_backward(self) -> dict[int, int]:
-        """Return, by stage, the micro-batch with the last backward, if that is in one piece."""
+        """Return, by stage, the micro-batch with the last backward, unless the schedule splits backwards."""
         return {stage: micro_batch for order in self.orders for kind, stage, micro_batch in order if kind == "B"}
 
     def _most_in_flight(self, stage: int) -> int:
@@ -102,7 +103,7 @@ def plan_schedule(
 ) -> PipelineSchedule:
     """Return the schedule of that name. `num_stages` is by default one per rank, two for interleaved.
 
-    Without `training` it is only the forward half.
+    Without `training` the schedule has only forwards.
 
     Raises:
         ValueError: the schedule is unknown, or impossible with these numbers.
@@ -110,14 +111,14 @@ def plan_schedule(
     if name not in SCHEDULES:
         raise ValueError(f"schedule must be one of {', '.join(map(repr, SCHEDULES))}, got {name!r}")
     if num_ranks < 1 or micro_batches < 1:
-        raise ValueError(f"a pipeline needs a rank and a micro-batch, got {num_ranks} and {micro_batches}")
+        raise ValueError(f"a pipeline needs at least one rank and one micro-batch, got {num_ranks} and {micro_batches}")
     if num_stages is None:
         num_stages = 2 * num_ranks if name == "interleaved" else num_ranks
     if name == "interleaved":
         if num_stages % num_ranks or num_stages < num_ranks:
             raise ValueError(
-                f"schedule 'interleaved' needs as many stages on every rank: {num_stages} stages cannot be spread over "
-                f"{num_ranks} ranks. Take a multiple of {num_ranks}."
+                f"schedule 'interleaved' needs the same number of stages on every rank: {num_stages} stages cannot be "
+                f"spread over {num_ranks} ranks. Take a multiple of {num_ranks}."
             )
     elif num_stages != num_ranks:
         raise ValueError(
@@ -158,7 +159,7 @@ def _one_forward_one_backward(forwards: list[Action], backwards: list[Action], a
 
 
 def _forwards(rank: int, p: int, v: int, m: int) -> list[Action]:
-    """Return the forwards of a rank. Micro-batches go in rounds of p: each round goes through all stages of the rank
+    """Return the forwards of a rank. Micro-batches run in rounds of p: each round passes all stages of the rank
     before the next one begins.
     """
     if v == 1:

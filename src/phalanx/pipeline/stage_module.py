@@ -1,4 +1,4 @@
-"""`StageModule` makes a module of a rank's stages, with the names of the whole model."""
+"""`StageModule` is a module of a rank's stages, with the names of the whole model."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class StageModule(nn.Module):
                 yield prefix + "." * bool(prefix) + name, named[name]
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """Yield the parameters of this rank's stages; if there are none, an empty one, as optimizers refuse none."""
+        """Yield the parameters of this rank's stages; if there are none, an empty one, because optimizers need one."""
         found = [parameter for _, parameter in self.named_parameters(recurse=recurse)]
         yield from found or [self._no_parameter]
 
@@ -86,9 +86,6 @@ class StageModule(nn.Module):
         """Yield the buffers of this rank's stages, with their names in the whole model.
 
         Shape: as in the whole model.
-
-        Raises:
-            Nothing of its own.
         """
         yield from self._own.named_buffers(prefix, recurse, remove_duplicate)
 
@@ -131,7 +128,7 @@ class StageModule(nn.Module):
 
     def _own_state(self, *, keep_vars: bool) -> dict[str, Any]:
         own = OrderedDict(with_every_name(self._own.state_dict(keep_vars=keep_vars), self._first_state_names))
-        cast("Any", own)._metadata = self._metadata  # the versions with which modules read it
+        cast("Any", own)._metadata = self._metadata  # the versions of the modules
         return own
 
     def gather_state_dict(self) -> dict[str, Any]:
@@ -257,8 +254,8 @@ class StageModule(nn.Module):
         wrong = [p for group in optimizer.param_groups for p in group["params"] if whole_name(p) is None]
         if wrong:
             raise ValueError(
-                f"Pipeline: the optimizer updates {len(wrong)} parameters that are none of this pipeline's "
-                f"(one has shape {tuple(wrong[0].shape)}). Give them an optimizer of their own."
+                f"Pipeline: the optimizer updates {len(wrong)} parameters that are not this pipeline's "
+                f"(one has shape {tuple(wrong[0].shape)}). Give them a separate optimizer."
             )
         return [
             ParamGroup(options_of(group), [whole_name(p) or "" for p in group["params"]])
@@ -269,7 +266,7 @@ class StageModule(nn.Module):
         by_rank: list[Any] = [None] * self._group.size()
         try:
             mine: Any = self._own_groups(optimizer)
-        except ValueError as error:  # the others must learn of it, too
+        except ValueError as error:  # all ranks must raise it
             mine = error
         dist.all_gather_object(by_rank, mine, group=self._group)
         if wrong := [one for one in by_rank if isinstance(one, ValueError)]:
@@ -374,11 +371,11 @@ def with_every_name(own: Mapping[str, _Value], first: Mapping[str, str]) -> dict
 def select_own(state: Mapping[str, Any], own: Iterable[str], first: Mapping[str, str]) -> dict[str, Any]:
     """Return the part of a whole state for the entries `own`; for an entry with several names, the last saved.
 
-    That one also prevails if plain PyTorch loads the whole model.
+    Plain PyTorch also uses the last one when it loads the whole model.
     """
     last = {first.get(name, name): state[name] for name in dict.fromkeys([*first, *own]) if name in state}
     selected = OrderedDict((name, last[first.get(name, name)]) for name in own if first.get(name, name) in last)
-    if (versions := getattr(state, "_metadata", None)) is not None:  # with which modules read it
+    if (versions := getattr(state, "_metadata", None)) is not None:  # of the modules
         selected._metadata = versions  # type: ignore[attr-defined]
     return selected
 

@@ -1,6 +1,4 @@
-"""Compute weight gradients apart from the backward, and later if another stage waits for the input's gradients.
-
-The gradient is added in the product that makes it.
+"""Compute weight gradients outside of autograd: after the send of the input's gradients, and accumulated in place.
 
 Autograd computes the gradient of a weight for every micro-batch anew and adds it to the sum: a large weight is written
 and read twice more than by a product that accumulates in place (`addmm_`). And autograd computes it before the gradient
@@ -115,7 +113,7 @@ class WeightGradients:
 
 
 class Weights:
-    """`Weights` finds such gradients in the graphs of a stage's micro-batches."""
+    """`Weights` finds the weights in a graph whose gradients can be computed outside of autograd."""
 
     def __init__(self) -> None:
         self._known: dict[Any, Tensor] = {}
@@ -128,11 +126,11 @@ class Weights:
         self._fruitless.clear()
 
     def find(self, roots: Sequence[Tensor], room: float, *, convolutions: bool = True) -> WeightGradients | None:
-        """Return the gradients behind `roots` that can be made apart; None if none can, or autograd must see all.
+        """Return the weight gradients of `roots` to compute outside of autograd; None if there are none.
 
-        As many as have `room`, in bytes, for their factors are deferred: those that the backward reaches last, when it
-        has freed the memory of others. Of the rest, a convolution's can't be accumulated in place. Without
-        `convolutions` those are left to autograd.
+        Gradients are deferred while their factors fit into `room`, in bytes: those that the backward reaches last, when
+        it has freed the memory of others. Others are accumulated in place, except those of convolutions, which cannot
+        be. Without `convolutions` those are left to autograd.
         """
         convolutions = convolutions and room > 0
         if convolutions in self._fruitless or True in self._fruitless:
@@ -150,7 +148,7 @@ class Weights:
             if root.grad_fn is None:
                 return None
             if root.grad_fn not in uses:
-                uses[root.grad_fn] = 1  # its user; another use has another gradient, too
+                uses[root.grad_fn] = 1  # its consumer; each further use has its own gradient
                 todo.append(root.grad_fn)
         ends = []
         while todo:
@@ -180,8 +178,8 @@ class Weights:
         for node, edges, at, saved in candidates:
             if (found := self._product(node, edges, at, saved, uses, convolutions)) is not None:
                 products.append((node, *found))
-        products = _leave_some(products, room)
-        while True:  # a weight is handled here for all its uses, or for none
+        products = _plan_deferral(products, room)
+        while True:  # all uses of a weight are handled here, or none
             made: dict[Any, int] = {}
             for _, _, nodes in products:
                 for end in nodes:
@@ -213,7 +211,7 @@ class Weights:
         if weight is None or (len(edges) == 3 and node._saved_alpha != 1):
             return None
         if edges[at - 1][0] is None and (len(edges) == 2 or edges[0][0] is None):
-            return None  # autograd would visit it for nothing else
+            return None  # autograd would visit it only for the weight
         operand = getattr(node, saved)
         if operand.shape[0] * weight.numel() < _LEAST_PRODUCT or not _is_plain(operand, weight):
             return None
@@ -291,7 +289,7 @@ def _add(parameter: Tensor, grad: Tensor) -> None:
         parameter.grad.add_(grad)
 
 
-def _leave_some(products: list[Any], room: float) -> list[Any]:
+def _plan_deferral(products: list[Any], room: float) -> list[Any]:
     """Decide which products are deferred, and drop those that can be neither deferred nor accumulated in place."""
     if not products:
         return []

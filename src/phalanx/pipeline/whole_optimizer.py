@@ -1,4 +1,4 @@
-"""Build the state of one optimizer of the whole model from those of stages' optimizers, and a stage's from it.
+"""Convert the states of the stages' optimizers to the state of one optimizer of the whole model, and back.
 
 These functions are pure.
 
@@ -83,7 +83,7 @@ def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def whole_names(state: Mapping[str, Any], layout: Layout | None, known: Sequence[str]) -> Layout | str:
-    """Return the names of a saved state's parameters, group by group, or why they are unknown.
+    """Return the names of a saved state's parameters, group by group, or the reason why they are unknown.
 
     They are in the state ("param_names", or keys as in torch.distributed.checkpoint); or the state has the groups of
     `layout`; or one group with all parameters of the model, `known`.
@@ -101,7 +101,7 @@ def whole_names(state: Mapping[str, Any], layout: Layout | None, known: Sequence
         return [list(known)]
     if layout is None:
         return (
-            "the state does not say which parameters it is of (it was saved by an optimizer without their names): load "
+            "the state does not name its parameters (the optimizer that saved it did not know the names): load "
             "it on all ranks with Pipeline.load_optimizer_state_dict, which compares the groups of all stages"
         )
     return f"groups of {counts} parameters in the state, {here} in all stages here"
@@ -124,8 +124,8 @@ def fit(
     }
     wanted = [name for group in own for name in group.names if name]
     for what, found in (
-        ("no state of", [name for name in wanted if name not in home]),
-        ("a state of what the model does not have:", sorted(set(home) - set(known))),
+        ("no state for", [name for name in wanted if name not in home]),
+        ("state for parameters that the model does not have:", sorted(set(home) - set(known))),
     ):
         if found:
             problems.append(f"{what} {', '.join(found[:_SHOWN])}{', …' if len(found) > _SHOWN else ''}")

@@ -6,7 +6,7 @@ too short, each part is a message of its own. A tensor in memory that both ranks
 only when it differs from the last one on the same edge, in training or in evaluation.
 
     header   status | bytes of the form | of the step: micro-batches, rows of this one, rows of all, seed, has_state
-             | length of the frame, and what it needs | (rows, place) of each tensor
+             | length of the frame, and bytes needed | (rows, place) of each tensor
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ class Edge(NamedTuple):
 
 
 class StepPlan(NamedTuple):
-    """A `StepPlan` is the data that all stages share of a step: its micro-batches, the rows of this one and of all.
+    """A `StepPlan` is a step's data that all stages share: the micro-batches, and the rows of this one and of all.
 
     `seed` is this micro-batch's. `has_state` says that some stage has drawn random numbers; then the first value is the
-    generators' state after that. `micro_batch` is its number, which only the sender knows.
+    generators' state after the draw. `micro_batch` is its number, which only the sender knows.
     """
 
     micro_batches: int
@@ -69,7 +69,7 @@ class StepPlan(NamedTuple):
 # posted before it is sent.
 #
 # On each edge all frames have one length, whatever their contents, as some transports compare lengths; parts that do
-# not fit follow in separate messages. The length is that of the header until a step has shown how much is sent. Both
+# not fit follow in separate messages. The length is the header's until a step has shown how much is sent. Both
 # ends derive it from the messages that both have seen, at the end of a step that succeeded on all ranks.
 #
 #     header | form, if it is new | tensors, each from a multiple of 64 bytes on | unused
@@ -82,7 +82,7 @@ _ALIGNED = 64
 
 
 class FrameLengths:
-    """`FrameLengths` has the length of each edge's frames, in training and in evaluation."""
+    """`FrameLengths` records the length of each edge's frames, in training and in evaluation."""
 
     def __init__(self) -> None:
         self._lengths: dict[tuple[Edge, bool], int] = {}
@@ -102,7 +102,7 @@ class FrameLengths:
         key = edge, self._grad
         self._needed[key] = max(self._needed.get(key, 0), needed)
 
-    def learn(self) -> None:
+    def end_step(self) -> None:
         """End the step on all ranks: from now on frames have the largest length that a message has needed so far.
 
         Messages too long for a frame are sent separately; the frame is then only a header.
@@ -163,7 +163,7 @@ _FIXED = 8
 _MOST = (WORDS - _FIXED) // 2
 _TAG = 1_000_000  # programs use lower tags on the same group
 _STAGES, _NUMBERS = 512, 1023  # stages and ranks, and pipelines, have separate tags: all fit into 30 bits
-_EDGE_TAGS = 4 * _STAGES**2  # edges have two directions, in frames and beside them
+_EDGE_TAGS = 4 * _STAGES**2  # each edge has two directions, and messages in frames and outside them
 _VALUES, _FAILED, _LOST = 0, 1, 2
 _BY_MESSAGE, _ABSENT = -1, -2
 _LENT_BYTES = 16 * 1024  # smaller tensors travel in messages
@@ -236,9 +236,9 @@ class Wire:
         self._frames.begin(grad=grad)
         self._sent, self._forms = self._known[grad]
 
-    def learn(self) -> None:
+    def end_step(self) -> None:
         """Record that the step succeeded on all ranks."""
-        self._frames.learn()
+        self._frames.end_step()
 
     # -- sending -------------------------------------------------------------------------------------------------
 
@@ -273,7 +273,7 @@ class Wire:
 
     def _post(self, edge: Edge, step: StepPlan, form: bytes, rows: list[int], tensors: Sequence[Tensor | None]) -> None:
         if len(tensors) > _MOST:
-            raise ValueError(f"at most {_MOST} tensors may go from a stage to another, got {len(tensors)}")
+            raise ValueError(f"at most {_MOST} tensors may be sent from one stage to another, got {len(tensors)}")
         places = [self._place(tensor) for tensor in tensors]
         messages = [
             tensor
@@ -436,7 +436,7 @@ class Wire:
         if length != 8 * len(frame):
             raise MismatchError(
                 f"Pipeline: stage {edge.source} (rank {src}) sends messages of {length} bytes to stage {edge.target}, "
-                f"which expects {8 * len(frame)}: the ranks have not done the same steps."
+                f"which expects {8 * len(frame)}: the ranks have run different steps."
             )
         if self.posts_ahead:
             self._frames.note(edge, needed)
@@ -473,7 +473,7 @@ class Wire:
     def notify_failure(
         self, edges: Sequence[Edge], text: str, *, lost: bool, waits: bool, between_steps: bool = False
     ) -> None:
-        """Send the failure on edges, for the rank that waits there, now or later; try all edges even if one fails.
+        """Send the failure on edges, for the rank that waits there, now or later; ignore errors of single edges.
 
         Arguments:
             lost: a rank is lost; a notified rank raises the same error as if it had detected the loss itself.

@@ -19,7 +19,7 @@ MOST_BYTES = 4 << 30
 
 
 def seconds_of(timeout: float, default_s: float) -> float:
-    """Return after how many seconds a call with this timeout fails. 0 is never, and so is more than a clock can count.
+    """Return the timeout of a call in seconds; 0 is never, also for a `timeout` that the clock cannot represent.
 
     A negative timeout is the default.
 
@@ -39,7 +39,7 @@ def seconds_of(timeout: float, default_s: float) -> float:
 
 
 class BackendType(enum.Enum):
-    """A `BackendType` is PyTorch's choice of a transport; all members mean the same one."""
+    """A `BackendType` is PyTorch's choice of a transport; all members select the same one."""
 
     TENSORPIPE = "TENSORPIPE"
     PHALANX = "PHALANX"
@@ -52,8 +52,8 @@ class RpcBackendOptions:
         num_worker_threads: how many calls of other workers run at the same time.
         rpc_timeout: seconds after which a call without a timeout of its own fails; 0 is never.
         init_method: where the workers join, as for `init_process_group`.
-        device_maps, devices: of GPUs; tensors on them cannot be sent yet.
-        max_calls_in_flight, max_bytes_in_flight: of one worker to another. The next call waits.
+        device_maps, devices: for GPUs; tensors on GPUs cannot be sent yet.
+        max_calls_in_flight, max_bytes_in_flight: limits from one worker to another. Further calls wait.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class RpcBackendOptions:
                 f"{type(rpc_timeout).__name__}"
             )
         if not (rpc_timeout >= 0 or rpc_timeout == UNSET_RPC_TIMEOUT) or math.isnan(rpc_timeout):
-            raise ValueError(f"rpc_timeout must be zero (never) or more seconds, got {rpc_timeout}")
+            raise ValueError(f"rpc_timeout must be a number of seconds, 0 (never) or more, got {rpc_timeout}")
         self.num_worker_threads = num_worker_threads
         self.rpc_timeout = float(rpc_timeout) if rpc_timeout < threading.TIMEOUT_MAX else 0.0
         self.init_method = init_method

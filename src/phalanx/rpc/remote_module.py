@@ -1,4 +1,4 @@
-"""`RemoteModule` is a module on another worker, by the interface of `torch.distributed.nn.RemoteModule`."""
+"""`RemoteModule` is a module on another worker, with the interface of `torch.distributed.nn.RemoteModule`."""
 
 from __future__ import annotations
 
@@ -19,13 +19,12 @@ T = TypeVar("T", bound=nn.Module)
 class RemoteModule(nn.Module):
     """`RemoteModule` makes and keeps `module_cls(*args, **kwargs)` on another worker; `forward` runs there.
 
-    In a `phalanx.rpc.autograd.context` a backward goes through it. It may be part of a module of this process, also
-    under DDP: that trains the parameters of this process, and
-    `phalanx.optim.DistributedOptimizer(..., remote_parameters())` those of the other worker. Calls may send it to other
-    workers.
+    In a `phalanx.rpc.autograd.context`, backward runs through it. It may be part of a local module, also under DDP: a
+    local optimizer then updates the local parameters, and
+    `phalanx.optim.DistributedOptimizer(..., remote_parameters())` the remote ones. Calls may send it to other workers.
 
     Arguments:
-        remote_device: "worker", "worker/cuda:0", "rank:1" or "rank:1/cpu"; without a device it is the processor.
+        remote_device: "worker", "worker/cuda:0", "rank:1" or "rank:1/cpu"; without a device it is the CPU.
         module_cls: a function or class that makes the module.
 
     Cost: a call for each forward, with copies of its arguments and results. For a module on a GPU, tensors are copied
@@ -33,7 +32,7 @@ class RemoteModule(nn.Module):
 
     Raises:
         ValueError: `remote_device` is invalid.
-        Exception: at the first use, if making the module raised it.
+        Exception: at the first use, if the module's constructor raised it.
     """
 
     module_rref: RRef[nn.Module]
@@ -79,7 +78,7 @@ class RemoteModule(nn.Module):
         return self.module_rref
 
     def train(self: T, mode: bool = True) -> T:
-        """Set the training mode of the module on its worker, and of this one."""
+        """Set the training mode of the module on its worker, and of this object."""
         rref = self.__dict__.get("module_rref")
         if rref is not None:
             rpc_sync(rref.owner(), _set_mode, (rref, mode))
@@ -90,7 +89,7 @@ class RemoteModule(nn.Module):
         return f"on={self.on!r}, device={self.device!r}"
 
     def __reduce__(self) -> Any:
-        return _receive, (self.on, self.device, self.module_rref)  # the reference refuses every pickle but a call's
+        return _receive, (self.on, self.device, self.module_rref)  # an RRef can be pickled only in an RPC
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """Raise, because the parameters are on the other worker."""
@@ -108,7 +107,7 @@ def _refuse(name: str) -> Callable[..., Any]:
     return method
 
 
-# The names that PyTorch's class refuses, except those by which a module around this one finds its own parameters.
+# The methods that PyTorch's class refuses, except those with which a parent module finds its own parameters.
 for _name in (
     "add_module", "apply", "bfloat16", "buffers", "cpu", "cuda", "double", "float", "half", "ipu", "load_state_dict",
     "named_buffers", "named_parameters", "register_backward_hook", "register_buffer", "register_forward_hook",

@@ -1,4 +1,4 @@
-"""`Workers` are the members: all from the start in a job of fixed size, else those in the job's store."""
+"""`Workers` are the members of RPC: fixed from the start in a job of fixed size, else read from the job's store."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ class Workers:
         for rank in range(self.world_size):
             found.append(self._wait_for(rank, me, deadline))
         for member in found:
-            self.learn(member)
+            self.add(member)
         self._compare(me, found)
         if len({one.host for one in found}) > 1:
             me = open_network()
             self._store.set(f"reachable/{me.info.id}", me.to_json())
             for rank in range(self.world_size):
-                self.learn(self._wait_for(rank, me, deadline, "reachable"))
+                self.add(self._wait_for(rank, me, deadline, "reachable"))
 
     @staticmethod
     def _compare(me: WorkerAddress, found: Sequence[WorkerAddress]) -> None:
@@ -85,7 +85,7 @@ class Workers:
                 self._store.wait([key], timedelta(seconds=min(max(deadline.left_s, 0.001), _WAIT_S)))
                 return WorkerAddress.from_json(self._store.get(key))
             except RuntimeError as error:
-                if not deadline.passed and "timeout" in str(error).lower():  # the word of every store
+                if not deadline.passed and "timeout" in str(error).lower():  # every store's message says so
                     continue
                 if not deadline.passed:
                     raise PhalanxError(f"init_rpc on rank {me.info.id}: the job's store failed: {error}") from error
@@ -115,7 +115,7 @@ class Workers:
         if is_new:
             self._store.set(f"slot/{self._store.add('slots', 1)}", me.info.name)
         for member in self._read():
-            self.learn(member)
+            self.add(member)
 
     def _read(self) -> list[WorkerAddress]:
         """Return all workers in the store."""
@@ -130,7 +130,7 @@ class Workers:
         member = WorkerAddress.from_json(text) if text != _NOBODY.encode() else None
         return None if member is not None and member.uid in self._gone else member
 
-    def learn(self, member: WorkerAddress) -> None:
+    def add(self, member: WorkerAddress) -> None:
         """Add a worker from the store or from its own hello, unless it was lost meanwhile."""
         with self._lock:
             if member.uid in self._gone:
@@ -183,14 +183,14 @@ class Workers:
             if member is None and not self.is_static and self._store.check([f"name/{name}"]):
                 member = self._parse(self._store.get(f"name/{name}"))
                 if member is not None:
-                    self.learn(member)
+                    self.add(member)
             return member
         for member in list(self._by_name.values()):
             if member.info.id == name:
                 return member
         if not self.is_static:
             for member in self._read():
-                self.learn(member)
+                self.add(member)
                 if member.info.id == name:
                     return member
         return None

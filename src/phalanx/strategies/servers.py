@@ -36,8 +36,8 @@ class ParameterServerStrategy(Strategy):
         num_trainers: ranks that train, if the script starts itself; by default one for each core.
         synchronous: a step's gradients are averaged over the trainers. False, as in tf.distribute: each push is applied
             when it arrives.
-        max_staleness: of asynchronous training, in steps; None is no bound.
-        launch, timeout: as of MirroredStrategy.
+        max_staleness: in asynchronous training, in steps; None: no bound.
+        launch, timeout: as for MirroredStrategy.
 
     Raises:
         ValueError: there are not more ranks than servers.
@@ -61,8 +61,8 @@ class ParameterServerStrategy(Strategy):
             raise ValueError(f"ParameterServerStrategy: num_servers must be 1 or more, got {num_servers!r}")
         if find_cluster(self._called) is not None:
             raise ValueError(
-                "ParameterServerStrategy: TF_CONFIG is set, and servers and workers are not started by it here: start "
-                "the script with `phalanx run`, whose last ranks serve"
+                "ParameterServerStrategy: TF_CONFIG is set, which this strategy does not read: start the script "
+                "with `phalanx run`, whose last ranks serve"
             )
         if num_trainers is None:
             num_trainers = len(decide_devices(self._called, None))
@@ -111,7 +111,7 @@ class ParameterServerStrategy(Strategy):
         held = {name for names, _ in recipe.groups for name in names}
         if frozen := [name for name in parameters if name not in held and parameters[name].requires_grad]:
             raise ValueError(
-                f"ParameterServerStrategy.setup: the optimizer does not hold parameter {frozen[0]!r}, which requires a "
+                f"ParameterServerStrategy.setup: the optimizer does not have parameter {frozen[0]!r}, which requires a "
                 "gradient: freeze it until it is in a group that is added later"
             )
         self._server = ParameterServer(
@@ -136,7 +136,7 @@ class ParameterServerStrategy(Strategy):
         return self._served.total_norm
 
     def _close_at_exit(self) -> None:
-        """Close without waiting for the others if this process ends with an error, which they must learn of."""
+        """Close without waiting for the others if this process ends with an error, so that they see it."""
         if getattr(sys, "last_type", None) is None:
             self.close()
         else:
@@ -195,7 +195,8 @@ class ServedOptimizer(Optimizer):
         try:
             if unknown := [one for one in group["params"] if id(one) not in name_of]:
                 raise ValueError(
-                    f"ParameterServerStrategy: a tensor of shape {tuple(unknown[0].shape)} is no parameter of the model"
+                    f"ParameterServerStrategy: a tensor of shape {tuple(unknown[0].shape)} is not a parameter of the "
+                    "model"
                 )
             named = {name_of[id(one)]: one for one in group["params"]}
             self._server.optimizer.add_param_group({**_options(group), "params": named})
@@ -270,8 +271,8 @@ def _require_picklable(recipe: Recipe) -> None:
         pickle.dumps(recipe.call)
     except Exception as error:  # any error of a user's class
         raise ValueError(
-            f"ParameterServerStrategy.setup: the servers make the optimizer, and what makes it cannot be sent to them "
-            f"({summary_of(error)}): take a class or a function of a module, or functools.partial of one, no lambda"
+            f"ParameterServerStrategy.setup: the servers make the optimizer, and its constructor cannot be sent "
+            f"({summary_of(error)}): take a class or a function of a module, or functools.partial of one, not a lambda"
         ) from error
 
 

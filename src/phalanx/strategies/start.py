@@ -1,4 +1,4 @@
-"""Restart a plain `python train.py` that asks for several devices, with one rank per device."""
+"""Restart a plain `python train.py` that requests several devices, with one rank per device."""
 
 from __future__ import annotations
 
@@ -78,9 +78,9 @@ def join_or_start(called: str, num_ranks: int, *, launch: bool, timeout: float, 
         program = ScriptCommand.of(sys.orig_argv, sys.argv, sys.modules.get("__main__"))
         if isinstance(program, str):
             raise RuntimeError(
-                f"{called}: {num_ranks} ranks were requested, but {program} cannot be started again as so many "
-                "processes. Call a function with phalanx.launch(nproc_per_node=...), which starts them, and make the "
-                "strategy in it; or write a script"
+                f"{called}: {num_ranks} ranks were requested, but {program} cannot be restarted as "
+                "several processes. Call a function with phalanx.launch(nproc_per_node=...), which starts them, and "
+                "make the strategy in it; or write a script"
             )
         _start(program, num_ranks, () if cluster is None else cluster.run_options())
     return backend.init(timeout=timeout)
@@ -95,7 +95,7 @@ def _start(program: ScriptCommand, num_ranks: int, options: Sequence[str]) -> No
 
 
 def require_as_many(called: str, wanted: int, job: Job) -> None:
-    """Refuse a number of devices that differs from the number of ranks on this host.
+    """Raise if the number of devices differs from the number of ranks on this host.
 
     Raises:
         ValueError: the numbers differ; the message has both.
@@ -105,9 +105,9 @@ def require_as_many(called: str, wanted: int, job: Job) -> None:
         return
     if job.world_size == 1 and find_launch(os.environ) is None and "RANK" not in os.environ:
         raise ValueError(
-            f"{called}: {wanted} devices were requested, but this process is a job of one rank already, as of an "
-            "earlier strategy: a job has the same ranks from start to end. Make this strategy first, or run the parts "
-            "as scripts of their own"
+            f"{called}: {wanted} devices were requested, but this process is a job of one rank already, perhaps "
+            "by an earlier strategy: a job has the same ranks from start to end. Make this strategy first, or run the "
+            "parts as separate scripts"
         )
     raise ValueError(
         f"{called}: {wanted} devices were requested, but the launcher has started {there} ranks on this host: leave "

@@ -2,8 +2,8 @@
 
     TF_CONFIG='{"cluster": {"worker": ["10.0.0.1:5000", "10.0.0.2:5000"]}, "task": {"type": "worker", "index": 1}}'
 
-is host 1 of 2, which meet at 10.0.0.1, port 5000. A chief is the first host. TensorFlow has one process for each task,
-with all devices of it; here each task starts a rank for each device of its host.
+is host 1 of 2, whose rendezvous is at 10.0.0.1, port 5000. A chief is the first host. TensorFlow has one process for
+each task, which uses all devices of its host; here each task starts a rank for each device of its host.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def read_tf_config(called: str, text: str) -> Cluster | None:
     try:
         config = json.loads(text)
     except ValueError as error:
-        raise ValueError(f"{called}: TF_CONFIG is no JSON: {error}") from None
+        raise ValueError(f"{called}: TF_CONFIG is not JSON: {error}") from None
     cluster = config.get("cluster", {}) if isinstance(config, dict) else None
     task = config.get("task", {}) if isinstance(config, dict) else None
     if not isinstance(cluster, dict) or not isinstance(task, dict):
@@ -65,12 +65,14 @@ def _find_problems(cluster: Mapping[str, Any], task: Mapping[str, Any]) -> list[
         if not isinstance(addresses, list) or not all(isinstance(one, str) for one in addresses):
             return [*problems, f"{kind!r} must be a list of 'host:port', got {addresses!r}"]
         wrong = [one for one in addresses if not one.rpartition(":")[0] or not one.rpartition(":")[2].isdecimal()]
-        problems += [f"{one!r} is no 'host:port'" for one in wrong]
+        problems += [f"{one!r} is not 'host:port'" for one in wrong]
     if len(cluster.get("chief", ())) > 1:
         problems.append("there is one chief at most")
     role, index = task.get("type"), task.get("index")
     if role == "evaluator":
-        problems.append("this task is the evaluator, who takes no part: evaluate in the script, or start it by itself")
+        problems.append(
+            "this task is the evaluator, which does not train: evaluate in the script, or start it by itself"
+        )
     elif role not in ("chief", "worker"):
         problems.append(f"task.type must be 'chief' or 'worker', got {role!r}")
     elif not str(index).isdecimal() or int(str(index)) >= len(cluster.get(role, ())):

@@ -1,4 +1,4 @@
-"""A `ManualClock` advances only when a test turns it."""
+"""A `ManualClock` advances only when a test calls `turn`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class ManualClock:
         return self._now
 
     def turn(self, seconds: float) -> None:
-        """Let `seconds` pass at once.
+        """Advance the clock by `seconds`.
 
         Raises:
             ValueError: `seconds` is negative; monotonic clocks never go back.

@@ -1,4 +1,4 @@
-"""A `Fault` is data on what happens to a rank at which step; the code under test calls `strike` at each step.
+"""A `Fault` makes a rank fail at a chosen step; the code under test calls `strike` at each step.
 
 fault = faults.kill(rank=1, step=3)
 
@@ -22,14 +22,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Fault:
-    """A `Fault` is what happens to `rank` at `step`. It is real: the process dies, stops or sleeps."""
+    """A `Fault` happens to `rank` at `step`. It is real: the process dies, stops or sleeps."""
 
     rank: int
     step: int
     happen: Callable[[], None]
 
     def strike(self, rank: int, step: int = 0) -> None:
-        """Happen now if the caller is the chosen rank at the chosen step; otherwise do nothing."""
+        """Make the fault happen if the caller is the chosen rank at the chosen step; otherwise do nothing."""
         if (rank, step) == (self.rank, self.step):
             self.happen()
 

@@ -31,7 +31,7 @@ from phalanx._job.launch.calls import outcome, payload
 from phalanx._job.launch.calls.outcome import RankOutcome, describe_exit
 from phalanx.errors import PhalanxError
 
-_GLANCE_S = 0.05  # a process that a rank started may keep the sentinel open: check exit codes this often
+_POLL_S = 0.05  # how often exit codes are checked: a process that a rank started may keep the sentinel open
 
 
 def run_ranks(
@@ -51,11 +51,11 @@ def run_ranks(
     descriptor or file is left behind.
 
     Arguments:
-        fn: any function: of a module, a closure, a lambda, one of `__main__` or of a notebook.
+        fn: any function: of a module, of `__main__` or of a notebook, a closure, or a lambda.
         timeout: seconds or a timedelta for the whole run: a limit for hangs, which a busy machine must not reach.
         init: False leaves the process group to `fn`; a remaining one is not destroyed.
-        lost: ranks that the test itself kills or stops. They must not return; nobody waits for them when all others
-            have ended, and their result is None.
+        lost: ranks that the test itself kills or stops. They must not return. The call does not wait for them once
+            all others have ended; their result is None.
         start: "fork" costs milliseconds and is the default on Linux; a caller with threads gets "spawn", which imports
             torch again in each rank, and sends functions that a rank cannot import by value, as `phalanx.launch` does.
 
@@ -179,7 +179,7 @@ def _end(process: BaseProcess) -> None:
         return
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
-    process.kill()  # does nothing to one that has ended; reaches one that has no group of its own yet
+    process.kill()  # does nothing if it has ended; also kills a process that has no group of its own yet
     process.join()
     process.close()
 
@@ -190,7 +190,7 @@ def _await(processes: Sequence[BaseProcess], deadline: Deadline, *, or_stopped: 
         running = [p for p in processes if p.exitcode is None and not (or_stopped and _is_stopped(p))]
         if not running:
             return
-        wait([process.sentinel for process in running], timeout=min(_GLANCE_S, deadline.left_s))
+        wait([process.sentinel for process in running], timeout=min(_POLL_S, deadline.left_s))
 
 
 def _is_stopped(process: BaseProcess) -> bool:
@@ -202,7 +202,7 @@ def _outcome(task: _RankTask, process: BaseProcess, lost: Collection[int]) -> Ra
     result = outcome.read(task.outcome_path)
     if result is not None:
         if task.rank in lost and not result.failed:
-            return RankOutcome(task.rank, text="was to be lost, but its function returned")
+            return RankOutcome(task.rank, text="is in `lost`, but its function returned")
         return result
     if task.rank in lost and (exit_code is not None or _is_stopped(process)):
         return RankOutcome(task.rank)
@@ -225,7 +225,7 @@ def _stack(task: _RankTask, process: BaseProcess) -> str:
     while not deadline.passed and not (text and text == seen):  # the same text twice: it is complete
         time.sleep(0.02)
         seen, text = text, task.stack_path.read_text() if task.stack_path.exists() else ""
-    return text or "(its stack could not be read; it had perhaps not begun)"
+    return text or "(its stack could not be read; it may not have started)"
 
 
 # Run one rank in its own process.

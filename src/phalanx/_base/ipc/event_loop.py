@@ -1,4 +1,4 @@
-"""An `EventLoop` waits for several sources at once, and calls each in turn."""
+"""An `EventLoop` waits for several sources at once, and then calls each of them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ def _never() -> float | None:
 
 @dataclass(frozen=True)
 class Source:
-    """A `Source` is what an event loop waits for. All but `handle` are evaluated before each wait.
+    """A `Source` is a set of descriptors or a time that an event loop waits for.
+
+    All arguments but `handle` are called before each wait.
 
     Arguments:
         handle: called after each wait, with all ready descriptors, including those of other sources.

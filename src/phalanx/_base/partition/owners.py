@@ -1,4 +1,4 @@
-"""Find the model of which an optimizer updates a part, to save the optimizer's state with names."""
+"""Find the split model that an optimizer updates, to save the optimizer's state by parameter name."""
 
 from __future__ import annotations
 
@@ -16,57 +16,57 @@ Layout = list[list[str]]
 
 @runtime_checkable
 class PartOwner(Protocol):
-    """A `PartOwner` is a model of which each rank has a part, such as a Pipeline."""
+    """A `PartOwner` is a model that is split between ranks, such as a Pipeline."""
 
     @property
     def state_names(self) -> list[str]:
         """Return the keys of the whole model's state."""
 
     def own_state_dict(self) -> dict[str, Any]:
-        """Return this rank's entries, under the whole model's keys. A rank may call it alone."""
+        """Return this rank's entries, under the whole model's keys. Not collective."""
 
     def gather_state_dict(self) -> dict[str, Any]:
-        """Return the whole state on the first rank, and on others their own part. All ranks call it."""
+        """Return the whole state on the first rank, and each other rank's part there. All ranks call this."""
 
     def optimizer_state_dict(self, optimizer: torch.optim.Optimizer, *, rank0_only: bool = False) -> dict[str, Any]:
-        """Return the state of an equivalent optimizer of the whole model. All ranks call it."""
+        """Return the state of an equivalent optimizer of the whole model. All ranks call this."""
 
     def own_optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Return this rank's entries of that state; with "layout", as `shard_state_dict`. All ranks call it."""
+        """Return this rank's entries of `optimizer_state_dict`, perhaps with a "layout". All ranks call this."""
 
     def optimizer_layout(self, optimizer: torch.optim.Optimizer) -> Layout:
-        """Return the groups of such an optimizer. All ranks call it."""
+        """Return the groups of an equivalent optimizer of the whole model. All ranks call this."""
 
     def fit_optimizer_state(
         self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any], layout: Layout | None
     ) -> tuple[dict[str, Any], list[str]]:
-        """Return this optimizer's part of a whole state, and sentences on entries that do not fit. Change nothing."""
+        """Return this optimizer's part of a whole state, and messages on entries that do not fit. Changes nothing."""
 
 
 class _Entry(NamedTuple):
-    """An `_Entry` is a name in the whole model, "" for what only optimizers use. The owner may be gone."""
+    """An `_Entry` is a tensor's name in the whole model ("" if only optimizers use it), and a weak reference."""
 
     name: str
     owner: Callable[[], PartOwner | None]
 
 
-# a Parameter compares its elements, so it cannot be a key of a plain dict
+# == of a Parameter compares elements, so it cannot be a key of a plain dict
 _entries: MutableMapping[torch.Tensor, _Entry] = WeakIdKeyDictionary()
 
 
 def register(name: str, parameter: nn.Parameter, owner: PartOwner) -> None:
-    """Register `name` as the name of `parameter` in the whole model, of which `owner` has a part here."""
+    """Register the name of `parameter` in the whole model, of which `owner` is this rank's part."""
     _entries[parameter] = _Entry(name, weakref.ref(owner))
 
 
 def whole_name(parameter: torch.Tensor) -> str | None:
-    """Return the name of `parameter` in the whole model; None if it is not in a part of one."""
+    """Return the name of `parameter` in the whole model; None if the model is not split."""
     entry = _entries.get(parameter)
     return None if entry is None else entry.name
 
 
 def owner_of(optimizer: torch.optim.Optimizer) -> PartOwner | None:
-    """Return the model of which this optimizer updates a part, and nothing else, or None."""
+    """Return the split model that owns all parameters of this optimizer; None if there is none."""
     parameters: Sequence[Any] = [p for group in optimizer.param_groups for p in group["params"]]
     entries = [_entries.get(parameter) for parameter in parameters]
     owners = {id(owner): owner for e in entries if (owner := None if e is None else e.owner()) is not None}

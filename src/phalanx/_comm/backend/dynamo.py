@@ -1,8 +1,8 @@
 """Mark functions that torch.compile must not trace, above all the methods of a group and its works.
 
 torch's own groups are C++, where Dynamo ends its graph. Ours are Python, so Dynamo would trace their locks, threads and
-opaque objects. With the marks it treats both alike. `torch.compiler.disable` also sets the marks, but it imports all of
-Dynamo, which takes a second.
+opaque objects, unless they are marked. `torch.compiler.disable` also sets the marks, but imports all of Dynamo, which
+takes a second.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def _exclude(function: Any, *, with_callees: bool = True) -> None:
     function = inspect.unwrap(function)  # a decorator's code, as of `torch.no_grad()`, is shared
     # A call in traced code ends the graph.
     function._torchdynamo_disable = True
-    function._torchdynamo_disable_msg = "a process group's operations are carried out, not traced"
-    # A frame that is reached otherwise, and all below it unless those are to be traced, is interpreted.
+    function._torchdynamo_disable_msg = "a process group's operations are executed, not traced"
+    # Dynamo skips a frame that is called from untraced code, and with callees all frames below it.
     if _set_strategy is not None and _FrameAction is not None and _FrameExecStrategy is not None:
         callees = _FrameAction.SKIP if with_callees else _FrameAction.DEFAULT
         _set_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, callees))

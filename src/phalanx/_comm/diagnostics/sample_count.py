@@ -15,7 +15,7 @@ _DEEPEST = 8
 def count_samples(batch: Any) -> float | None:
     """Return the first dimension of the first tensor (or array) in the batch, or else the first list's length, or None.
 
-    It runs inside a user's loader, so it raises nothing of its own, whatever the batch is.
+    Never raises, because it runs inside a user's loader.
     """
     with SuppressedErrors():
         for part in _parts(batch, 0):

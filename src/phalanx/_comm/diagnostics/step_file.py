@@ -233,7 +233,7 @@ class RankFile:
     steps: tuple[StepRecord, ...]
     operations: tuple[OperationRecord, ...]
     reached: int | None = None
-    """The last step's number in the run, which others may have begun; None if unknown."""
+    """The number of the run's last step, which only other ranks may have reached; None if unknown."""
     first_broken: int | None = None
     """The first step whose loss was not finite."""
     last_finite: int = 0
@@ -241,7 +241,7 @@ class RankFile:
 
 
 def read_rank_file(data: bytes) -> RankFile | None:
-    """Parse the bytes of a file; return None if it is no rank's file. Its writer may have died at any store."""
+    """Parse the bytes of a file; return None if it is not a rank's file. The rank may have died at any point."""
     if len(data) != FILE_BYTES or struct.unpack_from("<Q", data)[0] != _MAGIC:
         return None
     try:
@@ -300,7 +300,7 @@ def _parse(data: bytes) -> RankFile:
     flat = read_events(whole[_EVENTS_AT + _EVENTS_BEGIN :].cast("d"), int(state.get("taken", 0)), num_events)
     for at in range(0, len(flat), 3):
         machine.feed(*flat[at : at + 3])
-    # The rank may have died between its records and its state: both have such steps.
+    # The rank may have died after writing records and before its state: then both have these steps.
     twice = sum(record.num_steps for record in steps) - state.get("in_records", 0)
     while late and twice > 0:
         twice -= late.pop(0).num_steps

@@ -67,7 +67,7 @@ def merge(a: StepRecord, b: StepRecord) -> StepRecord:
 
 
 def order_records(records: Sequence[StepRecord]) -> tuple[StepRecord, ...]:
-    """Return the records with increasing times; if the clock was set back (a restored snapshot), it stands still."""
+    """Return the records with increasing times, also where the clock was set back (a restored snapshot)."""
     ordered: list[StepRecord] = []
     for record in records:
         begin = max(record.begin, ordered[-1].end) if ordered else record.begin

@@ -8,7 +8,7 @@ A transfer of a step takes α·m + β·n + γ·k: m messages of that rank in tha
 two ports, k bytes that the receiver combines in the step. A port transfers both directions at once. A step takes as
 long as its longest transfer, and the next one starts when all are complete. Every rank has its own host.
 
-Source: Hockney (1994) for α and β; Thakur, Rabenseifner and Gropp (2005) for γ and the use made of it.
+Source: Hockney (1994) for α and β; Thakur, Rabenseifner and Gropp (2005) for γ and its use.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ ETHERNET = Link(latency_s=30e-6, bytes_per_s=125e6)
 """The assumed link between hosts: measuring it could change the choice, and with it the bits of a run."""
 
 _REDUCE_BYTES_PER_S = 8e9
-# Closer times do not differ: measured runs deviate as much from them.
+# Times within this factor count as equal: measured times deviate as much from the model.
 _CLOSE = 1.1
 
 
 def cheapest(operation: Operation, nbytes: int, num_hosts: int, link: Link = ETHERNET) -> str:
     """Return the name of the cheapest algorithm; the same arguments give the same name on every rank.
 
-    Cost: it visits each transfer, once if a phase repeats its steps, so callers keep the answer.
+    Cost: visits each transfer, but only one step of a phase whose steps are alike. Callers cache the result.
     """
     topology = Topology.flat(num_hosts)
     # On hosts of one rank the hierarchy is a ring, and there is no memory to share.
     names = [one.name for one in offering(operation) if not one.one_host and one.name != "hierarchical"]
     seconds = [seconds_of(build(name, operation, topology), nbytes, link) for name in names]
-    # Of close ones, the first in `ALGORITHMS`: a ring needs only two connections.
+    # Of equal ones, the first in `ALGORITHMS`: a ring needs only two connections.
     return next(name for name, one in zip(names, seconds, strict=True) if one <= min(seconds) * _CLOSE)
 
 

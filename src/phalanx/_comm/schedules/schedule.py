@@ -4,7 +4,7 @@
 
 The buffer of every rank is cut into the same chunks (`chunk_bounds`). Within a step every transfer reads the value of
 its source *before* the step; received data take effect after it. The same object is executed (`play`), proved
-(`symbolic`), drawn (`drawing`) and priced (`cost`), so the explanation is what runs.
+(`symbolic`), drawn (`drawing`) and costed (`cost`), so an explanation shows the code that runs.
 
 Nothing is stored per step: a phase computes its transfers on demand, because a ring of 65,536 ranks has 8.6 billion.
 """
@@ -57,7 +57,7 @@ class SchedulePhase:
     by_rank: bool = False
     """Whether the receiver combines in rank order, its own part in its place; else its own part comes first."""
     per_link: int = 1
-    """The most transfers from one rank to one other in a step; they arrive in the order in which they are listed."""
+    """The most transfers from one rank to another in a step; they arrive in the order in which they are listed."""
 
     def transfers(self, step: int) -> Iterator[Transfer]:
         """Yield all transfers in `step`, of all ranks."""

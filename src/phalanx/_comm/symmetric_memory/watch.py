@@ -1,11 +1,11 @@
 """Detect the end of a process that is not a child: one `pidfd` per process, shared by all groups.
 
-A pidfd becomes readable when the process ends, for any reason, and a reused process number cannot deceive it: the
-start time is compared once, when the pidfd is opened. If processes have no numbers for each other (pid namespaces), or
-may not open pidfds, `liveness_pipe` does the same with pipes.
+A pidfd becomes readable when the process ends, for any reason, and is not confused by a reused pid: the start
+time is compared once, when the pidfd is opened. If processes cannot see each other's pids (pid namespaces), or may not
+open pidfds, `liveness_pipe` does the same with pipes.
 
 The kernel frees a process's memory before it signals the pidfd, which takes a tenth of a second or more per gigabyte.
-So waits also read /proc/PID/stat, which shows at once that the process is being ended.
+So waits also read /proc/PID/stat, which shows at once that the process is exiting.
 """
 
 from __future__ import annotations
@@ -77,9 +77,7 @@ def _has_pidfds() -> bool:
 
 
 def wait_status(process: ProcessId) -> int | None:
-    """Return the wait status of a process that has ended, or is being ended, until its parent reaps it, if it is
-    readable; else None.
-    """
+    """Return the wait status of an exiting process or a zombie; None if it cannot be read."""
     if process.namespace != _namespace():
         return None
     fields = read_stat(process.pid)
@@ -143,7 +141,7 @@ def _open(process: ProcessId) -> WatchedProcess:
     if read_start_ticks(process.pid) not in (
         process.start_ticks,
         None,
-    ):  # the start of the process whose `stat` is open
+    ):  # another process with the same pid
         _close(watched)
         return _ended_process()
     return watched

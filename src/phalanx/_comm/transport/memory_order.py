@@ -1,6 +1,6 @@
 """Preserve the memory order of a tensor's elements when the tensor is sent or saved.
 
-Random numbers are drawn in this order, so that nn.Dropout of a transposed tensor drops other elements than that of a
+Random numbers are drawn in this order, so nn.Dropout does not drop the same elements of a transposed tensor and of its
 contiguous copy. Optimizers with `fused=True` process a parameter and its state in this order, and ignore strides: the
 moments of a parameter in channels_last must be in channels_last again after a load.
 

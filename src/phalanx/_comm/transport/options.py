@@ -22,17 +22,17 @@ class Options:
         wire_dtype: the type to which float32 (and half) sums are rounded when they are sent between hosts; they are
             added in float32. None sends them as they are.
         error_feedback: keep the error of that rounding, and add it to the next all_reduce of the same tensor.
-        engine: what carries the bytes: "gloo", or "mpi" in a job that mpiexec started.
-        interface: the network interface by which other hosts reach this one; None asks the routing table.
-        allow_public_address: between hosts tensors travel neither encrypted nor authenticated, so an address to which
-            the whole internet can send is refused; True allows it, and so does the variable
+        engine: the library that sends the bytes: "gloo", or "mpi" in a job that mpiexec started.
+        interface: the network interface by which other hosts reach this one; None: by the routing table.
+        allow_public_address: tensors between hosts are neither encrypted nor authenticated, so an address that the
+            whole internet can reach is refused; True allows it, and so does the variable
             PHALANX_ALLOW_PUBLIC_ADDRESS=1. It has no effect on MPI and NCCL, which choose addresses themselves.
         link: the latency and bandwidth that the choice of `algorithm` assumes between hosts; None is 30 µs and
-            1 Gbit/s. They are never measured at run time: another algorithm adds in another order, and a run would not
-            repeat the last one's bits.
+            1 Gbit/s. They are never measured at run time: another algorithm adds in another order, and two
+            runs would differ in their bits.
 
     Raises:
-        ValueError: an option has a value that does not exist; the message has all problems at once.
+        ValueError: an option has an invalid value; the message lists all problems.
     """
 
     algorithm: str | None = None
@@ -55,15 +55,15 @@ class Options:
         if self.wire_dtype is not None and self.wire_dtype not in _WIRE_DTYPES:
             problems.append(f"wire_dtype must be torch.bfloat16 or torch.float16, got {self.wire_dtype}")
         if self.error_feedback and self.wire_dtype is None:
-            problems.append("error_feedback has no meaning without wire_dtype, which is what rounds")
+            problems.append("error_feedback has no effect without wire_dtype, which rounds the tensors")
         if self.engine == "nccl":
-            problems.append(f"engine is for CPU tensors: {', '.join(ENGINES)}; CUDA tensors go through NCCL unasked")
+            problems.append(f"engine is for CPU tensors: {', '.join(ENGINES)}; CUDA tensors use NCCL in any case")
         elif self.engine not in ENGINES:
             problems.append(f"engine {self.engine!r} is unknown; there is: {', '.join(ENGINES)}")
         if problems:
             raise ValueError("phalanx.Options: " + "; ".join(problems))
 
     def agreed(self) -> str:
-        """Return what must be the same on every rank, in words that can be compared."""
+        """Return the options that must be the same on every rank, as text to compare."""
         names = ("algorithm", "wire_dtype", "error_feedback", "engine", "link", "allow_public_address")
         return ", ".join(f"{name}={getattr(self, name)}" for name in names)

@@ -51,7 +51,7 @@ class PostedReceive:
         self._peer = src
         self._ctx = ctx
         self.handle = _core.Receive()
-        self.was_here = (
+        self.has_arrived = (
             memory.core.post(
                 self.handle,
                 self._data.data_ptr(),
@@ -93,13 +93,13 @@ class PostedReceive:
 class SharedMemoryTransport(Transport):
     """A `SharedMemoryTransport` runs a group whose ranks are all on this host: each maps the memory of all.
 
-    It runs one collective at a time, and holds `lock` while the core does it. All ranks read and write tensors in the
+    It runs one collective at a time, and holds `lock` meanwhile. All ranks read and write tensors in the
     symmetric heap in place. Messages need no lock across channels, and keep their order per tag between two ranks.
     """
 
     ranks_share_memory = True
     closes_in_flight = True
-    eager_bytes = 32768  # waiting for each other costs ranks more than unused bytes
+    eager_bytes = 32768  # a rendezvous of the ranks costs more than sending unused bytes
 
     def __init__(self, group: str) -> None:
         self.group = group
@@ -108,8 +108,8 @@ class SharedMemoryTransport(Transport):
         self._sites: dict[tuple[str, int], int] = {}
         self._places: dict[int, str] = {}
         self._areas: dict[int, list[Buffer]] = {}  # the areas for `broadcast_buffers`, by their size
-        self._said_at = 0
-        self._say_again_s = 0.0
+        self._warned_at = 0
+        self._warn_again_s = 0.0
 
     def attach(self, symm_mem: SymmetricMemory) -> None:
         """Set the memory, before the first operation."""
@@ -130,7 +130,7 @@ class SharedMemoryTransport(Transport):
     # -- the end -------------------------------------------------------------------------------------------------
 
     def set_exit_reason(self, exit_reason: str) -> None:
-        """Set how this process ends, as text for the other ranks' errors."""
+        """Set the reason why this process ends, for the other ranks' errors."""
         self.core.set_exit_reason(exit_reason)
 
     def leave_in_flight(self) -> None:
@@ -183,20 +183,18 @@ class SharedMemoryTransport(Transport):
         """Report the missing ranks, and again after the same time; the core calls this while it waits."""
         if waited_s < NOTICE_S or self.symm_mem is None or self.symm_mem.closed:
             return
-        with contextlib.suppress(ClosedError):  # meanwhile, by another thread: whoever waits is about to hear it
+        with contextlib.suppress(ClosedError):  # closed by another thread, which also ends this wait
             self._warn_of_wait(waited_s)
 
     def _warn_of_wait(self, waited_s: float) -> None:
         records = read(self.core, self.symm_mem.rank)
-        if not records or (records[-1].enter_ns == self._said_at and waited_s < self._say_again_s):
+        if not records or (records[-1].enter_ns == self._warned_at and waited_s < self._warn_again_s):
             return
         last = records[-1]
-        self._said_at, self._say_again_s = last.enter_ns, 2 * waited_s
+        self._warned_at, self._warn_again_s = last.enter_ns, 2 * waited_s
         missing = late_ranks(self.core, self.symm_mem.rank, self.symm_mem.world_size) if last.is_collective else []
         if last.is_collective and not missing and self.core.failed_rank not in (-1, self.symm_mem.rank):
-            missing = [
-                self.core.failed_rank
-            ]  # in a round of gradients no rank has come further: the core looks at flags
+            missing = [self.core.failed_rank]  # in a round of gradients no rank is ahead: the core checks flags
         if not last.is_collective and last.peer >= 0:
             missing = [last.peer]
         where = "; ".join(f"rank {r} {find_position(self.symm_mem, r)}" for r in missing[:8])
@@ -257,7 +255,7 @@ class SharedMemoryTransport(Transport):
         at = tensor.data_ptr()
         if self.lock.locked():
             self._await_lock(timeout_s)
-        with self.lock:  # this is `exclusive`, spelt out
+        with self.lock:  # `exclusive`, inlined for speed
             try:
                 status = self.core.all_reduce(
                     at,
@@ -336,11 +334,11 @@ class SharedMemoryTransport(Transport):
         The next collective checks that all ranks called this, with the same `number`.
         """
         data = dense(tensor)
-        # Held here until the call is over: the heap may go with the last block of it.
+        # This reference keeps the blocks until the call is over: freeing the last block may unmap the heap.
         areas = self._two_areas(nbytes(data), ctx) if nbytes(data) > STAGE_BYTES and self.world_size > 1 else []
 
         def call() -> int:
-            areas.reverse()  # in turn with the phases: not before this call has the lock, nor if it is refused
+            areas.reverse()  # swap only once this call has the lock, and swap back if the core refuses it
             status = self.core.broadcast_buffers(
                 data.data_ptr(),
                 nbytes(data),
@@ -361,7 +359,7 @@ class SharedMemoryTransport(Transport):
             write_back(tensor, data)
 
     def _two_areas(self, size: int, ctx: CallContext) -> list[Buffer]:
-        """Return two places of `size` bytes in this rank's heap, for use in turn. All ranks call it if they are new."""
+        """Return two areas of `size` bytes in this rank's heap, which alternate. Collective if they are new."""
         areas = self._areas.get(size)
         if areas is None:
             with self.exclusive(ctx.timeout_s):

@@ -37,12 +37,12 @@ from phalanx._comm.control.wire import (
 OWN = b""  # the route of requests that are made for several ranks
 KEPT_S = 60.0
 _MAX_KEPT = 8  # values that never change
-_MAX_ANSWERED = 1024  # number of answered additions kept for ranks that ask again
+_MAX_ANSWERED = 1024  # the most answered additions that are kept, for ranks that ask again
 _MAX_ITEMS_BYTES = 1 << 20  # the most bytes of items in one message
-_ITEM_BYTES = 64  # each item counts for at least so much, since a message has room for 65,535 fields
+_ITEM_BYTES = 64  # the least size that is counted for an item, since a message has room for 65,535 fields
 _ONCE = WRITE_ONCE.encode()
 _SHARED = frozenset({Op.HELLO, Op.GET, Op.MULTI_GET, Op.WAIT, Op.CHECK, Op.COMPARE_SET, Op.ADD_ITEMS, Op.CANCEL})
-_WAITING = frozenset({Op.GET, Op.MULTI_GET})  # the questions that the coordinator may answer late
+_WAITING = frozenset({Op.GET, Op.MULTI_GET})  # the requests that the coordinator may answer later
 
 Words = tuple[bytes | int, ...]
 Caller = tuple[bytes, int]  # the route of a rank, and the number of its request
@@ -57,17 +57,17 @@ class _Question:
     fields: list[bytes]
     callers: dict[Caller, tuple[int, int]] = field(default_factory=dict)  # by caller: the places of its items
     number: int = 0
-    # whether it was sent at least once: then it may have been done, and a new caller needs another question
+    # whether it was sent at least once: the coordinator may have answered it, so a new caller needs another question
     is_sent: bool = False
     is_to_be_sent: bool = True
-    is_parked: bool = False  # the coordinator has confirmed that the question waits there
+    is_parked: bool = False  # the coordinator has confirmed that it will answer later
     asked_at: float = 0.0
     num_asked: int = 0
     num_bytes: int = 0
 
     @property
     def ask_again_at(self) -> float:
-        """Return when to repeat the question if it was not answered by then."""
+        """Return the time at which an unanswered question is repeated."""
         return self.asked_at + resend_after(self.num_asked, is_parked=self.is_parked)
 
 
@@ -90,9 +90,9 @@ class HostRequests:
         self._next: dict[Words, _Question] = {}
         self._callers: dict[Caller, _Question] = {}
         self._answered: OrderedDict[Caller, bytes] = OrderedDict()
-        # by key: since when it is kept, and its value
+        # by key: when it was cached, and the value
         self._kept: OrderedDict[bytes, tuple[float, bytes]] = OrderedDict()
-        # A silent connection counts as a stranger's: ranks connect only after importing torch.
+        # Sent at once: a silent connection counts as a stranger's, and ranks connect only after importing torch.
         self._outgoing.append((OWN, pack(Op.HELLO, self._number, pack_number(VERSION))))
 
     # These methods handle messages of the ranks.
@@ -205,7 +205,7 @@ class HostRequests:
         return True
 
     def ask_again(self, now: float) -> None:
-        """Repeat questions that were not answered for some time, and forget values that were kept for long."""
+        """Repeat questions that were not answered for some time, and drop values that were cached for long."""
         for question in self._under_way.values():
             if not question.is_to_be_sent and now >= question.ask_again_at:
                 question.is_to_be_sent = True
@@ -214,7 +214,7 @@ class HostRequests:
             self._kept.popitem(last=False)
 
     def resume(self) -> None:
-        """Have `ask_again` repeat the questions in flight at once: they may be lost."""
+        """Make `ask_again` repeat the questions in flight at once: they may be lost."""
         for question in self._under_way.values():
             question.asked_at, question.num_asked, question.is_parked = -math.inf, 0, False
 

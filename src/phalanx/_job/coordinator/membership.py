@@ -41,7 +41,7 @@ class Member:
     num_bytes: int = 0
 
     def has_room(self, size: int) -> bool:
-        """Return whether an event of `size` bytes fits in the outbox; an empty outbox takes one of any size."""
+        """Return whether an event of `size` bytes fits in the outbox; an empty outbox accepts any size."""
         return not self._outbox or self.num_bytes + size <= OUTBOX_BYTES
 
     def put(self, kind: bytes, member: int, detail: bytes) -> None:
@@ -234,7 +234,7 @@ class Membership:
         return [self._members[number] for number in grown if number in self._members]
 
     def note_pause(self, pause_s: float, now: float) -> None:
-        """Extend all deadlines by a pause in which the coordinator did not listen."""
+        """Extend all deadlines by a pause in which the coordinator received nothing."""
         for member in self:
             member.received_at = min(now, member.received_at + pause_s)
 

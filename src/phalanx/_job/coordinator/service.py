@@ -1,4 +1,4 @@
-"""`Service` runs the coordinator: one thread reads sockets, and passes frames to `Coordinator`.
+"""Run the coordinator: one thread reads the sockets, and passes frames to `Coordinator`.
 
 this host      ipc:///proc/<pid>/fd/<number>   a socket without a file; the kernel authenticates the user; no key
 other hosts    tcp://<address>                 CURVE with the job's key
@@ -43,20 +43,20 @@ if TYPE_CHECKING:
     from phalanx._comm.control.member_connection import MemberConnection
 
 
-_QUEUE_FRAMES = 32  # the most frames that wait in either direction for one client
-_ROUND_FRAMES, _ROUND_S = 256, 0.02  # read before answers are sent: up to the first of these limits
-_SENDING_S = 0.02  # answers to relays are sent for this long before other clients are served
+_QUEUE_FRAMES = 32  # the most queued frames of one client in each direction
+_ROUND_FRAMES, _ROUND_S = 256, 0.02  # how much is read before answers are sent
+_SENDING_S = 0.02  # the longest time of sending to relays before other clients are served
 _TICK_S = 0.25
 # Plain numbers: pyzmq's enumerations take longer than the operations with them.
 _NOBLOCK, _POLLIN, _RCVMORE = int(zmq.NOBLOCK), int(zmq.POLLIN), int(zmq.RCVMORE)
-# Each round costs more than its work. So with many members heartbeats are collected while no request has come for
-# _QUIET_S, and with very many members requests are collected, too.
+# A round has a fixed cost. So with many members, heartbeats are batched if no request has arrived for _QUIET_S; with
+# very many members, requests are batched, too.
 _MANY_MEMBERS, _BEATS_S, _QUIET_S = 32, 0.02, 0.1
 _VERY_MANY_MEMBERS, _REQUESTS_S = 256, 0.01
 _HEARTBEAT = bytes((Op.HEARTBEAT,))
 _MAX_RELAYED = 1024  # frames in one message to a relay
-_UNBROKEN_S = 3.5  # a connection that received something so shortly before its end was not closed for silence
-_MAX_YOUNG = 2048  # connections that have not sent a message yet: a thousand hosts connect twice each
+_UNBROKEN_S = 3.5  # a connection that received something more recently was not closed for silence
+_MAX_YOUNG = 2048  # connections without a message yet; each of a thousand hosts opens two
 
 
 class Service:
@@ -65,10 +65,10 @@ class Service:
     Arguments:
         bind: the address for members on other hosts: HOST:PORT, port 0 for a free one; None opens no port.
         key: the job's key, which a `bind` needs.
-        job: a name by which clients notice that they have reached the wrong job.
+        job: a name with which clients detect that they have reached the wrong job.
         lost_after_s: a member that is silent for this long is lost.
         log: called in the service's thread with a line for the log (refused connections, lost members).
-        coordinator: one that has taken over, with its own `job` and `lost_after_s`; by default a new one.
+        coordinator: a coordinator that has taken over, with its own `job` and `lost_after_s`; a new one if None.
 
     Raises:
         AuthenticationError: `bind` without a key.
@@ -106,10 +106,10 @@ class Service:
         self._relayed: dict[
             Direct, list[tuple[ClientSession, list[Answer]]]
         ] = {}  # answers for relays that are not sent yet
-        self._asked_at = 0.0  # when a request other than a heartbeat last came
+        self._asked_at = 0.0  # when the last request arrived that is not a heartbeat
         self._local_socket: LocalSocket | None = None
         self._is_closed = False
-        self.local = ""  # the address at which processes of this user on this host find the coordinator
+        self.local = ""  # the address for processes of this user on this host
         self.problem: BaseException | None = None
         with contextlib.ExitStack() as undo:
             undo.callback(self._free)
@@ -123,23 +123,23 @@ class Service:
 
     @property
     def num_refused(self) -> int:
-        """Return how many connections were refused."""
+        """Return the number of refused connections."""
         return self._log.num_refused
 
     @property
     def num_open(self) -> int:
-        """Return the number of connections of other hosts that are open, authenticated or not yet."""
+        """Return the number of open connections of other hosts, authenticated or not."""
         return 0 if self._guard is None else self._guard.num_open
 
     @property
     def is_serving(self) -> bool:
-        """Return whether the service's thread runs: late answers will still arrive."""
+        """Return whether the service's thread runs, and still sends answers."""
         return self._thread.is_alive()
 
     def exempt(self, client: MemberConnection) -> None:
         """Exempt a member in this process from timeouts, and this coordinator from the member's.
 
-        They live and end together, and on a busy machine either may be late.
+        Both are in the same process, and on a busy machine either may be late.
         """
         self.coordinator.members.exempt(client.member)
         client.is_served = lambda: self.is_serving
@@ -198,7 +198,7 @@ class Service:
             router, listener.fileno(), self._log, max_young=_MAX_YOUNG, max_open=connections_allowed()
         )
         host = "[::]" if listener.family == socket.AF_INET6 else "0.0.0.0"
-        with listener:  # ZeroMQ takes the descriptor only where `bind` returns
+        with listener:  # ZeroMQ owns the descriptor once `bind` returns
             router.use_fd = listener.fileno()
             router.bind(f"tcp://{host}:{port}")
             listener.detach()
@@ -212,14 +212,14 @@ class Service:
         router.router_mandatory = True  # report whether an answer can be delivered
         router.router_handover = True  # a client that reconnects keeps its identity
         router.backlog = BACKLOG
-        # ZeroMQ's heartbeats would end this process (an assertion of libzmq 4.3.5), if one is due for a closed client
-        # whose messages are still unread. The kernel closes the connection of a host that was switched off.
+        # No ZeroMQ heartbeats: an assertion of libzmq 4.3.5 aborts the process if one is due for a closed client with
+        # unread messages. The kernel closes the connection of a host that was switched off.
         router.tcp_keepalive, router.tcp_keepalive_idle = 1, 10
         router.tcp_keepalive_intvl, router.tcp_keepalive_cnt = 5, 3
         return router
 
     def _say(self, line: str) -> None:
-        with contextlib.suppress(Exception):  # an error of the listener must not end the job
+        with contextlib.suppress(Exception):  # an error in the callback must not end the job
             self._listener_to_lines(line)
 
     # The thread.
@@ -273,7 +273,7 @@ class Service:
                 time.sleep(gathering_s)
 
     def _gathering_s(self, now: float) -> float:
-        """Return for how long incoming requests may wait for others; no client waits for the answer to a heartbeat."""
+        """Return how long to batch incoming requests; no client waits for the answer to a heartbeat."""
         num_members = len(self.coordinator.members)
         if num_members > _MANY_MEMBERS and now - self._asked_at > _QUIET_S:
             return _BEATS_S
@@ -338,15 +338,15 @@ class Service:
                     frame = b"".join((coordinator.epoch, *split_answers(left[0])))
                     send_in_pieces(self._routers[route.listener], frame, route.identity)
                     del left[0]
-            except zmq.Again:  # it reads nothing now
+            except zmq.Again:  # the client does not read now
                 coordinator.requeue_answers(session, [answer for frame in left for answer in frame])
             except zmq.ZMQError:  # the client has left; if it returns, it repeats its requests
                 coordinator.undelivered(session, [answer for frame in left for answer in frame])
         ends_at = time.monotonic() + _SENDING_S
-        while self._relayed:  # each answer is freed when it is sent: ZeroMQ has a copy
+        while self._relayed:  # free each answer after sending: ZeroMQ has a copy
             relay = next(iter(self._relayed))
             self._send_to_relay(relay, self._relayed.pop(relay))
-            if time.monotonic() >= ends_at:  # members are served between answers to a thousand hosts
+            if time.monotonic() >= ends_at:  # serve members between the answers to a thousand hosts
                 break
 
     def _send_to_relay(self, relay: Direct, batch: list[tuple[ClientSession, list[Answer]]]) -> None:
@@ -378,7 +378,7 @@ def _pack_for_relay(batch: list[tuple[ClientSession, list[Answer]]]) -> Iterator
 
 
 def _fitting(sizes: list[int]) -> int:
-    """Return how many frames of these sizes fit into one message; it is at least one."""
+    """Return how many frames of these sizes fit into one message, at least one."""
     number, size = 1, sizes[0]
     while number < min(len(sizes), _MAX_RELAYED) and size + sizes[number] <= MAX_FRAME_BYTES:
         size += sizes[number]
@@ -390,9 +390,9 @@ _WORTH_BYTES = 16 << 20
 
 
 class UnusedMemory:
-    """`UnusedMemory` counts sent bytes; `give_back` returns freed memory to the system once it is worth it.
+    """`UnusedMemory` counts sent bytes; `give_back` returns freed memory to the system if many bytes were sent.
 
-    Cost: `give_back` takes a hundredth of a second where hundreds of megabytes were used, and nothing otherwise.
+    Cost: `give_back` takes 10 ms after hundreds of megabytes, and nothing otherwise.
     """
 
     def __init__(self) -> None:

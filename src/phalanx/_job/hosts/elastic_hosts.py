@@ -6,8 +6,7 @@
 
 A host that joins never makes working ranks wait: it is accepted at the next step after all its ranks are ready to
 train. A spare replaces a lost host at once, and the others wait for its ranks as for a replacement. With fewer than the
-minimum, the remaining ranks keep their state in memory for the time that they state; then they are asked to save it,
-and to end.
+minimum, the remaining ranks keep their state in memory for their `wait_s`; then they are told to save it and exit.
 """
 
 from __future__ import annotations
@@ -63,8 +62,8 @@ class ElasticHosts(Elastic):
         self._host_timeout_s = host_timeout_s
         self.spares: dict[int, ArrivedHost] = {}  # by member, in the order of joining
         self.arrivals: dict[int, JoiningHost] = {}
-        self._untried: set[int] = set()  # hosts that are new in this generation, which no rank has joined yet
-        self._tries = 0  # the number of failed tries with them
+        self._untried: set[int] = set()  # new hosts of this generation, until it is formed
+        self._tries = 0  # the number of failed attempts to form it
         self._waits_since: float | None = None
         self._waits_for = ""
 
@@ -75,19 +74,19 @@ class ElasticHosts(Elastic):
             self._repetition.on_step(member.step)
         self._forking |= set(forking)
 
-    def note_gone(self, slot: int, lost: LostRank) -> None:
-        """Restore a lost rank on which nothing was decided yet."""
+    def restore_lost(self, slot: int, lost: LostRank) -> None:
+        """Restore a lost rank that no decision has covered yet."""
         self._lost_slots.add(slot)
         self._undecided_losses.append(lost)
 
     @property
     def gone(self) -> frozenset[int]:
-        """Return the slots of lost ranks on which nothing was decided yet."""
+        """Return the slots of lost ranks that no decision has covered yet."""
         return frozenset(self._lost_slots)
 
     @property
     def wait_s(self) -> float:
-        """Return for how many seconds the ranks keep their state while too few hosts are left."""
+        """Return the seconds for which the ranks keep their state while too few hosts are left."""
         return min((member.wait_s for member in self.members.values() if member.joined), default=0.0)
 
     @property
@@ -148,7 +147,7 @@ class ElasticHosts(Elastic):
         return [DropHost(arrival.slots.member, why), *self._start_spares(now)]
 
     def on_host_joined(self, candidate: ArrivedHost, now: float) -> list[ElasticAction]:
-        """Process a host that has joined, with its places for ranks."""
+        """Process a host that has joined, with its slots."""
         self.spares[candidate.member] = candidate
         return self._start_spares(now)
 
@@ -167,7 +166,7 @@ class ElasticHosts(Elastic):
         return self._decide(now)
 
     def on_host_leaves(self, member: int, name: str, now: float) -> list[ElasticAction] | None:
-        """Process a host's wish to leave while its ranks live; None: the job cannot continue without it."""
+        """Process a host's request to leave while its ranks run; None: the job cannot continue without it."""
         if self._drop_newcomer(member):
             return self._start_spares(now)
         host = self._find_host(member)
@@ -207,12 +206,12 @@ class ElasticHosts(Elastic):
         return actions
 
     def silence_s(self, slot: int) -> float:
-        """Return for how long the process in a slot may delay others: its host may be cut off, and return."""
+        """Return the seconds for which the process in a slot may delay others: its host may be cut off for a while."""
         is_own = any(slot in host.slots for host in self.slot_plan.hosts if host.member == self._own)
         return super().silence_s(slot) + (0.0 if is_own else self._host_timeout_s)
 
     def plan_refills(self, living: frozenset[int]) -> dict[int, bool]:
-        """Return by host whether its empty slots get a new process. A new host gets all of them."""
+        """Return, by host, whether its empty slots get new processes; those of a new host always do."""
         empty = sum(
             slot not in living
             for host in self.slot_plan.hosts
@@ -252,7 +251,7 @@ class ElasticHosts(Elastic):
         return next(host for host in hosts if host.member == candidate.member)
 
     def _start_spares(self, now: float) -> list[ElasticAction]:
-        """Have spares start their ranks, if there is room."""
+        """Start ranks on spares, if there is room."""
         if not self.active:
             return []
         if self.is_waiting:
@@ -304,7 +303,7 @@ class ElasticHosts(Elastic):
 
     def _drop_untried(self, now: float) -> list[ElasticAction]:
         """Continue without the new hosts of a group that could not be formed."""
-        why = "the others could not form a group with it (what they print says why)"
+        why = "the others could not form a group with it (their output shows the reason)"
         dropped = [DropHost(member, why) for member in sorted(self._untried)]
         actions: list[ElasticAction] = [*dropped]
         for drop in dropped:

@@ -1,4 +1,4 @@
-"""`Gathering` waits, before each start, until all hosts have joined and have reached each other."""
+"""Wait, before each attempt, until all hosts have joined, and have tested that they reach each other."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _END_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True)
 class JoinedHost:
-    """A `JoinedHost` is a host that has joined, with the address at which it reached this one."""
+    """A `JoinedHost` is a host that has joined, and the address at which it reached this host."""
 
     facts: HostFacts
     reached: str
@@ -69,12 +69,10 @@ class Gathering:
         self._port = port
         self._joined_hosts: dict[int, JoinedHost] = {}  # in the order of joining
         self._trial = 0
-        self._ports: dict[
-            int, tuple[int, str]
-        ] = {}  # by member: the port at which it answers in this trial, or 0 and the reason
+        self._ports: dict[int, tuple[int, str]] = {}  # by member: its port in this trial, or 0 and the reason
         self._results: dict[int, dict[int, str]] = {}  # member -> node -> result in this trial
-        self._tried: set[int] = set()  # the members that this trial is about
-        self._gone: set[int] = set()  # the members that have left since it began
+        self._tried: set[int] = set()  # the members of this trial
+        self._gone: set[int] = set()  # the members that have left during this trial
         self._peers: PeerHosts | None = None
         self._link: LeaderLink | None = None  # the link of the newest attempt
         self._loop = EventLoop(
@@ -86,13 +84,13 @@ class Gathering:
         )
 
     def continue_attempt(self, link: LeaderLink) -> None:
-        """Continue an attempt that this host leads in place of a lost leader: its other hosts have joined already."""
+        """Continue an attempt whose lead this host has taken over; all its hosts have already joined."""
         self._link, self._peers = link, link.peers
         for member, node in link.peers.others.items():
             self._joined_hosts[member] = JoinedHost(node.facts, self._advertised[0].address)
 
     def begin(self, restart_count: int, local_store: str) -> Attempt:
-        """Return the next attempt, with all hosts that have joined, after sending them the order to start.
+        """Send all hosts that have joined the order to start, and return the next attempt.
 
         Raises:
             LaunchError: too few hosts joined in time; two want the same number; hosts cannot reach each other; or a
@@ -144,7 +142,7 @@ class Gathering:
         return self._link is not None and self._link.has_left
 
     def end(self, code: int, why: str) -> None:
-        """Notify all hosts that the job is over, and wait briefly until they have received the message."""
+        """Notify all hosts that the job has ended, and wait briefly until they have received the message."""
         waiting = set(self._joined_hosts)
         if self._peers is not None:
             spares = self._peers.late.keys() & self._peers.spares
@@ -166,7 +164,7 @@ class Gathering:
 
     @property
     def _own(self) -> HostFacts:
-        # The hosts use the address at which they reach this host; of several, the first host to join decides.
+        # The hosts use the address at which they reach this host; if they differ, the first host to join decides.
         reached = (joined_host.reached for joined_host in self._joined_hosts.values())
         address = next(reached, self._advertised[0].address)
         settings = self._plan.settings
@@ -212,7 +210,7 @@ class Gathering:
 
     @property
     def _is_inviting(self) -> bool:
-        """Return whether only this host's output shows where others can join."""
+        """Return whether other hosts learn the address only from this host's output."""
         return not self._rendezvous.endpoint or self._rendezvous.endpoint.startswith(":")
 
     def _invite(self, count: int) -> str:
@@ -253,8 +251,8 @@ class Gathering:
         control.receive_available()
         if control.gone:
             raise LaunchError(
-                "phalanx run: the process from which the ranks are forked (the zygote) has ended while it imported "
-                "torch. If nobody killed it, memory is the first suspect; or try --no-preload."
+                "phalanx run: the zygote, which forks the ranks, exited while importing torch. If nobody killed it, "
+                "the host may be out of memory; or try --no-preload."
             )
 
     def _receive_notices(self, ready: set[int]) -> None:
@@ -281,7 +279,7 @@ class Gathering:
             facts = HostFacts.from_json(change.member, change.facts)
             if facts is not None and "reached" in change.facts:
                 self._joined_hosts[change.member] = JoinedHost(facts, printable(str(change.facts["reached"])))
-                if self._peers is None:  # at once: the missing hosts may never join
+                if self._peers is None:  # check now: the missing hosts may never join
                     self._check_conflict([self._own, facts])
                 elif conflict := find_conflict([self._own, facts], self._rendezvous.max_nodes):
                     del self._joined_hosts[change.member]  # a late host does not end a job that has begun
@@ -291,7 +289,7 @@ class Gathering:
             gone = self._joined_hosts.pop(change.member, None)
             self._gone.add(change.member)
             if change.kind == "lost":
-                self._channel.expel(change.member)  # no vote is needed: the member learns that it is lost
+                self._channel.expel(change.member)  # without a vote: this notifies the member
             if gone is not None and change.kind == "lost":
                 who = f"{gone.facts.name} ({gone.facts.address})"
                 self._host.display.print(f"phalanx run: {who} is lost before the job began: {change.why}")
@@ -312,7 +310,7 @@ class Gathering:
         self._channel.put(member, "end", code=1, why=f"phalanx run: {why}")
 
     def _try_reach(self, nodes: Sequence[Node]) -> bool:
-        """Have each host try to reach the others, or some of very many; return False if a host has left meanwhile.
+        """Have each host test whether it reaches the others, or some of many; return False if a host has left.
 
         Raises:
             LaunchError: some host cannot reach another.
@@ -347,13 +345,13 @@ class Gathering:
     def _try_targets(
         self, nodes: Sequence[Node], joined_hosts: Sequence[Node], targets: Sequence[ReachTarget]
     ) -> dict[int, dict[int, str]] | None:
-        """Return each host's result for each target; None if a host has left meanwhile."""
+        """Return each host's result for each target; None if a host has left."""
         expected, trial = set(), self._trial
         by_node = {target.node: target for target in targets}
         for node in nodes:
             theirs = [by_node[number] for number in sorted(choose_targets(node.place.node, list(by_node)))]
             if not theirs:
-                continue  # the first host was reached: the others have joined
+                continue  # skip the first host, which the others have reached to join
             expected.add(node.facts.member)
             if node.facts.member == self._channel.member:
                 try_all(
@@ -380,7 +378,7 @@ class Gathering:
         }
 
     def _await_all(self, done: Callable[[], bool]) -> bool:
-        """Wait until all hosts have answered, or time is up; False if a host has left."""
+        """Wait until all hosts have answered, or time is up; return False if a host has left."""
         deadline = Deadline.after(2 * TRY_S)
         while not done() and not deadline.passed:
             self._loop.turn(deadline.left_s)

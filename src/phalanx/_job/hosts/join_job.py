@@ -263,7 +263,7 @@ class FollowedJob:
         self._host.display.print(
             f"phalanx run: host {place.node + 1} of {place.num_nodes} of the job at "
             f"{printable(str(body['first_host']))}: "
-            f"{describe_ranks(place)} of {place.world_size}. What they print is shown there."
+            f"{describe_ranks(place)} of {place.world_size}. Their output is shown there."
         )
         first = None if body.get("begun") is None else generation_from_json(body["begun"])
         number = int(body["attempt"])

@@ -32,7 +32,7 @@ class JobRequest:
         """Return the words that follow `phalanx run` in the file."""
         if self.gpus or not self.cpus or self.settings.nproc_per_node != "auto":
             return self.words
-        # A limit on processor time hides no core: counted in the job, they would be all of the machine's.
+        # A limit on CPU time hides no core: `phalanx run` would count all cores of the machine.
         return (f"--nproc-per-node={self.cpus}", *self.words)
 
     @property
@@ -56,7 +56,7 @@ def read_words(words: Sequence[str], variables: Mapping[str, str]) -> Settings:
         if name in decided:
             raise LaunchError(
                 f"phalanx manifest: {word.partition('=')[0]}: leave it out. The number of nodes is --nodes, before "
-                "the command; which is which, and where they meet, they find out.",
+                "the command; the nodes find their numbers and the rendezvous themselves.",
                 exit_code=USAGE_EXIT_CODE,
             )
     settings = parse(words, variables)

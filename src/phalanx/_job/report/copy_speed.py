@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 
-_BYTES = 64 << 20  # it is far more than a core's own cache
+_BYTES = 64 << 20  # far more than a core's cache
 _ROUNDS = 4
 
 
 def measure_copy_speed() -> float:
-    """Return the bytes per second of the best of a few copies. It takes about 0.1 s, and 128 MiB of memory."""
+    """Return the bytes per second of the fastest of a few copies. Takes about 0.1 s, and 128 MiB of memory."""
     source, target = bytearray(_BYTES), memoryview(bytearray(_BYTES))
     best = float("inf")
     for _ in range(_ROUNDS):

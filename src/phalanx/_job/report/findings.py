@@ -243,14 +243,14 @@ def _slow_start(run: Measurements) -> Iterator[ReportFinding]:
 
 # -- where the time of a step goes: who waits, for what, for whom, and what to do about it -----------------------------
 
-_DATA_SHARE = 0.10  # data may take so much of a step
+_DATA_SHARE = 0.10  # the largest share of a step without a finding
 _OTHER_SHARE = 0.15
 _UPDATE_SHARE = 0.30
 _COMMUNICATION_SHARE = 0.20
 _WAITING_SHARE = 0.20
-_LATE_OFTEN, _LATE_SHARE = 0.6, 0.05  # a rank is late that often among the collectives, and for so much of a step
-_SLICE_S = 0.004  # for which a rank is usually off its core when it is thrown off
-_MOST_NOISE = 0.2  # a rank that takes more of a step longer than that is slow, whatever else the cores do
+_LATE_OFTEN, _LATE_SHARE = 0.6, 0.05  # the least shares of collectives and of step time for which a rank is late
+_SLICE_S = 0.004  # how long a preempted rank usually waits for its core
+_MOST_NOISE = 0.2  # the largest share of a step by which preemption can explain a late rank
 
 
 def _timed(run: Measurements) -> Sequence[RankRun]:
@@ -262,7 +262,7 @@ def _share(rank: RankRun, part: str) -> float:
 
 
 def _grouped(ranks: Sequence[RankRun], part: str, least: float) -> tuple[list[RankRun], str, float]:
-    """Return the ranks whose part is at least so large a share, how to call them, and the largest share."""
+    """Return the ranks whose share of `part` is at least `least`, their names as text, and the largest share."""
     chosen = [rank for rank in ranks if _share(rank, part) >= least]
     if not chosen:
         return [], "", 0.0
@@ -323,18 +323,18 @@ def _stragglers(run: Measurements) -> Iterator[ReportFinding]:
         if excess_s < noise_s and excess["data"] < _LATE_SHARE * slow.step_s:
             yield ReportFinding(
                 "warn",
-                f"Ranks are thrown off their cores, up to {often:.0f} times a second (rank {late.rank} "
-                f"{slow.preemptions_per_s or 0.0:.0f} times), which is enough for rank {late.rank} to come last to "
+                f"Ranks are preempted on their cores, up to {often:.0f} times a second (rank {late.rank} "
+                f"{slow.preemptions_per_s or 0.0:.0f} times), which is enough for rank {late.rank} to be last to reach "
                 f"{percent(late.times / run.num_matched)} of the collectives: something else runs there, "
                 "look with `top`.",
                 share,
             )
             continue
-        if excess_s < _LATE_SHARE * slow.step_s:  # it comes last, and spends no more time on anything
+        if excess_s < _LATE_SHARE * slow.step_s:  # it is last, but spends no more time on any activity
             continue
         yield ReportFinding(
             "warn",
-            f"Rank {late.rank} on {slow.host} is the straggler: it comes last to "
+            f"Rank {late.rank} on {slow.host} is the straggler: it is last to reach "
             f"{percent(late.times / run.num_matched)} of the collectives, and the others wait {percent(share)} of each "
             "step for it alone; "
             f"{_why_slow(slow, others)}.",
@@ -351,11 +351,11 @@ def _excess(slow: RankRun, others: Sequence[RankRun]) -> dict[str, float]:
 def _why_slow(slow: RankRun, others: Sequence[RankRun]) -> str:
     """Return the activity on which the rank spends more time than the others, with advice."""
     advice = {
-        "data": "its data comes late: give its loader more workers, and look at its disk",
+        "data": "its data is late: give its loader more workers, and check its disk",
         "forward": "its forward takes longer",
         "backward": "its backward takes longer",
         "update": "its update takes longer",
-        "other": "it does more between the steps: what only this rank does (logging, saving) can go to the background",
+        "other": "it does more between the steps: move its own work (logging, saving) to the background",
     }
     excess = _excess(slow, others)
     part = max(excess, key=lambda name: excess[name])
@@ -374,7 +374,7 @@ def _why_computing_is_slow(slow: RankRun, others: Sequence[RankRun]) -> str:
     usual = median(rank.preemptions_per_s or 0.0 for rank in others)
     if (slow.preemptions_per_s or 0.0) > 2 * usual + 20:
         return (
-            f"it is thrown off its core {slow.preemptions_per_s:.0f} times a second (the others {usual:.0f}): "
+            f"it is preempted {slow.preemptions_per_s:.0f} times a second (the others {usual:.0f}): "
             "something else runs there, look with `top`"
         )
     if len(slow.facts.get("cpus", ())) < max(len(rank.facts.get("cpus", ())) for rank in others):
@@ -393,12 +393,12 @@ def _communication(run: Measurements) -> Iterator[ReportFinding]:
     per_step = sum(row.count for row in small) / max(1, run.steps)
     several_hosts = len({rank.host for rank in ranks}) > 1
     if per_step > 10:
-        advice = f"there are {per_step:.0f} collectives of 16 KiB or less in a step; put them together into few"
+        advice = f"there are {per_step:.0f} collectives of 16 KiB or less in a step; combine them into few"
     elif several_hosts:
         advice = "average less often (phalanx.DiLoCo), send less (a comm hook: bf16, PowerSGD), or accumulate"
     else:
         advice = "larger batches, or accumulate gradients over several before each exchange"
-    yield ReportFinding("warn", f"{percent(share)} of each step goes into moving data between ranks: {advice}.", share)
+    yield ReportFinding("warn", f"{percent(share)} of each step is communication between ranks: {advice}.", share)
 
 
 def _parts_of_one(run: Measurements) -> Iterator[ReportFinding]:
@@ -455,7 +455,7 @@ def _processors(run: Measurements) -> Iterator[ReportFinding]:
             "warn",
             f"On {_name_hosts(list(starved))} other programs take the cores: "
             f"{name_ranks(sorted(rank.rank for rank in all_starved))} got one for {percent(least)} of the time, and "
-            f"lost it {often:.0f} times a second. End them, or do not believe the times here.",
+            f"lost it {often:.0f} times a second. End them: the times in this report are distorted.",
             0.5,
         )
 
@@ -474,11 +474,11 @@ def _computing_share(rank: RankRun) -> float:
 def _not_seen(run: Measurements) -> Iterator[ReportFinding]:
     ranks = run.last_attempt
     backends = {str(rank.facts.get("backend", "none")) for rank in ranks}
-    known = any("phalanx" in backend for backend in backends)  # its ranks have made no collectives in the steps
+    known = any("phalanx" in backend for backend in backends)  # its ranks have run no collectives in the steps
     if len(ranks) > 1 and run.steps and not run.num_matched and not known:
         yield ReportFinding(
             "note",
-            f"What ranks waited and sent is not known: the backend was {', '.join(sorted(backends))}, and only "
+            f"The waits and messages of ranks are unknown: the backend was {', '.join(sorted(backends))}, and only "
             "`phalanx` keeps a record of its operations.",
         )
 

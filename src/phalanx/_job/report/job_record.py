@@ -21,7 +21,7 @@ _SURROGATES = re.compile("[\ud800-\udfff]")
 
 @dataclass(frozen=True)
 class JobRecord:
-    """Its `begun` and `ended` are times of CLOCK_MONOTONIC; `end` is as in `Measurements`, "running" until then."""
+    """A `JobRecord` has times of CLOCK_MONOTONIC; `end` is as in `Measurements`, or "running"."""
 
     name: str
     command: str
@@ -36,13 +36,13 @@ class JobRecord:
     end_text: str = ""
     exit_code: int | None = None
     events: tuple[RunEvent, ...] = ()
-    clock_offsets: Mapping[str, float] = field(default_factory=dict)  # by host: how far its clock is behind
+    clock_offsets: Mapping[str, float] = field(default_factory=dict)  # by host: how far its clock is behind, in seconds
     copy_bytes_per_s: Mapping[str, float] = field(default_factory=dict)  # by host
-    run: str = ""  # its id, which its ranks' files have, too
-    is_run_unique: bool = False  # no other run has that id: the user did not choose it
+    run: str = ""  # the run's id, which is also in the ranks' files
+    is_run_unique: bool = False  # whether no other run has the id, because the user did not choose it
 
     def write(self, folder: str) -> None:
-        """Write the record into `folder`, whole or not at all; raise OSError if that can't be done."""
+        """Write the record into `folder`, whole or not at all; raise OSError if that fails."""
         path = os.path.join(folder, FILE)
         with open(f"{path}.part", "w", encoding="utf-8") as file:
             json.dump(_printable(asdict(self)), file)

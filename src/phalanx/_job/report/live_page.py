@@ -59,7 +59,7 @@ setTimeout(again, 2000);
 
 
 class LivePage:
-    """A `LivePage` serves one job. It looks on request, at most once a second, for any number of viewers."""
+    """A `LivePage` serves one job. It samples the job on request, at most once a second, for any number of viewers."""
 
     def __init__(self, watch: JobWatch, clock: Callable[[], float] = time.monotonic) -> None:
         self._watch = watch
@@ -77,7 +77,7 @@ class LivePage:
         return {"/": self._page, "/now": self._now, "/json": self._json}
 
     def _page(self) -> Page:
-        job = self._look()
+        job = self._sample()
         body = f"<p id=said class=bad></p><div id=now>{self._show(job)}</div>"
         foot = (
             "Shares and rates are of the last ten seconds; curves begin when the page was first opened. The page asks "
@@ -86,12 +86,12 @@ class LivePage:
         return Page(_HTML, _encode(document(f"{_name(job)}: running", body, foot, script=_SCRIPT, asks_server=True)))
 
     def _now(self) -> Page:
-        return Page(_HTML, _encode(self._show(self._look())))
+        return Page(_HTML, _encode(self._show(self._sample())))
 
     def _json(self) -> Page:
-        return Page("application/json", _encode(as_json(self._look())))
+        return Page("application/json", _encode(as_json(self._sample())))
 
-    def _look(self) -> JobView:
+    def _sample(self) -> JobView:
         with self._lock:
             now = self._clock()
             if self._latest is None or now - self._sampled_at >= _AGAIN_S:

@@ -13,7 +13,7 @@ _WAITS = 0.3  # share of a step from which the reason for waiting is shown
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, text: Sequence[int] = ()) -> str:
-    """Return a table; the columns in `text` are set to the left."""
+    """Return a table; the columns in `text` are left-aligned."""
 
     def mark(i: int) -> str:
         return " class=text" if i in text else ""
@@ -50,11 +50,11 @@ def collective_table(run: Measurements) -> str:
         for row in run.collectives[:_MAX_ROWS]
     ]
     left = len(run.collectives) - len(rows)
-    notes = ["Waiting: of a rank, until the last one has come (mean). Moving: from then on (median)."]
+    notes = ["Waiting: the mean time of a rank until the last rank enters. Moving: the median time from then on."]
     if left > 0:
-        notes.append(f"{left} kinds and sizes more, which cost less, are in report.json.")
+        notes.append(f"{left} more kinds and sizes, which cost less, are in report.json.")
     if any(row.overlapped for row in run.collectives[:_MAX_ROWS]):
-        notes.append("* Gradients are exchanged beside the backward; the time is what was left to do after it.")
+        notes.append("* Gradients are exchanged during the backward; the time is the rest after it.")
     if run.copy_bytes_per_s:
         limits = ", ".join(f"{rate(value)} on {host}" for host, value in sorted(run.copy_bytes_per_s.items()))
         notes.append(f"One core copies {limits} (measured after the run).")
@@ -68,7 +68,7 @@ def memory_table(run: Measurements) -> str:
     rows = [
         [
             f"rank {rank.rank}",
-            size(rank.resident_bytes) if rank.resident_bytes else "",  # it is looked at with the steps
+            size(rank.resident_bytes) if rank.resident_bytes else "",  # read together with the steps
             size(rank.shared_bytes) if rank.resident_bytes else "",
             size(max(rank.peak_bytes, rank.resident_bytes)),
             *([size(rank.device_bytes)] if has_device else []),
@@ -117,7 +117,7 @@ def machine_table(run: Measurements) -> str:
 
 
 def _on_a_core(rank: RankRun, share: float) -> str:
-    """Return the share of its time in which a core worked for the rank; if it mostly waits, the reason."""
+    """Return the share of the rank's time in which it used a core; if it mostly waits, the reason."""
     if rank.step_s <= 0:
         return percent(share)
     waits = {

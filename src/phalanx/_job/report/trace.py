@@ -1,4 +1,4 @@
-"""Plan the trace that Perfetto opens: a process for each rank; steps, their phases and its collectives, by name.
+"""Build a trace for Perfetto: a process for each rank, with its steps, their phases, and its collectives.
 
 The phases of a step are drawn in their order, each once, with its total length; a record of several steps is one bar.
 Collectives are drawn at their times.
@@ -23,7 +23,7 @@ _COLOURS = {"data": "yellow", "forward": "thread_state_running", "backward": "ra
 
 
 def plan_trace(job: JobRecord, files: Sequence[RankFile]) -> dict[str, Any]:
-    """Return the trace as plain data; of a long run it is the last part."""
+    """Return the trace as plain data; the trace of a long run has only its last part."""
     events: list[dict[str, Any]] = []
     share = max(64, MAX_EVENTS // max(1, len(files)))
     for number, file in enumerate(files, start=1):

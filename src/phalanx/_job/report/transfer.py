@@ -17,13 +17,13 @@ from phalanx._job.report.records import list_records, run_of
 _NAME = re.compile(r"[\w.-]{1,200}\.steps")
 
 
-_GOT = "got-"  # before the name of a file that another host has sent: that host removes its own
+_GOT = "got-"  # the prefix of files from other hosts, which have removed theirs
 
 
 def pack_files(folder: str, run: str, since: float) -> Iterator[tuple[str, str]]:
-    """Yield names and contents of the files of this host's ranks of a run; most of each is zeros, so it is short.
+    """Yield names and compressed contents of the files of this host's ranks of a run.
 
-    `since` is a time of the monotonic clock: older files are of a run before, which may have had the same id.
+    `since` is a time of the monotonic clock: older files belong to an earlier run, which may have had the same id.
     """
     for path, file in list_records(folder):
         if run_of(file) == run and file.facts.get("host") == socket.gethostname() and file.begun >= since:
@@ -39,14 +39,14 @@ def unpack_file(folder: str, name: str, text: str) -> None:
         OSError: the file cannot be written.
     """
     if not _NAME.fullmatch(name):
-        raise ValueError(f"{name!r} is no name of a rank's file")
+        raise ValueError(f"{name!r} is not the name of a rank's file")
     inflate = zlib.decompressobj()
     try:
         data = inflate.decompress(base64.b64decode(text, validate=True), FILE_BYTES + 1)
     except zlib.error as error:
         raise ValueError(str(error)) from None
     if read_rank_file(data) is None:
-        raise ValueError("no rank has written it")
+        raise ValueError("the content is not a rank's file")
     ranks = os.path.join(folder, RANKS)
     os.makedirs(ranks, exist_ok=True)
     with open(os.path.join(ranks, _GOT + name), "wb") as file:

@@ -1,4 +1,4 @@
-"""An `Allocation` is a scheduler's description of this start of the command."""
+"""Describe the job in which a scheduler has started this command."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def read_port(environ: Mapping[str, str], name: str, default: int = 0) -> int:
     """Return the port in the variable `name`.
 
     Raises:
-        LaunchError: it is none.
+        LaunchError: the value is not a port.
     """
     text = environ.get(name, "")
     if not text:
@@ -29,16 +29,16 @@ def read_port(environ: Mapping[str, str], name: str, default: int = 0) -> int:
 
 @dataclass(frozen=True)
 class Allocation:
-    """An `Allocation` says that this command is node `node` of `num_nodes` of a job.
+    """An `Allocation` means that this command is node `node` of the `num_nodes` nodes of a job.
 
     Arguments:
         job: identifies the job among a user's jobs on these hosts.
-        variables: the names of the variables that say all this.
+        variables: the names of the scheduler's variables that were read.
         first_host: the host of node 0; empty if unknown.
         port: the port of the rendezvous; 0 if none was chosen.
         local_node, num_local_nodes: the node's number on this host, and the number of nodes here.
         nproc_per_node: --nproc-per-node; empty unless the scheduler decides it.
-        asks_mpi: only MPI knows the first host, or which job this is: the variables do not say it.
+        asks_mpi: the first host, or the job, must be requested from MPI, because no variable has it.
         hint: how to start the command on every host, if it was started on one.
     """
 

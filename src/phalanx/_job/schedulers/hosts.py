@@ -55,7 +55,7 @@ def find_pbs(environ: Mapping[str, str], hostname: str) -> Allocation | None:
     """Return PBS's or Torque's allocation on several hosts, on each of which `pbsdsh` starts this command once.
 
     Raises:
-        LaunchError: the list of hosts is not on this one.
+        LaunchError: this host cannot read the list of hosts, or is not in it.
     """
     if not environ.get("PBS_JOBID"):
         return None
@@ -66,7 +66,7 @@ def find_pbs(environ: Mapping[str, str], hostname: str) -> Allocation | None:
         raise LaunchError(
             f"phalanx run: PBS job {environ['PBS_JOBID']}: PBS_NODEFILE={path}, the list of its hosts, cannot be read "
             f"here: {error.strerror}. Before pbsdsh, copy it to a folder that all hosts see (cp $PBS_NODEFILE "
-            "~/hosts.$PBS_JOBID), and set PBS_NODEFILE to that; or say where the hosts meet: phalanx run --nnodes N "
+            "~/hosts.$PBS_JOBID), and set PBS_NODEFILE to that; or name the rendezvous: phalanx run --nnodes N "
             "--rdzv-endpoint HOST:PORT",
             exit_code=2,
         ) from None
@@ -90,7 +90,7 @@ def _of_list(
     if not here:
         raise LaunchError(
             f"phalanx run: {scheduler} job {job} runs on {', '.join(hosts)} ({variables[-1]}), and this host is "
-            f"{hostname}. If it is to be a job of its own: phalanx run --standalone.",
+            f"{hostname}. For a job on this host alone: phalanx run --standalone.",
             exit_code=2,
         )
     return Allocation(scheduler, here[0], len(hosts), job, variables, first_host=hosts[0], hint=hint)
@@ -101,7 +101,7 @@ def _unique(words: Sequence[str]) -> list[str]:
 
 
 def _compute_hosts(hosts: list[str]) -> list[str]:
-    """Return the hosts without the one on which jsrun is called, which LSF counts as the first."""
+    """Return the hosts without the launch host of jsrun, which LSF lists first."""
     return [host for host in hosts if not host.startswith(("batch", "login"))] or hosts
 
 

@@ -1,4 +1,4 @@
-"""Judge the facts: pure functions, one per topic, each of which returns a finding and advice."""
+"""Check the facts: pure functions, one per topic, each of which returns a finding with advice."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def check_memory(facts: DoctorFacts) -> CheckResult:
     """Return whether one rank per core fits."""
     host = facts.host
     if host.available_bytes is None:
-        return CheckResult("memory", CheckStatus.OK, "not told by this platform")
+        return CheckResult("memory", CheckStatus.OK, "not reported by this platform")
     fact = f"{host.available_bytes / _GIB:.1f} GiB available" + (
         " within the control group's limit" if host.memory_limited else ""
     )
@@ -171,7 +171,7 @@ def check_kernel(facts: DoctorFacts) -> CheckResult:
 _WITHOUT = {
     "futex": "Without futex use backend 'gloo'.",
     "memfd": "Without memfd the ranks' memory lies in unlinked files in /dev/shm, which must be large enough.",
-    "pidfd": "Without pidfd ranks hear of each other's end through pipes, up to 250 on a host.",
+    "pidfd": "Without pidfd ranks detect each other's end through pipes, up to 250 on a host.",
     "Unix socket": "Without Unix sockets collectives run over Gloo, many times slower on one host.",
 }
 
@@ -180,9 +180,9 @@ def check_containers(facts: DoctorFacts) -> CheckResult:
     """Return whether this is a container, and what that means for ranks in several of them."""
     own = facts.kernel.namespaces
     if not own:
-        return CheckResult("container", CheckStatus.OK, "none: the machine's own process numbers and users")
+        return CheckResult("container", CheckStatus.OK, "none: the machine's own pids and users")
     meaning = {
-        "pid": "ranks in other containers share memory with those here, and hear of their end through pipes",
+        "pid": "ranks in other containers share memory with those here, and detect their end through pipes",
         "user": "ranks in other containers count as another host",
     }
     return CheckResult(
@@ -279,13 +279,13 @@ def check_name(facts: DoctorFacts) -> CheckResult:
 
 
 def check_network(facts: DoctorFacts) -> CheckResult:
-    """Return who could read or send messages between ranks of several hosts."""
+    """Return whether strangers could read or send messages between ranks of several hosts."""
     if facts.host.addresses is None:
         return CheckResult(
             "network",
             CheckStatus.WARNING,
-            "its interfaces cannot be listed: no descriptor is left to ask the kernel with",
-            "Raise the limit of open files (see limits), and ask again.",
+            "its interfaces cannot be listed: no file descriptor is free for that",
+            "Raise the limit of open files (see limits), and run this again.",
         )
     addresses = [(name, address) for name, of_one in facts.host.addresses.items() for address in of_one]
     public = [f"{address} ({name})" for name, address in addresses if is_public(address)]
@@ -303,8 +303,8 @@ def check_network(facts: DoctorFacts) -> CheckResult:
     return CheckResult(
         "network",
         CheckStatus.OK,
-        f"{', '.join(others)}: no public address; what ranks send to other hosts is not encrypted, and safe only from "
-        "those who are not in these networks",
+        f"{', '.join(others)}: no public address; what ranks send to other hosts is not encrypted, and others in "
+        "these networks can read it",
     )
 
 
@@ -313,7 +313,7 @@ def check_limits(facts: DoctorFacts) -> CheckResult:
     host = facts.host
     needed = _PROCESSES_PER_CORE * host.usable_cores
     if host.open_files is not None and host.open_files < _OPEN_FILES:
-        return _judge_open_files(host.open_files, host.open_files_hard, host.usable_cores)
+        return _check_open_files(host.open_files, host.open_files_hard, host.usable_cores)
     left = None if host.processes is None else host.processes - (host.processes_running or 0)
     if left is not None and left < needed:
         return CheckResult(
@@ -329,7 +329,7 @@ def check_limits(facts: DoctorFacts) -> CheckResult:
     )
 
 
-def _judge_open_files(soft: int, hard: int | None, cores: int) -> CheckResult:
+def _check_open_files(soft: int, hard: int | None, cores: int) -> CheckResult:
     fact = f"{soft} open files per process"
     advice = "DataLoader workers and large jobs need more: "
     least = needed_open_files(cores)
@@ -372,7 +372,7 @@ def check_clock(facts: DoctorFacts) -> CheckResult:
             f"the kernel reads {source}, which takes a microsecond or more each time",
             "Deadlines and profiles cost more than they should: boot with clocksource=tsc where the machine allows it.",
         )
-    return CheckResult("clock", CheckStatus.OK, source or "not told by this platform")
+    return CheckResult("clock", CheckStatus.OK, source or "not reported by this platform")
 
 
 def check_variables(facts: DoctorFacts) -> CheckResult:
@@ -387,7 +387,7 @@ def check_variables(facts: DoctorFacts) -> CheckResult:
             + " ".join(name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if name in variables),
         )
     listed = ", ".join(f"{name}={value}" for name, value in variables.items())
-    return CheckResult("variables", CheckStatus.OK, listed or "none that steer a job")
+    return CheckResult("variables", CheckStatus.OK, listed or "none that affect a job")
 
 
 def check_scheduler(facts: DoctorFacts) -> CheckResult:
@@ -395,7 +395,7 @@ def check_scheduler(facts: DoctorFacts) -> CheckResult:
     scheduler, unused = facts.host.scheduler, facts.host.unused_hosts
     if not scheduler.works:
         return CheckResult(
-            "scheduler", CheckStatus.WARNING, scheduler.detail, "`phalanx run` refuses to guess: set it right first."
+            "scheduler", CheckStatus.WARNING, scheduler.detail, "`phalanx run` refuses to guess: correct it first."
         )
     if unused:
         return CheckResult(
@@ -405,7 +405,7 @@ def check_scheduler(facts: DoctorFacts) -> CheckResult:
             "Start it on each: srun --ntasks-per-node=1 phalanx run ...",
         )
     return CheckResult(
-        "scheduler", CheckStatus.OK, scheduler.detail or "none has started this command as one of several"
+        "scheduler", CheckStatus.OK, scheduler.detail or "no scheduler has started this command as one of several"
     )
 
 
@@ -418,7 +418,7 @@ def check_training(facts: DoctorFacts) -> CheckResult:
         "training",
         CheckStatus.PROBLEM,
         training.detail,
-        "Mend what is listed above first; if nothing is, please report the output of `phalanx doctor --json`.",
+        "Fix the problems above first; if there are none, please report the output of `phalanx doctor --json`.",
     )
 
 
@@ -442,14 +442,14 @@ def check_driver(facts: DoctorFacts) -> CheckResult:
 
 
 def check_nccl(facts: DoctorFacts) -> CheckResult:
-    """Return whether GPUs exchange tensors without the host's memory in between."""
+    """Return whether GPUs exchange tensors without a copy through host memory."""
     torch = facts.torch
     if isinstance(torch, Torch) and torch.cuda.works and not torch.nccl:
         return CheckResult(
             "NCCL",
             CheckStatus.WARNING,
-            "this PyTorch has none",
-            "CUDA tensors are not carried between GPUs: install an official build of PyTorch for CUDA.",
+            "this PyTorch has no NCCL",
+            "CUDA tensors cannot be sent between GPUs: install an official build of PyTorch for CUDA.",
         )
     return CheckResult("NCCL", CheckStatus.OK, torch.nccl if isinstance(torch, Torch) and torch.nccl else "not asked")
 
@@ -465,14 +465,14 @@ def check_peers(facts: DoctorFacts) -> CheckResult:
     return CheckResult(
         "GPU peers",
         CheckStatus.WARNING,
-        f"no direct way between GPUs {pairs}",
+        f"no peer access between GPUs {pairs}",
         "NCCL copies through the host there: pick GPUs that reach each other (nvidia-smi topo -p2p r), or in a virtual "
         "machine turn off ACS and allow peer access.",
     )
 
 
 def check_mig(facts: DoctorFacts) -> CheckResult:
-    """Return whether GPUs are partitioned, or closed to a second process."""
+    """Return whether GPUs are partitioned, or accept one process only."""
     cut = [str(i) for i, gpu in enumerate(facts.driver.gpus) if gpu.mig]
     closed = [str(i) for i, gpu in enumerate(facts.driver.gpus) if gpu.exclusive]
     if cut:
@@ -487,7 +487,7 @@ def check_mig(facts: DoctorFacts) -> CheckResult:
         return CheckResult(
             "GPU sharing",
             CheckStatus.WARNING,
-            f"GPU {', '.join(closed)} takes one process at a time",
+            f"GPU {', '.join(closed)} accepts one process at a time",
             "--ranks-per-gpu above 1 fails there: have the compute mode set to DEFAULT (nvidia-smi -c 0).",
         )
     return CheckResult("GPU sharing", CheckStatus.OK, "whole GPUs, for several processes")
@@ -495,14 +495,14 @@ def check_mig(facts: DoctorFacts) -> CheckResult:
 
 def check_host_copies(facts: DoctorFacts) -> CheckResult:
     """Return whether the host's memory can be page-locked, which ranks need to exchange data through a shared GPU."""
-    return _judge_probe(
+    return _check_probe(
         "page-locked",
         facts.torch.pinned if isinstance(facts.torch, Torch) else None,
         "Copies to and from the GPU are slow: raise the limit on locked memory (ulimit -l unlimited).",
     )
 
 
-def _judge_probe(name: str, probe: Probe | None, advice: str) -> CheckResult:
+def _check_probe(name: str, probe: Probe | None, advice: str) -> CheckResult:
     """Return the finding on a probe; `advice` is for a failure."""
     if probe is None:
         return CheckResult(name, CheckStatus.OK, "not tried: PyTorch uses no GPU here")
@@ -523,7 +523,7 @@ def check_gpu_clocks(facts: DoctorFacts) -> CheckResult:
             "All ranks wait for the slowest GPU: see nvidia-smi -q -d PERFORMANCE, the cooling, and the power limit.",
         )
     clocks = {f"{gpu.clock_mhz} MHz now, up to {gpu.max_clock_mhz}" for gpu in gpus if gpu.clock_mhz is not None}
-    return CheckResult("GPU clocks", CheckStatus.OK, "; ".join(sorted(clocks)) or "not clocks by this driver")
+    return CheckResult("GPU clocks", CheckStatus.OK, "; ".join(sorted(clocks)) or "this driver reports no clocks")
 
 
 GPU_CHECKS: tuple[Callable[[DoctorFacts], CheckResult], ...] = (
@@ -536,7 +536,7 @@ GPU_CHECKS: tuple[Callable[[DoctorFacts], CheckResult], ...] = (
 )
 
 
-def judge_gpus(facts: DoctorFacts) -> list[CheckResult]:
+def run_gpu_checks(facts: DoctorFacts) -> list[CheckResult]:
     """Return every finding on GPUs; only the driver's if it does not answer; none without a driver."""
     driver = facts.driver
     if driver.gpus:
@@ -564,10 +564,10 @@ CHECKS: tuple[Callable[[DoctorFacts], CheckResult], ...] = (
 )
 
 
-def judge(facts: DoctorFacts) -> list[CheckResult]:
-    """Return the finding of every check, in the order of CHECKS; those on GPUs come before the training's."""
+def run_checks(facts: DoctorFacts) -> list[CheckResult]:
+    """Return the finding of every check, in the order of CHECKS, with the GPUs' before the training's."""
     findings = [check(facts) for check in CHECKS]
-    return [*findings[:-1], *judge_gpus(facts), findings[-1]]
+    return [*findings[:-1], *run_gpu_checks(facts), findings[-1]]
 
 
 def would_train(findings: list[CheckResult]) -> bool:

@@ -128,7 +128,7 @@ class Connections:
         return connection
 
     def _welcome(self, member: WorkerAddress, sock: socket.socket, fd_sock: socket.socket) -> None:
-        self.membership.learn(member)
+        self.membership.add(member)
         self._watch(member)
         self.peer(member).calls_us = self._add(sock, fd_sock, member)
 
@@ -236,7 +236,7 @@ class Connections:
 
     def _on_hello(self, member: WorkerAddress) -> None:
         """Connect back to a worker of another host, so that its loss is detected."""
-        self.membership.learn(member)
+        self.membership.add(member)
         peer = self.peer(member)
         if peer.connection is None and not peer.lost and self.network is not None:
             peer.connection = self.network.connect(member)

@@ -27,9 +27,9 @@ class Context:
     def __init__(self, context_id: int, origin: int) -> None:
         self.id = context_id
         self.origin = origin
-        self.has_ended = False  # a function of a call in it may still run, and call others
+        self.has_ended = False  # functions called in it may still run, and may call other workers
         self.lock = threading.Lock()
-        self.known: dict[int, WorkerAddress] = {}  # the workers that got it from this one
+        self.known: dict[int, WorkerAddress] = {}  # the workers to which this one has sent the context
         self.sends: dict[MessageId, SentMessage] = {}
         self.received: dict[MessageId, Any] = {}
         self.passes: dict[tuple[int, int], Any] = {}
@@ -38,7 +38,7 @@ class Context:
     def accumulate(self, found: Sequence[tuple[Tensor, Tensor]], *, is_shared: bool = False) -> None:
         """Add gradients to those of the context. The first gradient of a variable is kept without a copy if possible.
 
-        `is_shared`: memory of the gradients may be used outside of `found`.
+        `is_shared`: tensors outside of `found` may share the gradients' memory.
         """
         counts = Counter(_memory(gradient) for _, gradient in found) if len(found) > 1 else _ONCE
         with self.lock:
@@ -67,7 +67,7 @@ class Context:
 
 
 class SendFunction:
-    """A `SendFunction` imitates PyTorch's node of the tensors of a sent message."""
+    """A `SendFunction` imitates PyTorch's autograd node for a sent message."""
 
     def __init__(self, send: SentMessage) -> None:
         nodes: list[Any] = [stub.grad_fn for stub in send.stubs]
@@ -126,13 +126,13 @@ class Contexts:
         context = self._by_id.get(context_id)
         if context is None:
             raise PhalanxError(
-                f"Could not find autograd context with id: {context_id}. No call of it has reached this worker, or it "
+                f"Could not find autograd context with id: {context_id}. No call in it has reached this worker, or it "
                 "has ended: use it inside of `with phalanx.rpc.autograd.context()`."
             )
         return context
 
     def find_open(self, context_id: int) -> Context | None:
-        """Return the context of that number; None if no call of it has reached this worker.
+        """Return the context of that number; None if no call in it has reached this worker.
 
         Raises:
             PhalanxError: it has ended.

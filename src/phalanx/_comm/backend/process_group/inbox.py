@@ -78,7 +78,7 @@ class Inbox:
         receive = self._memory.post(tensor, src, tag, ctx, handed_over=True)
         if self._works:
             self._reap()  # the messages that arrived may have completed other receives
-        if receive.was_here:
+        if receive.has_arrived:
             receive.conclude()
             return CompletedWork([tensor], source=receive.source)
         work = ReceiveWork(self, receive, tensor)

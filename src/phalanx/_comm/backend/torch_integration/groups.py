@@ -3,7 +3,7 @@
 The connection between torch and our groups has two directions, both in this module:
 
     TorchGroup                  our groups derive from it; its `register_with_torch` makes a group known to torch's C++
-    phalanx_group(group)        returns our group behind what torch hands out as a group
+    phalanx_group(group)        returns our group behind a group of torch
 
 Today both ends are one object, because our group is a subclass of `ProcessGroup`. Another connection (a subclass of
 `torch.distributed.BackendBase` behind a plain `ProcessGroup`) would be added only here.
@@ -42,7 +42,7 @@ def phalanx_group(group: Any) -> PhalanxProcessGroup | None:
 
 
 def list_groups() -> list[Any]:
-    """Return all groups that torch has in this process, of any backend."""
+    """Return all groups of this process, of any backend."""
     return list(_listed())
 
 
@@ -58,7 +58,7 @@ def store_of(group: Any) -> Any:
 
 @dataclass(frozen=True)
 class Registration:
-    """A registration is a group, and its entries in torch's tables."""
+    """A `Registration` is a group with its entries in torch's tables."""
 
     group: Any
     name: Any  # a string; for mypy a type of torch's
@@ -116,7 +116,7 @@ def _listed() -> dict[Any, Any]:
     return known
 
 
-_NO_LIST = "groups are not found again by name or rank: phalanx.elastic does not work"
+_NO_LIST = "groups cannot be registered again by name or rank: phalanx.elastic does not work"
 _register_again: Any = find("torch._C._distributed_c10d._register_process_group", loses=_NO_LIST)
 
 

@@ -58,7 +58,7 @@ def _is_in_file(store: Any) -> bool:
     "torch.distributed.Store.append",
     "torch.distributed.FileStore",
     "torch.distributed.PrefixStore.underlying_store",
-    loses="the store of `phalanx run` may lose what ranks append to a key, and its errors are no DistStoreError",
+    loses="the store of `phalanx run` may lose values that ranks append to a key, and does not raise DistStoreError",
 )
 def patch_file_store() -> None:
     """Make FileStore append, delete and fail as TCPStore does, also behind PrefixStores; ends when torch's does.

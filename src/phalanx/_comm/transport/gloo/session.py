@@ -1,7 +1,7 @@
 """A `GlooSession` wraps each operation over Gloo: the ranks agree first, and all report the same failure.
 
 Gloo compares nothing, and reports a lost or late peer only as a broken connection. So the ranks first gather each
-other's fingerprints, and move data if they are equal. The rank that detects a failure first finds out the cause,
+other's fingerprints, and move data if they are equal. The rank that detects a failure first finds the cause,
 publishes the report in the job's store and closes its connections, which wakes all others: they raise the same report.
 """
 
@@ -54,7 +54,7 @@ class GlooFailed(Exception):
 class GlooSession:
     """A `GlooSession` is one rank's side of a group over Gloo.
 
-    `names` describe each rank's process for users, 'pid 17 on node3'; `has_ended` returns whether a rank's has ended.
+    `names` describe each rank's process for users, 'pid 17 on node3'; `has_ended` says whether a rank's process ended.
     The session runs one collective at a time, and holds `lock` meanwhile.
     """
 
@@ -74,7 +74,7 @@ class GlooSession:
         self.seq = 0  # the number of collectives that this rank has begun
         self._sites: dict[str, int] = {"": 0}
         self._places = [""]  # by the number of the call site
-        self.entered_s = 0.0  # the begin of the last collective, in `time.monotonic`
+        self.entered_s = 0.0  # when the last collective began, by `time.monotonic`
         self._at = RankPosition()
         self.engine = engine
         self.reports = GroupReports(self)
@@ -113,7 +113,7 @@ class GlooSession:
         return self._is_closed or os.getpid() != self._process
 
     def set_exit_reason(self, exit_reason: str) -> None:
-        """Set how this process ends, as text for the other ranks' errors."""
+        """Set the reason why this process ends, for the other ranks' errors."""
         self.reports.publish_exit_reason(exit_reason)
         self.reports.linger()
 
@@ -196,19 +196,19 @@ class GlooSession:
         self.run("_allgather_base", [into, head], deadline)
 
     def run(self, method: str, arguments: Sequence[Any], deadline: Deadline, **options: Any) -> None:
-        """Run one of Gloo's collectives, waiting for it on another thread.
+        """Run one of Gloo's collectives on another thread, and wait for it.
 
-        So this thread handles Ctrl-C, and detects a lost connection: Gloo reports that to a thread that waits for a
-        message, but not if the message has begun to arrive.
+        So this thread can handle Ctrl-C, and can detect a lost connection, which Gloo does not report to a thread that
+        waits for a message that has begun to arrive.
         """
         connected = set(self.reports.others())
         arguments = _aliases(arguments)
 
         def carry_out() -> None:
-            with talking():
+            with gloo_errors():
                 self.engine.begin(method, arguments, timedelta_of(deadline), **options).wait()
 
-        def look() -> None:
+        def check() -> None:
             for peer in sorted(connected):
                 try:
                     self.engine.check(peer)
@@ -218,13 +218,13 @@ class GlooSession:
                         raise GlooFailed(str(error)) from error
                     connected.discard(peer)  # it has completed its part of this collective, and left
 
-        self._background.run(carry_out, look, self.reports.interrupted)
+        self._background.run(carry_out, check, self.reports.interrupted)
 
     def wait_for(self, messages: Sequence[InTransit], peer: int, num_bytes: int, deadline: Deadline) -> None:
         """Wait for a message with `peer`; if it may have arrived in part, wait on another thread, as in `run`."""
 
         def wait() -> None:
-            with talking():
+            with gloo_errors():
                 for message in messages:
                     message.wait(timedelta_of(deadline))
 
@@ -240,7 +240,7 @@ class GlooSession:
             raise self.reports.report.error(operation)
 
     def check_tag(self, tag: int, num_tags: int) -> None:
-        """Raise the group's failure before a message with `tag` is sent or received."""
+        """Raise if the group has failed, or `tag` is invalid."""
         self._check_open(FailedOperation("send and recv", self.group, self.rank))
         if not 0 <= tag < num_tags:
             raise ValueError(f"send and recv: tag must be in 0..{num_tags - 1}, got {tag}")
@@ -249,8 +249,8 @@ class GlooSession:
 
     @contextlib.contextmanager
     def reporting(self, operation: FailedOperation, deadline: Deadline, peer: int | None = None) -> Iterator[None]:
-        """Turn an error inside into the error that all ranks raise. `peer` is the rank that is waited for, any if
-        negative, all if None.
+        """Convert an error in this block to the error that all ranks raise. `peer` is the rank that is waited for, any
+        if negative, all if None.
         """
         try:
             yield
@@ -313,8 +313,8 @@ class GlooSession:
 
 
 @contextlib.contextmanager
-def talking() -> Iterator[None]:
-    """Turn Gloo's errors inside into an error of its connections."""
+def gloo_errors() -> Iterator[None]:
+    """Convert a RuntimeError of Gloo in this block to `GlooFailed`."""
     try:
         yield
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""`GlooTransport` runs a group over Gloo: each collective is one of torch's own process group."""
+"""`GlooTransport` runs a group over Gloo, with the collectives of torch's own process group."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from phalanx._comm.engines.gloo import GlooEngine
 from phalanx._comm.transport.base import CallContext, Transport
 from phalanx._comm.transport.call import CollectiveCall, Disagreement, compare_splits, describe_call
 from phalanx._comm.transport.gloo.numerics import is_reducible, operation_of, result_of, summand
-from phalanx._comm.transport.gloo.session import GlooSession, bytes_of, talking, timedelta_of
+from phalanx._comm.transport.gloo.session import GlooSession, bytes_of, gloo_errors, timedelta_of
 from phalanx._comm.transport.tensors import alias, dense, nbytes, scaled, write_back
 
 
 class GlooTransport(Transport):
     """A `GlooTransport` runs groups whose ranks cannot share memory, or lack the C core.
 
-    Numerics: Gloo sums in its own order: the same for the same job, perhaps another for another number of ranks. Half
+    Numerics: Gloo sums in its own order, which is fixed for a job, and may depend on the number of ranks. Half
     types are summed in float32 and rounded once; AVG divides the sum once.
     Cost: one all_gather of 256 bytes per rank, in which the ranks agree, then Gloo's own; reduced tensors are copied.
     reduce_scatter costs an all_reduce of all inputs, all_gather of uneven sizes that of the largest.
@@ -240,7 +240,7 @@ class GlooTransport(Transport):
         for output, part in zip(outputs, parts, strict=False):
             write_back(output, part.view(output.dtype).view(output.shape))
 
-    # -- point to point: a header (bytes, dtype) before each message, for Gloo would write what does not fit -----------
+    # -- point to point: a header (bytes, dtype) before each message, as Gloo does not compare sizes -----------------
 
     def send(self, tensor: Tensor, dst: int, tag: int, ctx: CallContext) -> None:
         self._session.check_tag(tag, self._session.engine.num_tags)
@@ -249,7 +249,7 @@ class GlooTransport(Transport):
         deadline = Deadline.after(ctx.timeout_s)
         with (
             self._session.reporting(FailedOperation(f"send to rank {dst}", self.group, self.rank), deadline, dst),
-            talking(),
+            gloo_errors(),
         ):
             under_way = [self._session.engine.send(dst, part, tag) for part in (header, bytes_of(data)) if len(part)]
             self._session.wait_for(under_way, dst, nbytes(data), deadline)
@@ -262,13 +262,13 @@ class GlooTransport(Transport):
         deadline = Deadline.after(ctx.timeout_s)
         label = f"recv from rank {src}" if src >= 0 else "recv from any rank"
         with self._session.reporting(FailedOperation(label, self.group, self.rank), deadline, src), torch.no_grad():
-            with talking():
+            with gloo_errors():
                 source = self._recv_header(header, src, tag, deadline)
             code = dtype_of(data.dtype).code
             if header.tolist() != [nbytes(data), code]:
                 self._refuse(source, header.tolist(), data)
             if nbytes(data):
-                with talking():
+                with gloo_errors():
                     message = self._session.engine.recv(source, bytes_of(data), tag)
                 self._session.wait_for([message], source, nbytes(data), deadline)
             if data is not tensor:

@@ -1,7 +1,7 @@
-"""`FollowerSuccession` is what a follower with ranks does so that they survive the loss of the leader.
+"""`FollowerSuccession` keeps the ranks of a follower alive when the leader is lost.
 
 The ranks keep their processes and wait while the hosts elect another leader. If this host is elected, its attempt gets
-the link of a leader; otherwise it reports the state of its ranks to the elected host, and follows that one.
+the link of a leader; otherwise it reports the state of its ranks to the elected host, and follows it.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Leadership(enum.Enum):
 
     KNOWN = "another host"
     ELECTING = "not decided yet"
-    RESUMED = "the same host again: messages that came meanwhile are yet to be processed"
-    TAKING_OVER = "this host, as soon as all others have reported their ranks"
+    RESUMED = "the same host again: messages that arrived meanwhile are not processed yet"
+    TAKING_OVER = "this host, once all others have reported their ranks"
     OWN = "this host"
     NONE = "no host: the ranks end"
 
@@ -66,7 +66,7 @@ class FollowerSuccession:
     ) -> None:
         self.leadership = Leadership.KNOWN
         self.report: JobReport | None = None  # the job's, if this host leads it now
-        self.loss = ""  # why the leader is lost, and no other host was elected
+        self.loss = ""  # why the leader is lost and no other host was elected
         self._successor = successor
         self._membership = membership
         self._channel = membership.channel
@@ -90,7 +90,7 @@ class FollowerSuccession:
 
     @property
     def is_open(self) -> bool:
-        """Return whether it is not decided yet who leads the job: the ranks wait."""
+        """Return whether the next leader is not decided yet: the ranks wait."""
         return self.leadership in (Leadership.ELECTING, Leadership.TAKING_OVER)
 
     def on_leader_lost(self, why: str, *, has_left: bool = False) -> bool:
@@ -103,12 +103,12 @@ class FollowerSuccession:
         self._lost, self._why = self._channel.first, why
         what = "leaves (SIGTERM)" if has_left else f"is lost: {why}"
         self._host.display.print(
-            f"phalanx run: the host that leads the job {what}. The others choose another one; the ranks wait"
+            f"phalanx run: the host that leads the job {what}. The others elect another leader; the ranks wait"
         )
         return True
 
     def process(self, message: Change | ControlMessage) -> bool:
-        """Process a message if it is on the succession, or came while no host leads; return whether it is."""
+        """Process a message about the succession, or any message while no host leads; return whether it was one."""
         if self._take_over is not None:
             self._take_over.process(message)
         elif self.leadership in (Leadership.ELECTING, Leadership.RESUMED):
@@ -126,14 +126,14 @@ class FollowerSuccession:
             with contextlib.suppress(*MALFORMED):
                 self._successor.note_standbys(message.body)
         elif message.kind == "become standby":
-            with contextlib.suppress(PhalanxError, OSError, *MALFORMED):  # another host is a standby then
+            with contextlib.suppress(PhalanxError, OSError, *MALFORMED):  # another host becomes a standby instead
                 self._successor.stand_by(self._channel.endpoint, message.body)
         else:
             return False
         return True
 
     def receive(self, ready: set[int]) -> Leadership:
-        """Follow the election; return who leads the job now."""
+        """Follow the election; return which host leads the job."""
         if self.leadership is Leadership.RESUMED:
             self.leadership = Leadership.KNOWN
             self._channel.put_back(self._early)
@@ -161,15 +161,13 @@ class FollowerSuccession:
         handover = self._successor.handover
         if elected.member != self._channel.member or handover is None:
             self.leadership = Leadership.KNOWN
-            self._host.display.print(
-                f"phalanx run: the host at {host} leads the job now, and shows what the ranks print"
-            )
+            self._host.display.print(f"phalanx run: the host at {host} leads the job now, and shows the ranks' output")
             self._channel.put(elected.member, "host state", state=HostState.of(self._attempt).to_json())
             self._channel.put_back(early)
             return
         self.leadership = Leadership.TAKING_OVER
         self._host.display.print(
-            f"phalanx run: this host leads the job now: what the ranks print is shown here. Hosts that come join it by "
+            f"phalanx run: this host leads the job now, and shows the ranks' output. To join: "
             f"phalanx join {elected.address}"
         )
         self._plan = replace(self._plan, master_addr=host, master_port=elected.master_port)

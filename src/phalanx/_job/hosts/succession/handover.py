@@ -37,11 +37,11 @@ class ElectedLeader:
 
 @dataclass(frozen=True)
 class Handover:
-    """A `Handover` is what an elected host receives from the lost leader: a copy of its coordinator, which now serves.
+    """A `Handover` is an elected host's copy of the lost leader's coordinator, which takes over the service.
 
     leader_state: the former leader's decisions, as written by `LeaderState`.
     unread: messages to the former leader, with their senders.
-    gone: the members that had left before, and why.
+    gone: the members that left before the election, and why.
     witness: the job's witness, if it has one.
     """
 

@@ -97,7 +97,7 @@ class HostSuccession:
     def await_leader(self, why: str) -> bool:
         """Wait until another host is elected, and follow it; return False if none is, or the result is unknown.
 
-        This host votes if its ranks have all ended well. Otherwise it has no vote, and joins as a new host: it was
+        This host votes if its ranks have all succeeded. Otherwise it has no vote, and joins as a new host: it was
         waiting to be accepted, or its ranks were starting.
         """
         successor, finished = self._successor, self._finished
@@ -105,8 +105,8 @@ class HostSuccession:
         if not (votes or successor.observe_election()):
             return False
         log = self._host.display.print
-        log(f"phalanx run: this host waits while the others choose another one that leads the job: {why}")
-        over, when = threading.Event(), "while another host was chosen that leads the job"
+        log(f"phalanx run: this host waits while the others elect another leader: {why}")
+        over, when = threading.Event(), "while another leader was elected"
         elected = run_interruptibly(self._host, over, lambda log: successor.await_result(over), when)
         successor.end_election()
         if elected is None:

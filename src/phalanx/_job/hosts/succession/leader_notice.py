@@ -5,7 +5,7 @@
                                └─ the first host has been started again, with the same command, and waits for hosts:
                                   it joins the leader, and redirects all hosts that join
 
-So a requeued host or a restarted pod finds its job with the same command, be it the first host or another one.
+So a requeued host or a restarted pod finds its job with the same command, whether it is the first host or not.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from phalanx._job.hosts.job_spec import KEY as JOB_SPEC
 from phalanx._job.hosts.succession.moved_job import MOVED_KEY, JobMovedError
 from phalanx.errors import AuthenticationError, LaunchError, PhalanxError
 
-_LEADS = "leads"  # the kind of a member that joins only to report where the job is led
-_PUBLISHED = "launch/told/"  # a key prefix, followed by an address: the leader there has published its notice
+_LEADS = "leads"  # the kind of a member that joins only to report the leader's address
+_PUBLISHED = "launch/published/"  # a key prefix, followed by an address: the leader there has published its notice
 _AGAIN_S, _TRY_S, _END_S = 1.0, 2.0, 3.0
 _ANOTHER_KEY_S = 60.0  # an address with another key belongs to another user, whose log shows each attempt
 _FIND_S = 10.0  # the time limit for reaching a leader that has just published its address
@@ -62,7 +62,7 @@ class LeaderNotice:
 
     def _publish(self, endpoint: str) -> None:
         with Client(endpoint, self._key, timeout=_TRY_S) as client:
-            if client.check([MOVED_KEY]):  # it joins a host that may be lost since
+            if client.check([MOVED_KEY]):  # it redirects to an earlier leader, which may be lost
                 client.set(MOVED_KEY, self._address)
             # before the job exists its first host has yet to join, and must be the first member
             if not client.check([JOB_SPEC]) or client.check([_PUBLISHED + self._address]):
@@ -70,16 +70,16 @@ class LeaderNotice:
             facts = {"kind": _LEADS, "host": socket.gethostname(), "address": self._address}
             client.join(facts, watch=())
             client.set(_PUBLISHED + self._address, b"")
-            client.leave("it has said who leads the job")
+            client.leave("it has reported the job's leader")
 
     def close(self) -> None:
-        """End the thread, which may take as long as an answer."""
+        """End the thread; wait for a request in progress."""
         self._over.set()
         self._thread.join(_END_S)
 
 
 def read_notice(facts: Mapping[str, Any]) -> str:
-    """Return where a job that began at this address is led now, if a member has joined with a notice; otherwise ""."""
+    """Return the address of the leader of a job that began here, if a member has joined with a notice; otherwise ""."""
     if facts.get("kind") != _LEADS:
         return ""
     address = printable(str(facts.get("address")))
@@ -96,8 +96,8 @@ def describe_second_job(facts: Mapping[str, Any]) -> str:
     if not address:
         return ""
     return (
-        f"a job that began at this address is led by the host at {address}, and this one trains beside it. If it is "
-        f"the same, end this command and type: phalanx join {address}"
+        f"a job that began at this address is led by the host at {address}, while this job trains too. If it is "
+        f"the same job, end this command and type: phalanx join {address}"
     )
 
 
@@ -128,9 +128,9 @@ def follow_notice(
         joined = join_leader(host, [address], key, _FIND_S)
     except LaunchError as error:
         raise LaunchError(
-            f"{error}\nA job that began at this address is led by the host at {address}, which this host does not "
-            "reach. If it is the job of this command, open the way there (firewall), and type the command again; "
-            "if it is another one, give this command another port.",
+            f"{error}\nA job that began at this address is led by the host at {address}, which this host cannot "
+            "reach. If it is the job of this command, open the firewall to it, and type the command again; "
+            "if it is another job, give this command another port.",
             exit_code=error.exit_code,
         ) from None
     joined.client.close()

@@ -165,5 +165,5 @@ def restore_elastic(
             elif slot not in elastic.members and slot not in elastic.forking and slot not in ended:
                 why = "it ended while the job had no leader"
                 rank = elastic.rank_of(slot)
-                elastic.note_gone(slot, LostRank(slot, rank, pid, why, now, elastic.generation.number, elastic.step))
+                elastic.restore_lost(slot, LostRank(slot, rank, pid, why, now, elastic.generation.number, elastic.step))
     return elastic

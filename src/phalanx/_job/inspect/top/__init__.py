@@ -1,10 +1,10 @@
-"""`phalanx top` shows a running job live, without any work of the ranks.
+"""Show a running job live, for `phalanx top`, without any work in the ranks.
 
-look      a snapshot of one host's ranks: recorders, pages, memory
-times     the parts of a rank's time: computing, waiting for others, moving data; who is last
-view      the job's state from several looks
+look      a snapshot of one host's ranks: recorders, progress pages, memory
+times     the parts of a rank's time: computing, waiting for others, moving data; the last rank
+view      the job's state from several snapshots
 table     the view as lines of text
 json      the view as data
-watch     repeated looks at all hosts, in a thread
-screen    the terminal: drawing, keys, another size, the end
+watch     repeated snapshots of all hosts
+screen    the terminal: drawing, keys, resizing
 """

@@ -85,7 +85,7 @@ def as_prometheus(job: JobView) -> str:
 
 def _metrics(job: JobView) -> Iterator[_Metric]:
     pace, stuck = job.pace, job.stuck
-    for name, kind, told, value in (
+    for name, kind, text, value in (
         ("world_size", "gauge", "Ranks of the job.", job.world_size),
         ("ranks_running", "gauge", "Ranks that run.", len(job.ranks)),
         ("hosts", "gauge", "Hosts of the job.", job.num_hosts),
@@ -94,24 +94,24 @@ def _metrics(job: JobView) -> Iterator[_Metric]:
         ("ranks_lost_total", "counter", "Ranks that an elastic job has lost.", len(job.lost)),
         ("generation", "gauge", "How often an elastic job has formed a new group.", job.generation),
         ("step", "gauge", "Steps that all ranks have done.", pace.step if pace else None),
-        ("steps_wanted", "gauge", "Steps of the loop at hand.", pace.total_steps if pace else None),
-        ("steps_per_second", "gauge", "Steps a second, of the last ten.", pace.steps_per_s if pace else None),
+        ("steps_wanted", "gauge", "Steps of the current loop.", pace.total_steps if pace else None),
+        ("steps_per_second", "gauge", "Steps a second, over the last ten seconds.", pace.steps_per_s if pace else None),
         ("samples_per_second", "gauge", "Samples a second of all ranks.", pace.samples_per_s if pace else None),
         ("left_seconds", "gauge", "Time to the end of the loop at this pace.", left_s(pace)),
-        ("stuck_seconds", "gauge", "How long ranks have waited for a silent rank; 0 if none do.",
+        ("stuck_seconds", "gauge", "How long ranks have waited for a stuck rank; 0 if none wait.",
          stuck.waited_s if stuck is not None else 0.0),
-        ("stuck_ranks_missing", "gauge", "Ranks that did not come to the operation in which others wait.",
+        ("stuck_ranks_missing", "gauge", "Ranks that have not reached the operation in which others wait.",
          len(stuck.missing) if stuck is not None else 0),
     ):  # fmt: skip
-        yield _Metric(f"phalanx_{name}", kind, told, (({}, value),))
+        yield _Metric(f"phalanx_{name}", kind, text, (({}, value),))
     if job.slowest is not None:
         slowest = {"rank": str(job.slowest.rank), "host": job.slowest.host}
-        told = "Share of the time in which the others wait for the slowest rank alone."
-        yield _Metric("phalanx_slowest_rank_wait_ratio", "gauge", told, ((slowest, job.slowest.share),))
+        text = "Share of the time in which the others wait for the slowest rank alone."
+        yield _Metric("phalanx_slowest_rank_wait_ratio", "gauge", text, ((slowest, job.slowest.share),))
 
-    def of_ranks(name: str, told: str, values: list[tuple[RankView, dict[str, str], float | None]]) -> _Metric:
+    def of_ranks(name: str, text: str, values: list[tuple[RankView, dict[str, str], float | None]]) -> _Metric:
         points = tuple(({"rank": str(rank.rank), "host": rank.host, **labels}, value) for rank, labels, value in values)
-        return _Metric(f"phalanx_rank_{name}", "gauge", told, points)
+        return _Metric(f"phalanx_rank_{name}", "gauge", text, points)
 
     ranks = job.ranks
     yield of_ranks("step", "Steps of a rank.", [(r, {}, r.pace.step if r.pace else None) for r in ranks])
@@ -119,7 +119,7 @@ def _metrics(job: JobView) -> Iterator[_Metric]:
         "samples_per_second", "Samples a second.", [(r, {}, r.pace.samples_per_s if r.pace else None) for r in ranks]
     )
     shares = [(r, {"part": part}, getattr(r, part)) for r in ranks for part in SHARES]
-    yield of_ranks("time_ratio", "Share of a rank's time, lately, by what it went into.", shares)
+    yield of_ranks("time_ratio", "Share of a rank's recent time, by activity.", shares)
     yield of_ranks("memory_bytes", "Memory of a rank.", [(r, {}, r.memory_bytes) for r in ranks])
     yield of_ranks("inside_seconds", "How long a rank has been in its operation.", [(r, {}, r.inside_s) for r in ranks])
 

@@ -196,7 +196,7 @@ def _describe_stuck(job: JobView) -> str:
     operation = _without_folder(stuck.operation)
     return (
         f"{name_ranks(stuck.inside)} wait{'' if many else 's'} in {operation} for {stuck.waited_s:.1f} s; "
-        f"{missing or 'others'} {'has' if len(stuck.missing) + stuck.num_unknown == 1 else 'have'} not come to it"
+        f"{missing or 'others'} {'has' if len(stuck.missing) + stuck.num_unknown == 1 else 'have'} not reached it"
     )
 
 

@@ -106,7 +106,7 @@ def measure(
         [since_ns, now_ns - LONGEST_NS, *(_reaches_back(member) for _, _, who, member in members if who in living)]
     )
     calls = _match(hosts)
-    spans: dict[HostPid, list[tuple[int, int, int]]] = defaultdict(list)  # enter, the others had come, leave
+    spans: dict[HostPid, list[tuple[int, int, int]]] = defaultdict(list)  # enter, all others have arrived, leave
     lateness: dict[HostPid, LatenessOfRank] = {}
     num_operations = 0
     for call in calls:

@@ -1,4 +1,4 @@
-"""Combine several looks at a job into the rows and sentences that `phalanx top` shows."""
+"""Combine several snapshots of a job into the rows and sentences that `phalanx top` shows."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from phalanx._comm.diagnostics.progress_page import Track
 from phalanx._job.inspect.top.look import HostSnapshot, RankOperation, RankSnapshot
 from phalanx._job.inspect.top.times import HostPid, OperationTimes, Times
 
-RECENT_NS = 10_000_000_000  # "per second" is taken over this time
-_OFTEN = 0.5  # a rank must come last to this part of the operations, to be called the slowest
+RECENT_NS = 10_000_000_000  # rates are measured over this time
+_OFTEN = 0.5  # the slowest rank enters last in at least this share of the operations
 _FEW = 5  # too few operations to show which rank is slow
-_COSTLY = 0.01  # so much of the time is worth a remark
+_COSTLY = 0.01  # the least share of the time to report
 _STUCK_NS = 1_000_000_000
 
 COMMITTED, COUNTED, ROUNDS = "phalanx.elastic.State", "phalanx.progress", "rounds of gradients"
@@ -31,7 +31,7 @@ class Pace:
     samples_per_s: float | None
 
 
-# The parts of a rank's time. Outside of operations it is computing or idle, if unknown which.
+# The parts of a rank's time. Outside of operations, it may be unknown whether the rank computes or is idle.
 SHARES = ("computing", "idle", "computing_or_idle", "waiting", "communicating")
 
 
@@ -58,7 +58,7 @@ class RankView:
 
 @dataclass(frozen=True)
 class Slowest:
-    """`Slowest` is the rank that the others wait for: it is last in many operations, at the cost of a time `share`."""
+    """`Slowest` is the rank that enters most operations last; the others wait for it for `share` of the time."""
 
     rank: int
     host: str
@@ -113,7 +113,7 @@ class JobView:
 
 
 def view(hosts: Sequence[HostSnapshot], measured: OperationTimes | None, notes: Sequence[str] = ()) -> JobView:
-    """Return the job as its hosts report it, measured over several looks. The first of `hosts` reports on all."""
+    """Return the job's state from its hosts' snapshots. The first of `hosts` has the data of the whole job."""
     first = hosts[0]
     ranks = sorted(
         (_view_rank(host, rank, measured) for host in hosts for rank in host.ranks),
@@ -123,7 +123,7 @@ def view(hosts: Sequence[HostSnapshot], measured: OperationTimes | None, notes: 
     names = {host.node: host.name for host in hosts}
     ended = {rank: code for host in hosts for rank, code in host.ended}
     for rank in ranks:
-        ended.pop(rank.rank, None)  # another process has taken its place
+        ended.pop(rank.rank, None)  # another process has replaced it
     return JobView(
         pid=first.agent,
         target=first.target,
@@ -169,7 +169,7 @@ def _view_rank(host: HostSnapshot, rank: RankSnapshot, measured: OperationTimes 
 
 
 def _shares(times: Times | None) -> dict[str, float | None]:
-    """Return the part of the time that went into each of `SHARES`."""
+    """Return the share of the time for each of `SHARES`."""
     shares: dict[str, float | None] = dict.fromkeys(SHARES)
     if times is None or times.span_ns <= 0:
         return shares
@@ -182,7 +182,7 @@ def _shares(times: Times | None) -> dict[str, float | None]:
 
 
 def _position(operations: Sequence[Sequence[RankOperation]], now_ns: int) -> RankPosition:
-    """Return the operation that the rank is in, entered last, or left last."""
+    """Return the rank's current or latest operation."""
     last = [operations_[-1] for operations_ in operations]
     if not last:
         return RankPosition()
@@ -217,13 +217,13 @@ def _pace(rank: RankSnapshot, operations: Sequence[Sequence[RankOperation]], now
 
 
 def _recent(times: Sequence[int], now_ns: int) -> int:
-    """Return from which of `times`, oldest first, on the pace is taken: at least two of them, if there are two."""
+    """Return the index in `times`, oldest first, from which times count: at least two, if there are two."""
     begin = next((i for i, at in enumerate(times) if at >= now_ns - RECENT_NS), len(times))
     return max(0, min(begin, len(times) - 2))
 
 
 def _span_ns(times: Sequence[int], now_ns: int) -> int:
-    """Return the time of the steps; the time since the last step counts if it is longer than usual."""
+    """Return the duration of the steps, including the time since the last step if it is longer than usual."""
     took_ns = times[-1] - times[0]
     since_ns = now_ns - times[-1]
     return took_ns + since_ns if since_ns * (len(times) - 1) > 3 * took_ns else took_ns
@@ -245,7 +245,7 @@ def _samples_per_s(track: Track, now_ns: int) -> float | None:
 
 
 def _pace_of_job(paces: Sequence[Pace]) -> Pace | None:
-    """Return the pace of all ranks together: a step is complete on all; samples are those of all."""
+    """Return the pace of the job: steps that all ranks have completed, and the samples of all ranks."""
     if not paces:
         return None
     behind = min(paces, key=lambda pace: pace.step)
