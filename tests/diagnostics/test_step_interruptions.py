@@ -14,7 +14,7 @@ from phalanx._comm.diagnostics import (
     step_file,
     step_machine,
     step_recorder,
-    step_tally,
+    step_records,
 )
 from phalanx._comm.diagnostics.interruptions import is_interruption
 from phalanx._comm.diagnostics.step_file import read_folder
@@ -27,7 +27,8 @@ from phalanx._comm.diagnostics.step_machine import (
 from phalanx._comm.diagnostics.step_recorder import StepRecorder
 
 OURS = {
-    module.__file__ for module in (interruptions, operation_sampler, step_file, step_machine, step_recorder, step_tally)
+    module.__file__
+    for module in (interruptions, operation_sampler, step_file, step_machine, step_recorder, step_records)
 }
 
 

@@ -26,8 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx._comm.diagnostics.step_machine import OTHER, PHASES, FinishedStep, StepMachine
-from phalanx._comm.diagnostics.step_records import OperationRecord, StepRecord, merge, order_records
-from phalanx._comm.diagnostics.step_tally import StepTally
+from phalanx._comm.diagnostics.step_records import OperationRecord, StepRecord, StepTally, merge, order_records
 
 _MAGIC = 0x3453_5045_5453_4C50  # "PLSTEPS4", little endian
 _WORDS = 64

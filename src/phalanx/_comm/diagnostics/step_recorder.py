@@ -46,8 +46,7 @@ from phalanx._comm.diagnostics.step_machine import (
     FinishedStep,
     StepMachine,
 )
-from phalanx._comm.diagnostics.step_records import StepRecord, merge
-from phalanx._comm.diagnostics.step_tally import StepTally
+from phalanx._comm.diagnostics.step_records import StepRecord, StepTally, merge
 from phalanx._comm.diagnostics.whereabouts import ObservedGroup, listen_for_ends, stop_listening
 
 _MEASURE_S = 0.5  # between two measurements of the process's memory, and the longest delay of events
