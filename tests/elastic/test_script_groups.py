@@ -134,3 +134,42 @@ def train_in_pairs(job: Job) -> float:
 
         train(state)
         return float(state.grad)
+
+
+def agree_before(job: Job) -> list[str]:
+    """Return the errors of collectives that the script calls before `elastic.run`."""
+    calls: list[Any] = [
+        lambda: dist.all_reduce(torch.ones(1)),
+        lambda: dist.broadcast_object_list(["run-1" if dist.get_rank() == 0 else None]),
+        lambda: dist.all_gather_object([None] * dist.get_world_size(), dist.get_rank()),
+        dist.barrier,
+    ]
+    messages = []
+    with phalanx.init(timeout=60.0):
+        for call in calls:
+            try:
+                call()
+            except phalanx.PhalanxError as error:
+                messages.append(str(error))
+        state = elastic.State(model=phalanx.DistributedDataParallel(torch.nn.Linear(1, 1)))
+
+        @elastic.run(state)
+        def train(state: Any) -> None:
+            while state.step < 4:
+                job.strike("batch", state.step)
+                state.model(torch.ones(1, 1)).sum().backward()
+                state.commit()
+
+        train(state)
+    return messages
+
+
+def test_a_replacement_refuses_the_scripts_collectives_before_run_but_not_a_constructors(tmp_path: Path) -> None:
+    """Its `all_reduce` returned another mean than the others had, and `broadcast_object_list` memory's old content."""
+    ended = SmallAgent(agree_before, 2, Job(str(tmp_path), (Strike(1, "batch", 2),)), folder=tmp_path).run()
+    survivor, replacement = ended.results
+    assert survivor == []
+    assert [message.partition(" at ")[0] for message in replacement] == ["all_reduce", "broadcast", "all_gather"]
+    for message in replacement:
+        assert "test_script_groups.py:" in message
+        assert "keep the result in State" in message

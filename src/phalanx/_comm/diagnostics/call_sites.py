@@ -31,6 +31,24 @@ def _is_library(filename: str) -> bool:
     return answer
 
 
+_COMM = os.path.join(_OURS, "_comm") + os.sep
+_C10D = tuple(os.path.join(_TORCH, "distributed", name) for name in ("distributed_c10d.py", "c10d_logger.py"))
+
+
+def direct_call_site() -> tuple[str, int] | None:
+    """Return (file, line) of the script's own call of an operation; None if a library's code calls it.
+
+    The constructor of a wrapper is such code, and so is every installed package.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith((_COMM, *_C10D)) and os.path.basename(name) not in _FORWARDING:
+            return None if name.startswith(_PACKAGES) or _is_library(name) else (name, frame.f_lineno)
+        frame = frame.f_back
+    return None
+
+
 IN_THREAD = "a thread of "
 """The prefix of the place of a call that a library's own thread has made."""
 
