@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from tests.elastic.jobs import Job, Strike
@@ -76,3 +77,19 @@ def test_an_elastic_function_inside_of_another_is_refused_by_name(tmp_path: Path
         )
         assert "call tune without elastic.run" in said
         assert steps == 0
+
+
+def test_run_without_a_state_is_refused_by_name() -> None:
+    """`@elastic.run` without `(state)` trained nothing: `train(state)` returned a function, and the script went on."""
+    state, model = elastic.State(), torch.nn.Linear(1, 1)
+    for given, kind in ((lambda state: None, "function"), (model, "Linear")):
+        with pytest.raises(TypeError, match=rf"got a {kind}. Write @phalanx.elastic.run\(state\)"):
+            elastic.run(given)  # type: ignore[arg-type]
+
+    class Fit:
+        def fit(self, state: Any) -> int:
+            return int(state.step)
+
+    with pytest.raises(TypeError, match=r"fit is a method, and `self` would receive the state"):
+        elastic.run(state)(Fit.fit)  # type: ignore[arg-type]
+    assert elastic.run(state)(Fit().fit)(state) == 0

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import io
+import itertools
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DistributedSampler
+
+from phalanx.optim.rounds import Rounds
 
 
 class Frozen(NamedTuple):
@@ -22,7 +29,7 @@ def freeze(value: Any, named: Callable[[], Mapping[int, str]] = dict) -> Frozen:
     """Split `value` into bytes and tensors without copying tensors. A tensor in `named` (name by id) becomes its name.
 
     Raises:
-        TypeError, AttributeError, PicklingError: a part of the value cannot be pickled.
+        TypeError, AttributeError, PicklingError: a part of the value cannot be pickled, or `is_trained`.
     """
     file = io.BytesIO()
     pickler = _Pickler(file, named)
@@ -35,7 +42,17 @@ def thaw(frozen: Frozen, named: Callable[[], Mapping[str, Tensor]] = dict) -> An
     return _Unpickler(frozen, named).load()
 
 
-def _tensor(number: int, is_trained: bool) -> Tensor:
+def is_trained(value: object) -> bool:
+    """Return whether `value` is an object that training changes and others refer to, so that no copy can replace it.
+
+    Modules without parameters and buffers (a loss function, a transform) are not.
+    """
+    if isinstance(value, nn.Module):
+        return any(True for _ in itertools.chain(value.parameters(), value.buffers()))
+    return isinstance(value, (Optimizer, LRScheduler, GradScaler, Rounds, DistributedSampler))
+
+
+def _tensor(number: int, requires_grad: bool) -> Tensor:
     raise NotImplementedError  # `_Unpickler._tensor` replaces it
 
 
@@ -52,6 +69,12 @@ class _Pickler(pickle.Pickler):
 
     def reducer_override(self, value: Any) -> Any:
         if not isinstance(value, Tensor):
+            if is_trained(value):
+                raise TypeError(
+                    f"it contains a {type(value).__name__}, which a plain value would replace by an untrained copy "
+                    "when a rank is lost. Pass each model, optimizer, scheduler, scaler and sampler to State as an "
+                    "argument of its own: State(net_a=net_a, net_b=net_b)"
+                )
             return NotImplemented
         if self._names is None:
             self._names = self._ask_names()
@@ -74,8 +97,8 @@ class _Unpickler(pickle.Unpickler):
             return getattr(self, name)
         return super().find_class(module, name)
 
-    def _tensor(self, number: int, is_trained: bool) -> Tensor:
-        return self._tensors[number].clone().requires_grad_(is_trained)
+    def _tensor(self, number: int, requires_grad: bool) -> Tensor:
+        return self._tensors[number].clone().requires_grad_(requires_grad)
 
     def _named(self, name: str) -> Tensor:
         return self._ask_tensors()[name]

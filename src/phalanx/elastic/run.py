@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import functools
 import os
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -82,6 +83,7 @@ def run(
 
     Raises:
         Exception: any error of the function that is not the loss of a peer.
+        TypeError: `state` is not a State, or the function is a method, which takes `self` as well.
         PhalanxError: no remaining rank holds the state.
         RuntimeError: it is called inside a function of `elastic.run`.
         ValueError: `state` holds an object whose state a replacement could not receive, such as a Pipeline.
@@ -89,7 +91,19 @@ def run(
             the job (SIGTERM), with 0.
     """
 
+    if not isinstance(state, State):
+        raise TypeError(
+            f"elastic.run: expected a State, but got a {type(state).__name__}. Write @phalanx.elastic.run(state), with "
+            "state = phalanx.elastic.State(model=model, ...)"
+        )
+
     def decorate(train: Train[_Result]) -> Callable[..., _Result]:
+        if isinstance(train, types.FunctionType) and train.__code__.co_varnames[:1] == ("self",):
+            raise TypeError(
+                f"elastic.run: {train.__name__} is a method, and `self` would receive the state. Decorate a function "
+                f"of the state only, or call phalanx.elastic.run(state)(self.{train.__name__})(state)"
+            )
+
         @functools.wraps(train)
         def start(*given: Any) -> _Result:
             if given not in ((), (state,)):

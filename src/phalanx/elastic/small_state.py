@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from phalanx.elastic.buffers import Buffers
 from phalanx.elastic.frozen import Frozen, freeze, thaw
 from phalanx.elastic.objects import Objects
+from phalanx.elastic.values import restore_values
 
 _POSITION = ("epoch", "step")  # restored with the number of the commit
 _PLAIN = b"values:"  # this prefix, then the values in Python's fastest format; no pickle begins so
@@ -90,8 +91,10 @@ class SmallState:
             self._buffers.refresh()
             self._buffers.restore(plan, kept.tensors[count:])
         content = thaw(frozen, self._tensors_by_name)
-        for name, value in content["values"].items():
-            _put(self._values, name, value)
+        values = content["values"]
+        for name in [name for name, value in values.items() if isinstance(value, _GeneratorState)]:
+            _put(self._values, name, values.pop(name))
+        restore_values(self._values, values)
         for name, state in content.get("others", {}).items():
             self._objects.small[name].load_state_dict(state)
         for key, state in content.get("extra", {}).items():

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from phalanx.elastic.commits import Commits
+from phalanx.elastic.frozen import is_trained
 from phalanx.elastic.objects import has_state
 
 
@@ -24,7 +25,8 @@ class State:
     `commit()` marks a step as complete. Without `phalanx.elastic.run` it only counts.
 
     Raises:
-        TypeError: a sampler that cannot report its position.
+        TypeError: a sampler that cannot report its position; a model, an optimizer, a scheduler, a scaler or a sampler
+            inside a dict, a list or another plain value.
         ValueError: a name that State itself uses, or several samplers.
     """
 
@@ -59,6 +61,11 @@ class State:
             object.__setattr__(self, name, value)
         elif name in self._things:
             raise AttributeError(f"State: {name!r} cannot be replaced by another object; load into it instead")
+        elif is_trained(value):
+            raise TypeError(
+                f"State: {name!r} is a {type(value).__name__}, which cannot be added later: make it before State, and "
+                f"pass it to the constructor: State({name}={name})"
+            )
         else:
             self._values[name] = value
 

@@ -25,6 +25,7 @@ from phalanx.elastic.frozen import Frozen
 from phalanx.elastic.objects import Objects
 from phalanx.elastic.position import Mark
 from phalanx.elastic.state_transfer import StatePart
+from phalanx.optim import ZeroRedundancyOptimizer
 
 _LOSES = "phalanx.elastic does not notice when a backward ends"
 _backward_number: Any = find("torch._C._current_graph_task_id", loses=_LOSES)
@@ -442,8 +443,16 @@ def _with_inner(scheduler: LRScheduler) -> list[LRScheduler]:
     return [scheduler, *(each for one in getattr(scheduler, "_schedulers", ()) for each in _with_inner(one))]
 
 
+def _remove_groups(optimizer: Optimizer, first: int) -> None:
+    """Remove the groups from number `first` on, which the loop has added since the commit and will add again."""
+    for group in optimizer.param_groups[first:]:
+        for parameter in group["params"]:
+            optimizer.state.pop(parameter, None)
+    del optimizer.param_groups[first:]
+
+
 class SchedulersAndScalers:
-    """`SchedulersAndScalers` saves schedulers, gradient scalers and the options that schedulers change.
+    """`SchedulersAndScalers` saves schedulers, gradient scalers, and the options and number of optimizers' groups.
 
     They may be ahead of the last update: a scheduler may step at the end of an epoch, and a rank be lost in the
     validation after it.
@@ -491,9 +500,11 @@ class SchedulersAndScalers:
             [_copy_state(s, s.state_dict()) for s in self._schedulers],
             [s.state_dict() for s in self._scalers],
             [
-                {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
+                [
+                    {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
+                    for group in optimizer.param_groups
+                ]
                 for optimizer in self._optimizers
-                for group in optimizer.param_groups
             ],
         )
         self._saved_versions = versions
@@ -507,9 +518,10 @@ class SchedulersAndScalers:
             scheduler.load_state_dict(_copy_state(scheduler, state))
         for scaler, state in zip(self._scalers, scalers, strict=True):
             scaler.load_state_dict(copy.deepcopy(state))
-        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
-        # the undo handles a group that the loop has added since
-        for group, kept in zip(groups, options, strict=False):
-            group.update(kept)
+        for optimizer, kept in zip(self._optimizers, options, strict=True):
+            for group, saved in zip(optimizer.param_groups, kept, strict=False):
+                group.update(saved)
+            if not isinstance(optimizer, ZeroRedundancyOptimizer):  # a group of which has moved its parameters
+                _remove_groups(optimizer, len(kept))
         self._saved_versions = None
         self.save()

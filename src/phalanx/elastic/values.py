@@ -1,0 +1,85 @@
+"""Restore plain values in the objects that hold them, to which the script may refer by names of its own.
+
+history = []
+state = State(history=history)      the loop calls `history.append`, and `state.history` is the same list after a loss
+"""
+
+from __future__ import annotations
+
+import copyreg
+import gc
+import random
+import sys
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Mapping
+from typing import Any
+
+_CONTAINERS = frozenset((list, deque, dict, defaultdict, OrderedDict, Counter, set))
+_HOOKS = ("__getstate__", "__setstate__", "__reduce__", "__reduce_ex__", "__getnewargs__", "__getnewargs_ex__")
+
+
+def restore_values(values: dict[str, Any], saved: Mapping[str, Any]) -> None:
+    """Replace `values` by `saved`, whose objects nothing else refers to; keep the objects in `values` where possible.
+
+    Kept are lists, dicts, sets, deques, generators of Python and NumPy, and objects that are pickled by their
+    `__dict__`. An object is replaced if its type has changed, or if `saved` contains it a second time, inside another
+    value.
+
+    Cost: a look at each object of the process.
+    """
+    candidates = tuple(value for name, value in saved.items() if _can_load(values.get(name), value))
+    referrers = [one for one in gc.get_referrers(*candidates) if one is not saved and one is not candidates]
+    inner = {id(one) for referrer in referrers for one in gc.get_referents(referrer)}
+    results: dict[int, Any] = {}  # by id of the saved object
+    kept: set[int] = set()
+    for name, value in saved.items():
+        if id(value) not in results:
+            own = values.get(name)
+            results[id(value)] = value
+            if id(value) not in inner and id(own) not in kept and _can_load(own, value):
+                _load(own, value)
+                results[id(value)] = own
+                kept.add(id(own))
+        values[name] = results[id(value)]
+
+
+def _can_load(own: Any, saved: Any) -> bool:
+    kind = type(saved)
+    if type(own) is not kind:
+        return False
+    if kind is deque:
+        return bool(own.maxlen == saved.maxlen)
+    if _is_numpy_generator(kind):
+        return type(own.bit_generator) is type(saved.bit_generator)
+    return kind in _CONTAINERS or kind is random.Random or _is_pickled_by_dict(kind)
+
+
+def _load(own: Any, saved: Any) -> None:
+    kind = type(saved)
+    if kind in _CONTAINERS:
+        own.clear()
+        own.extend(saved) if kind in (list, deque) else own.update(saved)
+    elif kind is random.Random:
+        own.setstate(saved.getstate())
+    elif _is_numpy_generator(kind):
+        own.bit_generator.state = saved.bit_generator.state
+    else:
+        vars(own).clear()
+        vars(own).update(vars(saved))
+
+
+def _is_numpy_generator(kind: type) -> bool:
+    numpy = sys.modules.get("numpy.random")
+    return numpy is not None and kind is numpy.Generator
+
+
+class _Plain:
+    pass
+
+
+def _is_pickled_by_dict(kind: type) -> bool:
+    """Return whether `__dict__` is the whole state of an object of this kind: it has no slots and no base in C."""
+    has_hooks = any(getattr(kind, hook, None) is not getattr(object, hook, None) for hook in _HOOKS)
+    has_slots = any(vars(base).get("__slots__") for base in kind.__mro__)
+    is_plain = (kind.__basicsize__, kind.__itemsize__) == (_Plain.__basicsize__, _Plain.__itemsize__)
+    return is_plain and not has_slots and not has_hooks and kind not in copyreg.dispatch_table
