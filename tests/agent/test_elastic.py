@@ -68,8 +68,8 @@ def recover(elastic: Elastic, slot: int, pid: int, step: int = -1) -> str:
     said = ""
     for other in elastic.members:
         said += words(say(elastic, other, "regrouped", 1.5, generation=elastic.generation.number))
-        if step >= 0:
-            say(elastic, other, "progress", step=step)
+    if step >= 0:
+        elastic.on_commit(step)
     return said
 
 
@@ -294,10 +294,27 @@ def test_a_rank_that_is_killed_before_all_have_come_costs_nobody_anything() -> N
     elastic.record_early_loss(Exit(2, 102, -9, 1.0))  # another rank has told of its own end before
     say(elastic, 0, "elastic")
     assert elastic.lost_early
+    elastic = job(3, joined=2)
+    elastic.on_commit(1)  # the third rank trains without having joined
+    assert lose(elastic, 2) is None
+    assert not elastic.lost_early
     elastic = job(3)
     say(elastic, 0, "finished")
     assert lose(elastic, 2) is None
     assert not elastic.lost_early
+
+
+def test_a_rank_that_waits_in_elastic_run_and_reports_the_loss_first_does_not_make_it_a_later_one() -> None:
+    """The job ended: the step in the report, 0 or that of a checkpoint, counted as a step of this job."""
+    for step in (0, 500):
+        elastic = job(2, joined=1)
+        assert refused(say(elastic, 0, "lost", generation=0, step=step)) == {0}
+        assert lose(elastic, 1) is None
+        assert elastic.lost_early
+        elastic = job(2, joined=1)
+        say(elastic, 0, "failed", step=step)
+        elastic.record_early_loss(Exit(1, 101, KILLED, 1.0))  # rank 0's failure is already known
+        assert elastic.lost_early
 
 
 def test_the_only_rank_that_holds_the_state_is_let_go_on_before_it_is_killed() -> None:

@@ -56,7 +56,7 @@ class Rank:
             self.say("outlives")
         if os.environ.get("CHILD"):  # as a DataLoader has workers: they are in the rank's process group
             self.shout("child", subprocess.Popen(["sleep", "600"]).pid, "of", os.environ["RANK"])
-        open_page(os.environ["PHALANX_AGENT"])  # of which the agent holds a descriptor, as long as this process lives
+        self.page = open_page(os.environ["PHALANX_AGENT"])  # the agent reads it while this process lives
         self.shout("joined", self.generation, "as", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], os.getpid())
 
     def shout(self, *words: object) -> None:
@@ -70,7 +70,7 @@ class Rank:
             assert os.path.exists(message["store"].removeprefix(COORDINATOR))
             self.say("regrouped", generation=self.generation)
             if not os.environ.get("NO_STEPS"):
-                self.say("progress", step=self.generation)  # losses without a step in between are not survived for ever
+                self.page.commit(self.generation)  # losses without a step in between are not survived for ever
             of = f"{message['rank']} of {message['world_size']}"
             assert of == f"{os.environ['RANK']} of {os.environ['WORLD_SIZE']}"
             self.shout("generation", self.generation, "as", of, "holders", message["survivors"])

@@ -214,6 +214,38 @@ def test_another_user_is_not_heard(tmp_path: Path) -> None:
     assert f"a process of user {nobody} (pid {pid}) has connected to the job of another user" in finished.err
 
 
+LOST_BEFORE = """
+import os, signal, sys, time
+from pathlib import Path
+import torch, phalanx
+from phalanx import elastic
+waits, struck = Path(sys.argv[1], "waits"), Path(sys.argv[1], "struck")
+job = phalanx.init(timeout=60.0)
+model = phalanx.DistributedDataParallel(torch.nn.Linear(2, 1), check=False)
+state = elastic.State(model=model)
+if job.rank == 0:
+    group_start = elastic.group.ElasticGroup.start
+    def start(group):
+        waits.touch()
+        group_start(group)
+    elastic.group.ElasticGroup.start = start
+elif not struck.exists():
+    while not waits.exists():
+        time.sleep(0.01)
+    struck.touch()
+    os.kill(os.getpid(), signal.SIGKILL)
+print("trained", elastic.run(state)(lambda state: job.rank)())
+"""
+
+
+def test_all_ranks_start_again_if_one_is_killed_while_another_waits_in_elastic_run(tmp_path: Path) -> None:
+    """The job ended: the waiting rank's report of the loss, with step 0, counted as a step."""
+    finished = run("--nproc-per-node", "2", write_script(tmp_path, LOST_BEFORE), str(tmp_path))
+    assert finished.code == 0, finished.out + finished.err
+    assert "starting all 2 ranks again (a rank was lost before all ranks had begun to train)" in finished.err
+    assert {said for line in finished.out.splitlines() if "trained" in line for said in said_by(line)} == {0, 1}
+
+
 TWO_RUNS = """
 import os, signal, sys
 from pathlib import Path

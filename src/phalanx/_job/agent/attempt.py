@@ -255,7 +255,7 @@ class Attempt:
         for pid in self.ranks.processes.pids.values():
             progress = self.pages.read(pid)
             if progress is not None and progress.state is not None:
-                self.elastic.on_step(progress.state.steps)
+                self.elastic.on_commit(progress.state.steps)
         actions = self.elastic.on_exit(exit, time.monotonic()) if self.state.phase == "running" else None
         if self.state.phase == "failing":  # another rank has reported a failure first
             self.elastic.record_early_loss(exit)

@@ -19,7 +19,7 @@ has the slot of the process that it replaces, and another pid.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -91,7 +91,6 @@ class ElasticRank:
     min_ranks: int = 1
     wait_s: float = 0.0
     lost_generation: int = -1  # the latest generation that it has left after an error
-    progress: dict[str, Any] = field(default_factory=dict)
     report: ExceptionReport | None = None  # its exception, if it is about to exit
     loss_report: tuple[bool, str] | None = None  # why it left its group: whether the ranks disagreed, and its error
     due: tuple[float, str] | None = None  # when to kill it, and why
@@ -113,6 +112,7 @@ class Elastic:
         self.num_replaced = 0
         self.has_trained = False  # a rank has reported that it has finished training
         self.finished = False  # a rank has finished its training, or has exited with success
+        self._has_committed = False  # a rank has committed a step
         self._over: ElasticPhase | None = None  # ENDING or GIVEN_UP, once that was decided
         self._newest_never_forms = False  # ranks finished in the previous generation, so the newest will never form
         self.is_script_elastic = False  # according to its source; the ranks confirm it later
@@ -162,10 +162,12 @@ class Elastic:
 
     @property
     def step(self) -> int:
-        """Return the last step that a rank is known to have completed."""
+        """Return the last step that a rank is known to have completed, or with which it began; -1 if none is known."""
         return self._repetition.best_step
 
-    def on_step(self, step: int) -> None:
+    def on_commit(self, step: int) -> None:
+        """Record the last step that a rank has committed."""
+        self._has_committed = True
         self._repetition.on_step(step)
 
     def rank_of(self, slot: int) -> int:
@@ -188,14 +190,12 @@ class Elastic:
         step = read_int(message.get("step"), -1)
         if step > member.step:
             member.step = step
-        if kind in ("progress", "lost", "failed"):
+        if kind in ("lost", "failed"):
             self._repetition.on_step(step)
         if kind == "elastic":
             return self._on_joined(member, message, generation)
         if kind == "outlives":
             member.outlives = True
-        elif kind == "progress":
-            member.progress = dict(message)
         elif kind == "regrouped":
             return self._on_regrouped(member, generation, now)
         elif kind == "lost":
@@ -256,7 +256,7 @@ class Elastic:
         member = self.members.get(exit.rank)
         if member is None or member.pid != exit.pid or exit.status >= 0 or member.report is not None:
             return
-        if self.phase is ElasticPhase.STARTING and self.step < 0:
+        if self.phase is ElasticPhase.STARTING and not self._has_committed:
             self._killed_early_at = exit.at
 
     def on_unforked(self, slot: int, why: str, now: float) -> list[ElasticAction] | None:
