@@ -23,6 +23,7 @@ from phalanx._base.log import get_logger
 from phalanx._base.storage import place_of
 from phalanx.checkpoint.background import Saving, wait_together
 from phalanx.checkpoint.best import Best, KeepBest
+from phalanx.checkpoint.blame import describe_unsafe_value, is_plain
 from phalanx.checkpoint.history import CheckpointEntry, Draft, History
 from phalanx.checkpoint.manifest import FileRecord, Kind, Manifest
 from phalanx.checkpoint.optimizer_fit import note_optimizers
@@ -556,6 +557,11 @@ def collect(peers: Peers, parts: Mapping[str, Any], *, sharded: bool | None) -> 
                 "writes its own shard only. Leave out sharded=False."
             )
         is_sharded = is_sharded or (has_dtensor and sharded is None)
+        if peers.is_first and not is_plain(state):
+            value, advice = describe_unsafe_value(state)
+            problem = (
+                f"{peers.what} on rank 0: {value}, which could not be loaded again. Nothing was written. {advice}"
+            ).rstrip()
         without_values = next((name for name, leaf in leaves.items() if _has_no_values(leaf, name, pinned, peers)), "")
     except NestingError as error:
         problem, cause = (
