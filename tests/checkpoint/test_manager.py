@@ -251,10 +251,16 @@ def test_without_failures_allowed_an_error_of_the_background_is_raised_by_the_ne
 
 @KINDS
 def test_what_could_not_be_loaded_again_is_refused_by_name(tmp_path, sharded):
+    """A whole checkpoint was written first, and then refused by class, without the place of the value."""
     manager = CheckpointManager(tmp_path, sharded=sharded)
     manager.save(1, {"w": torch.ones(3)})
-    with pytest.raises(CheckpointError, match=r"pathlib\..*Path"):
-        manager.save(2, {"w": torch.ones(3), "args": {"out": tmp_path}})
+    for save in (manager.save, manager.async_save):
+        with pytest.raises(CheckpointError) as caught:
+            save(2, {"w": torch.ones(3), "args": {"out": [1, {"a": tmp_path}]}})
+        assert str(caught.value) == (
+            f"CheckpointManager.{save.__name__} on rank 0: state['args']['out'][1]['a'] is a pathlib.PosixPath, which "
+            "could not be loaded again. Nothing was written. Save str(state['args']['out'][1]['a']) instead."
+        )
     assert names(tmp_path) == ["00000001-step-1", "latest"]
 
 

@@ -203,11 +203,11 @@ def test_a_step_that_wants_a_batch_idx_and_a_metric_that_fails_are_named():
 
 
 def test_who_watches_a_validation_needs_one():
-    """ReduceLROnPlateau said it behind the first epoch, EarlyStopping never."""
+    """ReduceLROnPlateau and EarlyStopping reported it after the first epoch."""
     with pytest.raises(ValueError, match="ReduceLROnPlateau steps by the validation's loss: pass a val_loader"):
         make(scheduler=lr_scheduler.ReduceLROnPlateau).fit(load())
     with pytest.raises(ValueError, match="EarlyStopping watches 'loss' of the validation: give fit a val_loader"):
-        make(callbacks=EarlyStopping()).fit(load())
+        make(callbacks=[EarlyStopping(), Fails()]).fit(load())
 
 
 def test_a_second_fit_goes_on_where_the_first_has_ended(tmp_path):

@@ -14,6 +14,10 @@ from typing import Any
 
 import torch
 
+from phalanx.checkpoint.slices import SlicedTensor
+
+_PLAIN = (int, float, str, bool, type(None), bytes, complex)
+
 
 def describe_unsafe_value(state: object) -> tuple[str, str]:
     """Return the value that makes a state unsafe, and what to save instead; both "" if no single value does.
@@ -28,6 +32,20 @@ def describe_unsafe_value(state: object) -> tuple[str, str]:
         # the state is nested too deeply for torch.save, too, or a user's __repr__ raises: other ranks still wait
         pass
     return "", ""
+
+
+def is_plain(value: object) -> bool:
+    """Return whether torch.load can open `value`, except perhaps a tensor of a class of its own.
+
+    Cost: a type check for each value in lists and dicts; an attempt to save each value of another class.
+    """
+    if isinstance(value, torch.Tensor) or type(value) in _PLAIN:
+        return True
+    if type(value) in (dict, OrderedDict):
+        return all(is_plain(key) and is_plain(item) for key, item in value.items())  # type: ignore[attr-defined]
+    if type(value) in (list, tuple):
+        return all(map(is_plain, value))  # type: ignore[call-overload]
+    return _is_readable(value)
 
 
 def _leaves(path: str, value: object, above: set[int]) -> Iterator[tuple[str, object]]:
@@ -50,7 +68,7 @@ def _leaves(path: str, value: object, above: set[int]) -> Iterator[tuple[str, ob
 
 
 def _is_readable(value: object) -> bool:
-    if type(value) in (torch.Tensor, torch.nn.Parameter):
+    if type(value) in (torch.Tensor, torch.nn.Parameter, SlicedTensor):
         return True  # true of every size
     buffer = io.BytesIO()
     try:

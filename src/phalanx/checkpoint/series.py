@@ -23,6 +23,7 @@ from phalanx._base.log import get_logger
 from phalanx._base.storage import place_of
 from phalanx.checkpoint.background import Saving, wait_together
 from phalanx.checkpoint.best import Best, KeepBest
+from phalanx.checkpoint.blame import describe_unsafe_value, is_plain
 from phalanx.checkpoint.history import CheckpointEntry, Draft, History
 from phalanx.checkpoint.manifest import FileRecord, Kind, Manifest
 from phalanx.checkpoint.optimizer_fit import note_optimizers
@@ -149,9 +150,11 @@ class CheckpointManager:
         `elastic.run` yet, saves nothing: it returns the place of the latest checkpoint, or else the folder.
 
         Arguments:
-            metrics: measurements of the parts in their current state, by name; rank 0's are saved.
+            metrics: measurements of the parts in their current state, by name; rank 0's are saved. A save without
+                `metrics` is not among the best.
 
         Raises:
+            ValueError: `metrics` lack the metric of `keep_best`; nothing was written.
             CheckpointError: writing failed more than `max_failures` times in a row, or `parts` hold values that cannot
                 be saved; on every rank.
             MismatchError, PeerLostError, DeadlineError: some rank did not call this.
@@ -177,6 +180,7 @@ class CheckpointManager:
         Cost: a copy in memory of this rank's part, and some small messages. The memory is kept for the next save.
 
         Raises:
+            ValueError: as `save`.
             CheckpointError: more than `max_failures` saves have failed in a row, or `parts` hold values that cannot be
                 saved; on every rank. Later failures of this save are logged at once, and counted by the next call of
                 this manager.
@@ -256,6 +260,12 @@ class CheckpointManager:
             raise TypeError(f"{peers.what}: parts must be a dict of what to save by name, got a {type(parts).__name__}")
         if wrong := [name for name in parts if not isinstance(name, str)]:
             raise TypeError(f"{peers.what}: parts are saved by name, and {wrong[0]!r} is not a string")
+        best = self._history.best
+        if metrics and best is not None and best.metric not in metrics:
+            raise ValueError(
+                f"CheckpointManager: keep_best wants the metric {best.metric!r}; metrics has "
+                f"{', '.join(map(repr, metrics))}"
+            )
         step = operator.index(step)  # NumPy's integers have an index, too
         measured = {name: float(value) for name, value in (metrics or {}).items() if math.isfinite(value)}
         self._wait_for_save(peers)
@@ -547,6 +557,11 @@ def collect(peers: Peers, parts: Mapping[str, Any], *, sharded: bool | None) -> 
                 "writes its own shard only. Leave out sharded=False."
             )
         is_sharded = is_sharded or (has_dtensor and sharded is None)
+        if peers.is_first and not is_plain(state):
+            value, advice = describe_unsafe_value(state)
+            problem = (
+                f"{peers.what} on rank 0: {value}, which could not be loaded again. Nothing was written. {advice}"
+            ).rstrip()
         without_values = next((name for name, leaf in leaves.items() if _has_no_values(leaf, name, pinned, peers)), "")
     except NestingError as error:
         problem, cause = (

@@ -122,11 +122,6 @@ class EarlyStopping(Callback):
         self.best, self.num_bad = (value, 0) if better else (self.best, self.num_bad + 1)
         self._stop_if_due(trainer)
 
-    def on_epoch_end(self, trainer: Trainer) -> None:
-        """Raise if this callback waits for a validation that never happens."""
-        if not trainer.metrics:
-            raise ValueError(f"EarlyStopping watches {self.monitor!r} of the validation: give fit a val_loader")
-
     def _stop_if_due(self, trainer: Trainer) -> None:
         if self.num_bad >= self.patience:
             trainer.stop(f"{self.monitor} has not got better than {self.best:.6g} for {self.num_bad} validations")

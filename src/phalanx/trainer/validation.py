@@ -55,7 +55,11 @@ class Validation:
 
         This checks what is known before the first step, which excludes the results of the model's `validation_step`.
         """
-        if loader is None or self._loss is None:
+        if loader is None:
+            if stops := [one for one in watchers if isinstance(one, EarlyStopping)]:
+                raise ValueError(f"EarlyStopping watches {stops[0].monitor!r} of the validation: give fit a val_loader")
+            return
+        if self._loss is None:
             return
         names = ["loss", *self._metrics]
         if isinstance(loader, Mapping):
