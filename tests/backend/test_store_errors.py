@@ -6,10 +6,11 @@ from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
+from tests.logs import logged
 
 from phalanx._comm.backend import tcp_store
 from phalanx._comm.backend.rendezvous import _place
-from phalanx._comm.backend.tcp_store import StoreAddress, explain, probe
+from phalanx._comm.backend.tcp_store import StoreAddress, explain, open_store, probe
 from phalanx.errors import DeadlineError
 from phalanx.testing import RankFailed, run_ranks
 
@@ -53,6 +54,35 @@ def test_the_message_of_each_side_says_who_waited_where() -> None:
     )
 
 
+def test_a_late_rank_0_is_announced_once_and_torch_prints_nothing(monkeypatch, tmp_path, capfd) -> None:
+    """torch's client printed its C++ stack every eight seconds until rank 0 had started."""
+    monkeypatch.setattr(tcp_store, "NOTICE_S", 0.0)
+    port, announced = _free_port(), tmp_path / "announced"
+
+    def check(rank, world_size):
+        place = StoreAddress("127.0.0.1", port, rank, world_size, TEN_S)
+        if rank == 0:
+            while not announced.exists():
+                pass
+            store = open_store(place, serve=True)
+            store.wait(["connected"])
+            return []
+        with logged() as lines:
+            thread = threading.Thread(target=lambda: open_store(place, serve=False).set("connected", "yes"))
+            thread.start()
+            while not lines:
+                pass
+            announced.touch()
+            thread.join()
+        return lines
+
+    assert run_ranks(check, 2, init=False)[1] == [
+        f"init_process_group on rank 1 of 2: waiting for rank 0 at 127.0.0.1 port {port} for 0 s (the host refuses "
+        "connections to that port: no process listens there); giving up after 10 s."
+    ]
+    assert capfd.readouterr().err == ""
+
+
 def test_the_place_is_the_url_s_or_else_the_environment_s(monkeypatch) -> None:
     for name, value in {"MASTER_ADDR": "node1", "MASTER_PORT": "17", "RANK": "2", "WORLD_SIZE": "4"}.items():
         monkeypatch.setenv(name, value)
@@ -81,6 +111,7 @@ def test_a_master_that_is_not_there_is_told_with_its_place(deaf_port) -> None:
     assert f"on rank 1 of 2: rank 0 did not answer at 127.0.0.1 port {deaf_port} within 1.0 s: the host refuses" in str(
         error
     )
+    assert "torch said" not in str(error)
 
 
 def test_a_master_alone_says_whom_it_waited_for() -> None:
@@ -152,7 +183,7 @@ def test_a_port_of_another_program_is_told_as_such(answer, monkeypatch) -> None:
     """It was told as a rank that never came, at the end of the timeout; torch's client waits for ever for one that
     takes connections and says nothing.
     """
-    monkeypatch.setattr(tcp_store, "_SLICE_S", 0.5)
+    monkeypatch.setattr(tcp_store, "_ANSWER_S", 0.5)
     monkeypatch.setattr(tcp_store, "_GRACE_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as server:
         thread = threading.Thread(target=_serve, args=(server, answer), daemon=True)

@@ -18,11 +18,13 @@ from typing import Any
 from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, TCPStore
 
 from phalanx._base.deadline import Deadline
-from phalanx._comm.rendezvous.bootstrap import contest
+from phalanx._base.log import get_logger
+from phalanx._comm.rendezvous.bootstrap import NOTICE_S, contest
 
-_SLICE_S = 8.0  # a store answers within milliseconds; torch's client retries until its time is up
+_logger = get_logger(__name__)
+_ANSWER_S = 8.0  # a store answers within milliseconds; torch's client retries until its time is up
 _GRACE_S = 4.0  # after this torch hangs: it waits for ever for a process that accepts connections and sends nothing
-_PAUSE_S = 0.1
+_LONGEST_PAUSE_S = 0.25
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,11 @@ class StoreAddress:
     world_size: int
     timeout: timedelta
 
+    @property
+    def caller(self) -> str:
+        """The function and rank that open the store, for messages."""
+        return "init_process_group" + (f" on rank {self.rank} of {self.world_size}" if self.rank >= 0 else "")
+
 
 def open_store(place: StoreAddress, *, serve: bool, libuv: bool = True) -> Any:
     """Return the store at `place`; with `serve` this process serves it.
@@ -45,25 +52,44 @@ def open_store(place: StoreAddress, *, serve: bool, libuv: bool = True) -> Any:
     if serve:
         return _serve(place, libuv)
     deadline = Deadline.after(place.timeout)
-    while True:
-        store, error = _connect(place, libuv, min(_SLICE_S, max(deadline.left_s, 0.1)))
+    error = ""
+    while not (seen := _wait_for_listener(place, deadline)):
+        store, error = _connect(place, libuv, min(_ANSWER_S, max(deadline.left_s, 0.1)))
         if store is not None:
             store.set_timeout(place.timeout)
             return store
-        seen = probe(place.host, place.port)
-        if not seen or deadline.passed:  # something answers, but it is not a store
-            raise DistNetworkError(explain(place, seen, error))
-        time.sleep(_PAUSE_S)
+        if deadline.passed or not probe(place.host, place.port):  # something answers, but it is not a store
+            break
+    raise DistNetworkError(explain(place, seen, error))
 
 
-def _connect(place: StoreAddress, libuv: bool, slice_s: float) -> tuple[Any, str]:
+def _wait_for_listener(place: StoreAddress, deadline: Deadline) -> str:
+    """Return "" once a process listens at `place`, or after the deadline why the last connection failed.
+
+    After five seconds a notice is logged, once. torch's own client would print its C++ stack at each failed attempt.
+    """
+    notice_at = Deadline.after(NOTICE_S)
+    has_notified, pause_s = False, 0.01
+    while (seen := probe(place.host, place.port)) and not deadline.passed:
+        if notice_at.passed and not has_notified:
+            has_notified = True
+            _logger.warning(
+                f"{place.caller}: waiting for rank 0 at {place.host} port {place.port} for {NOTICE_S:.0f} s ({seen}); "
+                f"giving up after {deadline.timeout_s:.0f} s."
+            )
+        time.sleep(min(pause_s, deadline.left_s))
+        pause_s = min(2.0 * pause_s, _LONGEST_PAUSE_S)
+    return seen
+
+
+def _connect(place: StoreAddress, libuv: bool, timeout_s: float) -> tuple[Any, str]:
     """Return a connection to the store, or torch's error. torch connects in a thread, because it may never return."""
     answers: list[Any] = []
     errors: list[str] = []
 
     def connect() -> None:
         try:
-            limit = timedelta(seconds=slice_s)
+            limit = timedelta(seconds=timeout_s)
             store = TCPStore(
                 place.host, place.port, None, False, limit, wait_for_workers=False, multi_tenant=True, use_libuv=libuv
             )
@@ -73,8 +99,8 @@ def _connect(place: StoreAddress, libuv: bool, slice_s: float) -> tuple[Any, str
 
     thread = threading.Thread(target=connect, name="phalanx-connect", daemon=True)
     thread.start()
-    thread.join(slice_s + _GRACE_S)
-    return (answers[0], "") if answers else (None, errors[0] if errors else "nothing")
+    thread.join(timeout_s + _GRACE_S)
+    return (answers[0], "") if answers else (None, errors[0] if errors else "")
 
 
 def _serve(place: StoreAddress, libuv: bool) -> Any:
@@ -133,7 +159,7 @@ def _contest(place: StoreAddress, libuv: bool) -> str:
 
 # Explain why the job's store cannot be reached: the rank, the address, what answers there, and advice.
 #
-# The errors have torch's classes and text; the explanation comes before the text.
+# The errors have torch's classes, and quote its text after the explanation.
 
 _PROBE_S = 2.0
 
@@ -169,32 +195,34 @@ def probe(host: str, port: int) -> str:
 
 def explain(address: StoreAddress, seen: str, torch_error: str) -> str:
     """Return an error's message: `seen` is the result of `probe`, `torch_error` is torch's text."""
-    who = f" on rank {address.rank} of {address.world_size}" if address.rank >= 0 else ""
     place = f"{address.host} port {address.port}"
     span = f"within {address.timeout.total_seconds():.1f} s"
-    torch_error = torch_error.splitlines()[0] if torch_error else "nothing"
     if address.rank == 0:
         return (
-            f"init_process_group{who}: the job's store cannot be opened at {place}"
+            f"{address.caller}: the job's store cannot be opened at {place}"
             f"{f': {seen}' if seen else ''}.\n"
-            f"torch said: {torch_error}\n"
+            f"{_quote(torch_error)}"
             "Check that MASTER_ADDR names this host, on which rank 0 runs, and that MASTER_PORT is permitted."
         )
     fact = seen or "a program answers there that is not a store"
     return (
-        f"init_process_group{who}: rank 0 did not answer at {place} {span}: {fact}.\n"
-        f"torch said: {torch_error}\n"
+        f"{address.caller}: rank 0 did not answer at {place} {span}: {fact}.\n"
+        f"{_quote(torch_error)}"
         "Check that rank 0 was started and still runs (read its log first), that MASTER_ADDR names its host as seen "
         "from here, that MASTER_PORT is the same on every rank, and that no firewall blocks it."
     )
+
+
+def _quote(torch_error: str) -> str:
+    return f"torch said: {torch_error.splitlines()[0]}\n" if torch_error else ""
 
 
 def _explain_port_in_use(address: StoreAddress, contested: str, torch_error: str) -> str:
     """Return the message of a rank 0 whose port another process uses; `contested` is the error of the waiting ranks."""
     fact = f"\n{contested}" if contested else " That process is another program, or a job that already runs."
     return (
-        f"init_process_group on rank 0 of {address.world_size}: port {address.port} is in use by another process of "
-        f"this host, so rank 0 cannot serve the job's store there.{fact}\n"
-        f"torch said: {torch_error.splitlines()[0] if torch_error else 'nothing'}\n"
+        f"{address.caller}: port {address.port} is in use by another process of this host, "
+        f"so rank 0 cannot serve the job's store there.{fact}\n"
+        f"{_quote(torch_error)}"
         "Choose another MASTER_PORT (the same on every rank), or end that process: `ss -ltnp` shows it."
     )
