@@ -53,6 +53,17 @@ def test_a_mistyped_command_is_answered_with_the_right_one(word: str, advice: st
     assert advice in result.output
 
 
+def test_an_option_of_run_without_run_is_answered_with_the_whole_command() -> None:
+    result = CliRunner().invoke(group, ["--nproc-per-node", "2", "my train.py"])
+    assert result.exit_code == 2
+    assert (
+        "no such option --nproc-per-node. To run a script: phalanx run --nproc-per-node 2 'my train.py'"
+        in result.output
+    )
+    assert "phalanx run -m pkg" in CliRunner().invoke(group, ["-m", "pkg"]).output
+    assert "phalanx run" not in CliRunner().invoke(group, ["--verison"]).output
+
+
 def test_listing_the_commands_loads_none_of_them() -> None:
     code = (
         "import sys, click\n"

@@ -97,6 +97,11 @@ def test_a_flag_like_no_other_points_to_the_help() -> None:
     assert "`phalanx run --help` lists the options" in refuse("--zzz", "a.py")
 
 
+def test_the_script_chooses_the_backend() -> None:
+    message = refuse("--backend", "gloo", "a.py")
+    assert message == "phalanx run: --backend: no such option. The script chooses the backend, in init_process_group."
+
+
 @pytest.mark.parametrize("flag", ["--logs-specs", "--virtual-local-rank", "--numa_binding"])
 def test_torchruns_flags_that_are_missing_say_what_to_do_instead(flag: str) -> None:
     assert "not in this version" in refuse(flag, "3", "a.py")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import pkgutil
+import shlex
 
 import click
 
@@ -43,6 +44,15 @@ class _Commands(click.Group):
         command = importlib.import_module(f"phalanx.cli.{cmd_name}").command
         assert isinstance(command, click.Command), f"phalanx.cli.{cmd_name}.command is not a click command"
         return command
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        words = list(args)
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            if not error.possibilities:
+                ctx.fail(f"no such option {error.option_name}. To run a script: phalanx run {shlex.join(words)}")
+            raise
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

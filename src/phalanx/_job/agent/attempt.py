@@ -121,7 +121,7 @@ class Attempt:
         host, links = self.host, self.links
         return EventLoop(
             host.watch_signals(self.on_signal),
-            Source(self._read_output, lambda: host.pump.pipes),
+            Source(self._read_output, lambda: host.pump.pipes, due=lambda: host.pump.next_due),
             Source(lambda ready: self.link.receive(ready), lambda: self.link.fds, due=lambda: self.link.due),
             Source(self._requests.receive, lambda: host.agent_socket.fds),
             Source(self._receive_from_links, lambda: links.fds, lambda: links.waiting),
@@ -155,6 +155,7 @@ class Attempt:
                 self.host.pump.read(fd, self.ranks.read_reports)  # a rank reports its failure before it prints it
                 if time.monotonic() > end:
                     return
+        self.host.pump.show_due(self.ranks.read_reports)
 
     def _receive_from_links(self, ready: set[int]) -> None:
         for fd in self.links.waiting:

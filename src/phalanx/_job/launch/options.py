@@ -336,6 +336,8 @@ def explain_unknown(given: str, name: str) -> str:
         return f"{given}: may be any of {', '.join(f'--{full}' for full in names)}. Write it in full."
     if names and names[0] in REFUSED:
         return f"{given}: not in this version: {REFUSED[names[0]][0]}."
+    if name == "backend":
+        return f"{given}: no such option. The script chooses the backend, in init_process_group."
     import difflib
 
     known = [option.name for option in OPTIONS]

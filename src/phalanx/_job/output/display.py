@@ -37,7 +37,7 @@ class Display:
         self.host_of = host_of
         self.prefix_of: Callable[[int], str] | None = None  # the user's prefix; if set, lines are not folded
         self._folder = Folder(())
-        self._statuses: dict[tuple[int, int], bytes] = {}  # rank, stream -> the unfinished line to show
+        self._statuses: dict[tuple[int, int], bytes] = {}  # rank, stream -> the lines to show, joined by line ends
         self._drawn = 0
         self._redraw_at: float | None = None
         self._redrawn_at = 0.0
@@ -164,11 +164,11 @@ class Display:
         self._redraw_at = None
         self._redrawn_at = time.monotonic()
         self._clear_status()
-        states = [(rank, status) for (rank, _), status in self._statuses.items()]
+        states = [(key[0], line) for key, status in sorted(self._statuses.items()) for line in status.split(b"\n")]
         if not states:
             return
         columns, rows = os.get_terminal_size(1)
-        lines = plan_status(sorted(states), columns=columns, rows=rows, colour=self._colour)
+        lines = plan_status(states, columns=columns, rows=rows, colour=self._colour)
         self._out.put(b"\n".join(lines))
         self._drawn = len(lines)
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from phalanx._job.output.logs import Logs
@@ -26,7 +28,7 @@ class Viewer(Protocol):
         """Expect no more output from this rank."""
 
     def show(self, rank: int, stream: int, lines: Sequence[bytes], status: bytes) -> None:
-        """Show a rank's output, and the status after it."""
+        """Show a rank's output, and the status after it: the redrawn lines, joined by line ends."""
 
     def print_once(self, what: str, text: str) -> None:
         """Print `text`, once for each `what`."""
@@ -66,11 +68,26 @@ class Pump:
         except BlockingIOError:
             return False
         before_it()
-        lines = splitter.feed(data) if data else splitter.finish()
+        lines = splitter.feed(data, time.monotonic()) if data else splitter.finish()
         self._put(rank, stream, lines, splitter.status)
         if not data:
             self._close(fd)
         return bool(data)
+
+    @property
+    def next_due(self) -> float | None:
+        """Return when `show_due` must next be called; None for never."""
+        times = [at for fd in self.pipes if (at := self._pipes[fd][2].due) is not None]
+        return min(times, default=None)
+
+    def show_due(self, before_it: Callable[[], object] = lambda: None) -> None:
+        """Show what has waited for more output that has not come. `before_it` is as in `read`."""
+        now = time.monotonic()
+        for fd in self.pipes:
+            rank, stream, splitter = self._pipes[fd]
+            is_due = splitter.due is not None and splitter.due <= now
+            if is_due and not self.read(fd, before_it) and fd in self._pipes:
+                self._put(rank, stream, splitter.release(now), splitter.status)
 
     def drain(self) -> None:
         """Read the rest of the pipes after all ranks have exited, close the pipes, and show all lines."""
@@ -106,53 +123,132 @@ class Pump:
 
 
 MAX_LINE_BYTES = 1 << 20  # a longer line is split, so that memory stays bounded
+REDRAW_S = (
+    0.1  # how long an ended line that was redrawn waits for the cursor to return; bars return within microseconds
+)
+_MAX_ROWS = 64  # more lines than this do not wait
 
 # Escape codes that move the cursor or clear: they would affect other ranks' lines. Colours ("m") stay.
 _MOVES = re.compile(rb"\x1b\[[0-9;?]*[A-Za-ln-z]")
+_UP = b"\x1b[A"
+
+
+@dataclass
+class _Row:
+    """A `_Row` is a line above the cursor, which is redrawn if the cursor returns before `due`."""
+
+    text: bytes
+    overwritten: bool
+    due: float
 
 
 class LineSplitter:
     """A `LineSplitter` splits one stream into lines, which do not depend on the sizes of reads.
 
     As on a terminal, text after a carriage return overwrites the line: only the final state becomes a line, unless it
-    is blank; until the line ends, its current state is `status`.
+    is blank; until the line ends, its current state is `status`. Nested progress bars are redrawn below one another:
+
+        epoch  10%         above: was redrawn or is blank, and has ended; the cursor may return until `due`
+        batch  45%_        at the cursor
+        part   80%         below: drawn before the cursor moved up
     """
 
     def __init__(self) -> None:
+        self._above: list[_Row] = []
         self._rest = b""
+        self._escape = b""  # the beginning of an escape code, whose end was not read
         self._overwritten = False
+        self._below: list[bytes] = []
         self.status = b""
 
-    def feed(self, data: bytes) -> list[bytes]:
+    @property
+    def due(self) -> float | None:
+        """Return when to call `release`; None for never."""
+        return self._above[0].due if self._above else None
+
+    def feed(self, data: bytes, now: float) -> list[bytes]:
         """Return the lines that `data` completes, without line ends."""
-        *ended, rest = (self._rest + data).split(b"\n") if self._rest else data.split(b"\n")
-        lines = []
-        for line in ended:
-            lines += self._finish(line)
+        data = self._escape + data
+        self._escape = next((cut for cut in (b"\x1b", b"\x1b[") if data.endswith(cut)), b"")
+        data = data.removesuffix(self._escape)
+        lines: list[bytes] = []
+        if not (self._above or self._below or self._overwritten or re.search(rb"[\r\x1b]", self._rest + data)):
+            *lines, data = (self._rest + data).split(b"\n")  # plain text, which need not be processed line by line
+            while lines and not lines[-1].strip() and len(self._above) < _MAX_ROWS:
+                self._above.insert(0, _Row(lines.pop(), False, now + REDRAW_S))
+            self._rest = b""
+        first, *others = data.split(b"\n")
+        self._write(first)
+        for text in others:
+            lines += self._end_line(now)
+            self._write(text)
+        rest = self._rest
         if b"\r" in rest.rstrip(b"\r"):
             self._overwritten = True
-            rest = _last_state(rest) + (b"\r" if rest.endswith(b"\r") else b"")
-        if self._overwritten or rest.endswith(b"\r"):
-            state = _MOVES.sub(b"", _last_state(rest))
-            self.status = state if state.strip() else b""
+            self._rest = rest = _last_state(rest) + (b"\r" if rest.endswith(b"\r") else b"")
         if len(rest) > MAX_LINE_BYTES:
-            lines += self._finish(rest)
-            rest = b""
-        self._rest = rest
+            lines += self._finish_above() + _finish(rest, self._overwritten)
+            self._rest, self._overwritten = b"", False
+        return lines + self.release(now)
+
+    def release(self, now: float) -> list[bytes]:
+        """Return the lines above the cursor that are due."""
+        lines = self._finish_above(sum(row.due <= now for row in self._above))
+        self._update_status()
         return lines
 
     def finish(self) -> list[bytes]:
-        """Return the last line of the ended stream if it has no line end, otherwise none."""
-        rest, self._rest = self._rest, b""
-        return self._finish(rest) if rest else []
+        """Return the lines of the ended stream that have no line end, or that waited."""
+        rest = self._rest + self._escape
+        lines = self._finish_above() + (_finish(rest, self._overwritten) if rest else [])
+        lines += [line for text in self._below for line in _finish(text, True)]
+        self._rest, self._escape, self._overwritten, self._below, self.status = b"", b"", False, [], b""
+        return lines
 
-    def _finish(self, line: bytes) -> list[bytes]:
-        overwritten = self._overwritten or b"\r" in line.rstrip(b"\r")
-        self._overwritten, self.status = False, b""
-        state = _last_state(line) if b"\r" in line else line
-        if b"\x1b" in state:
-            state = _MOVES.sub(b"", state)
-        return [] if overwritten and not state.strip() else [state]
+    def _write(self, text: bytes) -> None:
+        """Write `text`, which has no line end, at the cursor."""
+        rest = self._rest + text
+        if _UP in rest:
+            rest, *others = rest.split(_UP)
+            for text in others:
+                if self._above:
+                    self._below.insert(0, _last_state(rest))
+                    row = self._above.pop()
+                    rest, self._overwritten = row.text, row.overwritten
+                rest += text
+        self._rest = rest
+
+    def _end_line(self, now: float) -> list[bytes]:
+        """Move the cursor to the next line; return the lines that are complete."""
+        line, overwritten = self._rest, self._overwritten or b"\r" in self._rest.rstrip(b"\r")
+        # Text that is already below the cursor stays until it is overwritten.
+        self._rest = self._below.pop(0) + b"\r" if self._below else b""
+        self._overwritten = bool(self._rest.strip())
+        if not self._overwritten:
+            self._rest = b""
+        if not overwritten and line.strip():
+            return self._finish_above() + _finish(line, overwritten)
+        self._above.append(_Row(line, overwritten, now + REDRAW_S))
+        return self._finish_above(len(self._above) - _MAX_ROWS)
+
+    def _finish_above(self, count: int = _MAX_ROWS) -> list[bytes]:
+        """Return the first `count` rows above the cursor as lines."""
+        done, self._above = self._above[: max(0, count)], self._above[max(0, count) :]
+        return [line for row in done for line in _finish(row.text, row.overwritten)]
+
+    def _update_status(self) -> None:
+        rows = [row.text for row in self._above]
+        if self._overwritten or self._rest.endswith(b"\r"):
+            rows.append(self._rest)
+        self.status = b"\n".join(line for text in (*rows, *self._below) for line in _finish(text, True))
+
+
+def _finish(line: bytes, overwritten: bool) -> list[bytes]:
+    """Return the final state of a line, or nothing if it was overwritten by blanks."""
+    state = _last_state(line) if b"\r" in line else line
+    if b"\x1b" in state:
+        state = _MOVES.sub(b"", state)
+    return [] if overwritten and not state.strip() else [state]
 
 
 def _last_state(line: bytes) -> bytes:
