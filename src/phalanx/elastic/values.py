@@ -10,11 +10,13 @@ import copyreg
 import gc
 import random
 import sys
+import types
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Mapping
 from typing import Any
 
 _CONTAINERS = frozenset((list, deque, dict, defaultdict, OrderedDict, Counter, set))
+_SHARED = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)  # pickled by name
 _HOOKS = ("__getstate__", "__setstate__", "__reduce__", "__reduce_ex__", "__getnewargs__", "__getnewargs_ex__")
 
 
@@ -25,11 +27,9 @@ def restore_values(values: dict[str, Any], saved: Mapping[str, Any]) -> None:
     `__dict__`. An object is replaced if its type has changed, or if `saved` contains it a second time, inside another
     value.
 
-    Cost: a look at each object of the process.
+    Cost: a look at each object inside `saved`.
     """
-    candidates = tuple(value for name, value in saved.items() if _can_load(values.get(name), value))
-    referrers = [one for one in gc.get_referrers(*candidates) if one is not saved and one is not candidates]
-    inner = {id(one) for referrer in referrers for one in gc.get_referents(referrer)}
+    inner = _find_inner(saved)
     results: dict[int, Any] = {}  # by id of the saved object
     kept: set[int] = set()
     for name, value in saved.items():
@@ -41,6 +41,18 @@ def restore_values(values: dict[str, Any], saved: Mapping[str, Any]) -> None:
                 results[id(value)] = own
                 kept.add(id(own))
         values[name] = results[id(value)]
+
+
+def _find_inner(saved: Mapping[str, Any]) -> set[int]:
+    """Return the ids of the objects inside the values of `saved`: in lists, dicts and attributes, at any depth."""
+    inner: set[int] = set()
+    unread = list(saved.values())
+    while unread:
+        for one in gc.get_referents(unread.pop()):
+            if id(one) not in inner and not isinstance(one, _SHARED):
+                inner.add(id(one))
+                unread.append(one)
+    return inner
 
 
 def _can_load(own: Any, saved: Any) -> bool:
