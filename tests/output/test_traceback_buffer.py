@@ -48,3 +48,16 @@ def test_a_quiet_one_is_never_shown() -> None:
     held.expect(0, text, quiet=True)
     assert held.feed(0, [*text.encode().splitlines(), b"saved"]) == [b"saved"]
     assert held.release() == []
+
+
+def test_a_lost_ranks_traceback_was_reported_and_is_never_shown_but_its_replacements_is() -> None:
+    held, text = TracebackBuffer(), TRACEBACK.format(line=9, error="KeyError: 5").encode().splitlines()
+    held.expect(1, b"\n".join(text).decode())
+    assert held.feed(1, text[:1]) == []
+    held.hide(1)
+    assert held.feed(1, text[1:]) == []  # the rank prints while it exits
+    assert held.release() == []
+    other = TRACEBACK.format(line=9, error="IndexError: 7")
+    held.expect(1, other)
+    assert held.feed(1, other.encode().splitlines()) == []
+    assert held.release() == [(1, line) for line in other.encode().splitlines()]

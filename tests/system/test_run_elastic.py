@@ -60,6 +60,8 @@ def test_an_exception_that_a_replacement_raises_again_is_told_and_ends_the_job(t
     assert finished.code == 1
     assert "rank 1 has raised the same exception at the same step again, and is not replaced" in finished.err
     assert "First failure: rank 1 of 3" in finished.err
+    assert "[1] Traceback" not in finished.err  # the command prints it, when the rank is lost and at the end
+    assert finished.err.count("\nTraceback (most recent call last") == 2
     assert finished.err.rstrip().endswith("ValueError: the sample is bad")
 
 

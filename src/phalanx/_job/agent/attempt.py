@@ -78,6 +78,7 @@ class Attempt:
         self._requests = Requests(self)
         self._silent = SilentRanks(self)
         self._report_end_at: float | None = None
+        self._loss_reports: dict[int, ExceptionReport] = {}  # by slot: exceptions that the job may survive
         self._signalled_hosts: set[str] = set()  # the hosts that have received a signal that ends the job
         self.link.attach(self)
 
@@ -263,6 +264,8 @@ class Attempt:
         if actions is None:
             if self.elastic.has_trained:  # the others no longer need this rank; they may be saving, which takes time
                 self.state.report_grace_s = self.state.shutdown_timeout_s
+            if exit.rank in self._loss_reports:  # the job survives no loss since that report
+                self.do(self.state.on_report(self._loss_reports.pop(exit.rank), time.monotonic()))
             self.do(self.state.on_exit(exit))
             return
         self.ranks.processes.lose(exit)
@@ -273,6 +276,10 @@ class Attempt:
         """Process a rank's failure report: a loss in an elastic job, otherwise a failure of the job."""
         actions = self.elastic.on_report(report, time.monotonic()) if self.state.phase == "running" else None
         if actions is not None:
+            if self.elastic.survives_loss_of(report.rank, report.pid):  # it is not a rank of a host that is joining
+                self._loss_reports[report.rank] = report
+                if report.traceback and not self.plan.settings.traceback:
+                    self.host.display.expect(report.rank, report.traceback)
             self.do_elastic(actions)
             return
         if report.traceback and not self.plan.settings.traceback:
@@ -347,6 +354,7 @@ class Attempt:
         now = time.monotonic()
         for action in actions:
             if isinstance(action, BeginGeneration):
+                self._show_loss_reports(action)
                 self.begin_generation(action)
             elif isinstance(action, SendToRank):
                 self.state.is_saving = self.state.is_saving or action.message["kind"] == "end"
@@ -376,6 +384,17 @@ class Attempt:
         if self.numbers.has_old_stores:  # this loop may visit thousands of ranks
             generations = (each.generation for each in self.elastic.members.values())
             self.numbers.close_stores_before(min(generations, default=0))
+
+    def _show_loss_reports(self, begun: BeginGeneration) -> None:
+        """Print the first exception for which ranks were lost; the line on each lost rank was already printed."""
+        reports = [self._loss_reports.pop(lost.slot) for lost in begun.lost if lost.slot in self._loss_reports]
+        if self.plan.settings.traceback:
+            return  # the ranks print their tracebacks
+        for report in reports:
+            self.host.display.hide(report.rank)
+        first = min(reports, key=lambda report: ("PeerLostError" in report.types, report.at), default=None)
+        if first is not None and first.traceback:
+            self.host.display.print((first.own_lines or first.traceback).rstrip())
 
     def begin_generation(self, begun: BeginGeneration) -> None:
         """Begin a generation on this host: fork the missing processes, and send the others their ranks."""

@@ -130,6 +130,10 @@ class Display:
         """Buffer `traceback`, which `rank` is about to print, until `release`; forever if `quiet`. Logs show it."""
         self._tracebacks.expect(rank, traceback, quiet=quiet)
 
+    def hide(self, rank: int) -> None:
+        """Buffer the traceback of `rank` forever, because it was reported."""
+        self._tracebacks.hide(rank)
+
     def release(self) -> None:
         """Show the buffered tracebacks."""
         now = time.monotonic()

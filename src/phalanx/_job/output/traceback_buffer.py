@@ -33,11 +33,16 @@ class TracebackBuffer:
 
     def expect(self, rank: int, traceback: str, *, quiet: bool = False) -> None:
         """Buffer `traceback`, which `rank` is about to print, until `release`; forever if `quiet`."""
-        if rank not in self._echoes:
+        if rank not in self._echoes or rank in self._quiet:
             text = encode(traceback)
             self._echoes[rank], self._forms[rank] = Echo(text), without_numbers(text)
+            self._quiet.discard(rank)
             if quiet:
                 self._quiet.add(rank)
+
+    def hide(self, rank: int) -> None:
+        """Buffer the traceback of `rank` forever, because it was reported; a replacement may print another one."""
+        self._quiet.add(rank)
 
     def feed(self, rank: int, lines: Sequence[bytes]) -> Sequence[bytes]:
         """Return the lines to show now."""
