@@ -3,7 +3,7 @@ import random
 
 import pytest
 
-from phalanx._job.output.pump import MAX_LINE_BYTES, REDRAW_S, LineSplitter
+from phalanx._job.output.pump import MAX_LINE_BYTES, PARTIAL_S, REDRAW_S, LineSplitter
 
 
 def split(*chunks: bytes) -> list[bytes]:
@@ -168,3 +168,50 @@ def test_many_redrawn_lines_do_not_fill_the_memory() -> None:
     lines = splitter.feed(b"".join(b"\r%d\n" % i for i in range(1000)) + b"\x1b[A" * 2000, 0.0)
     assert lines == [b"%d" % i for i in range(1000 - 64)]
     assert [*lines, *splitter.finish()] == [b"%d" % i for i in range(1000)]
+
+
+def test_text_without_a_line_end_is_shown_after_a_second_and_only_once() -> None:
+    """`print("Loading ... ", end="", flush=True)` before a load that hangs was never shown."""
+    splitter = LineSplitter()
+    assert splitter.feed(b"start\nLoading ... ", 0.0) == [b"start"]
+    assert splitter.due == PARTIAL_S
+    assert splitter.show_partial(0.9 * PARTIAL_S) == b""
+    assert splitter.show_partial(PARTIAL_S) == b"Loading ... "
+    assert splitter.due is None
+    lines = splitter.feed(b"done\nnext\n", 90.0)
+    assert lines == [b"Loading ... done", b"next"]  # for the log
+    assert splitter.drop_shown(lines) == [b"done", b"next"]
+    assert splitter.drop_shown([b"Loading ... done"]) == [b"Loading ... done"]
+
+
+def test_a_line_whose_whole_text_was_shown_leaves_no_blank_line() -> None:
+    splitter = LineSplitter()
+    splitter.feed(b"Loading", 0.0)
+    assert splitter.show_partial(PARTIAL_S) == b"Loading"
+    assert splitter.drop_shown(splitter.feed(b"\nnext\n", 2.0)) == [b"next"]
+    splitter.feed(b"end", 3.0)
+    assert splitter.show_partial(5.0) == b"end"
+    assert splitter.drop_shown(splitter.finish()) == []
+
+
+def test_slow_dots_are_shown_less_and_less_often() -> None:
+    splitter = LineSplitter()
+    shown = []
+    for second in range(0, 600, 2):
+        splitter.feed(b".", float(second))
+        shown.append(splitter.show_partial(second + 1.9))
+    assert [text for text in shown if text] == [b"."]
+    assert splitter.show_partial(598 + 2 * PARTIAL_S) == b"." * 299
+    assert splitter.drop_shown(splitter.feed(b" ready\n", 700.0)) == [b" ready"]
+
+
+def test_only_plain_text_is_shown_before_its_line_ends() -> None:
+    splitter = LineSplitter()
+    for text in (b"  ", b"\r10%", b"\r20%\r", b"\n\r1\x1b[A"):
+        splitter.feed(text, 0.0)
+        assert splitter.show_partial(9.0) == b""
+    splitter = LineSplitter()
+    splitter.feed(b"Loading", 0.0)
+    assert splitter.show_partial(9.0) == b"Loading"
+    splitter.feed(b"\rLoading 100%\n", 10.0)
+    assert splitter.drop_shown(splitter.release(11.0)) == [b"Loading 100%"]

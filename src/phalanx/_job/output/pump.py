@@ -69,7 +69,7 @@ class Pump:
             return False
         before_it()
         lines = splitter.feed(data, time.monotonic()) if data else splitter.finish()
-        self._put(rank, stream, lines, splitter.status)
+        self._put(rank, stream, lines, splitter)
         if not data:
             self._close(fd)
         return bool(data)
@@ -87,7 +87,9 @@ class Pump:
             rank, stream, splitter = self._pipes[fd]
             is_due = splitter.due is not None and splitter.due <= now
             if is_due and not self.read(fd, before_it) and fd in self._pipes:
-                self._put(rank, stream, splitter.release(now), splitter.status)
+                self._put(rank, stream, splitter.release(now), splitter)
+                if text := splitter.show_partial(now):
+                    self._show(rank, stream, [text], splitter.status)
 
     def drain(self) -> None:
         """Read the rest of the pipes after all ranks have exited, close the pipes, and show all lines."""
@@ -96,7 +98,7 @@ class Pump:
                 pass
             if fd in self._pipes:  # another process has the pipe open: show the output so far
                 rank, stream, splitter = self._pipes[fd]
-                self._put(rank, stream, splitter.finish(), b"")
+                self._put(rank, stream, splitter.finish(), splitter)
                 self._close(fd)
         self.viewer.flush()
 
@@ -106,11 +108,14 @@ class Pump:
             self._close(fd)
         self._logs.close()
 
-    def _put(self, rank: int, stream: int, lines: list[bytes], status: bytes) -> None:
+    def _put(self, rank: int, stream: int, lines: list[bytes], splitter: LineSplitter) -> None:
         if lines:
             problem = self._logs.put(rank, stream, lines)
             if problem:
                 self.viewer.print_once("logs", problem)
+        self._show(rank, stream, splitter.drop_shown(lines), splitter.status)
+
+    def _show(self, rank: int, stream: int, lines: list[bytes], status: bytes) -> None:
         if not self._logs.shows(rank, stream):
             lines, status = [], b""
         self.viewer.show(rank, stream, lines, status)
@@ -126,6 +131,7 @@ MAX_LINE_BYTES = 1 << 20  # a longer line is split, so that memory stays bounded
 REDRAW_S = (
     0.1  # how long an ended line that was redrawn waits for the cursor to return; bars return within microseconds
 )
+PARTIAL_S = 1.0  # how long a line without its end waits for more output before its text is shown
 _MAX_ROWS = 64  # more lines than this do not wait
 
 # Escape codes that move the cursor or clear: they would affect other ranks' lines. Colours ("m") stay.
@@ -151,6 +157,8 @@ class LineSplitter:
         epoch  10%         above: was redrawn or is blank, and has ended; the cursor may return until `due`
         batch  45%_        at the cursor
         part   80%         below: drawn before the cursor moved up
+
+    Plain text without a line end is shown after `PARTIAL_S` without output. That time doubles each time within a line.
     """
 
     def __init__(self) -> None:
@@ -160,11 +168,14 @@ class LineSplitter:
         self._overwritten = False
         self._below: list[bytes] = []
         self.status = b""
+        self._shown = b""  # the beginning of the line that was shown before its end
+        self._partial_s = PARTIAL_S
+        self._partial_due: float | None = None
 
     @property
     def due(self) -> float | None:
-        """Return when to call `release`; None for never."""
-        return self._above[0].due if self._above else None
+        """Return when to call `release` and `show_partial`; None for never."""
+        return self._above[0].due if self._above else self._partial_due
 
     def feed(self, data: bytes, now: float) -> list[bytes]:
         """Return the lines that `data` completes, without line ends."""
@@ -185,10 +196,13 @@ class LineSplitter:
         rest = self._rest
         if b"\r" in rest.rstrip(b"\r"):
             self._overwritten = True
+            self._shown = b""
             self._rest = rest = _last_state(rest) + (b"\r" if rest.endswith(b"\r") else b"")
         if len(rest) > MAX_LINE_BYTES:
             lines += self._finish_above() + _finish(rest, self._overwritten)
             self._rest, self._overwritten = b"", False
+        is_plain = bool(self._rest) and not self._overwritten and b"\r" not in self._rest
+        self._partial_due = now + self._partial_s if is_plain else None
         return lines + self.release(now)
 
     def release(self, now: float) -> list[bytes]:
@@ -196,6 +210,25 @@ class LineSplitter:
         lines = self._finish_above(sum(row.due <= now for row in self._above))
         self._update_status()
         return lines
+
+    def show_partial(self, now: float) -> bytes:
+        """Return the text of the unfinished line that is due and was not shown; empty if there is none."""
+        if self._partial_due is None or now < self._partial_due:
+            return b""
+        self._partial_due = None
+        line = _MOVES.sub(b"", self._rest)
+        text = line.removeprefix(self._shown)
+        if text.strip():
+            self._shown, self._partial_s = line, 2 * self._partial_s
+        return text if text.strip() else b""
+
+    def drop_shown(self, lines: list[bytes]) -> list[bytes]:
+        """Return the new `lines` without the text that `show_partial` has returned."""
+        if not lines:
+            return lines
+        text, shown = lines[0].removeprefix(self._shown), self._shown
+        self._shown, self._partial_s = b"", PARTIAL_S
+        return [text, *lines[1:]] if text or not shown else lines[1:]
 
     def finish(self) -> list[bytes]:
         """Return the lines of the ended stream that have no line end, or that waited."""
@@ -221,6 +254,8 @@ class LineSplitter:
     def _end_line(self, now: float) -> list[bytes]:
         """Move the cursor to the next line; return the lines that are complete."""
         line, overwritten = self._rest, self._overwritten or b"\r" in self._rest.rstrip(b"\r")
+        if overwritten:
+            self._shown = b""
         # Text that is already below the cursor stays until it is overwritten.
         self._rest = self._below.pop(0) + b"\r" if self._below else b""
         self._overwritten = bool(self._rest.strip())
