@@ -138,6 +138,15 @@ def test_a_folder_that_cannot_be_made_is_a_failure_that_is_allowed_as_well(tmp_p
     assert manager.wait().name == "00000001-step-2"
 
 
+@HOW
+def test_a_folder_that_is_a_file_is_an_error_at_the_first_save(tmp_path, how):
+    """`save` returned None, as on a full disk: the training ran on, and its first saves were lost."""
+    (tmp_path / "file").touch()
+    manager = CheckpointManager(tmp_path / "file")
+    with pytest.raises(CheckpointError, match=r"File exists\..* Pass the path of a folder, not of a file\.$"):
+        getattr(manager, how)(1, state_of(1))
+
+
 def test_what_can_never_be_saved_is_raised_at_once(tmp_path):
     manager = CheckpointManager(tmp_path)
     for state in ({"out": tmp_path}, {"call": lambda: None}):

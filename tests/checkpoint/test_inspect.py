@@ -112,12 +112,26 @@ def test_what_is_damaged_is_named_and_the_exit_code_tells(tmp_path, sharded):
 
 
 def test_what_is_no_checkpoint_is_told_in_a_line(tmp_path):
+    """A cut file was "Invalid argument", a text file "KeyError: 101"; of a missing state.pt the folder was named."""
     (tmp_path / "notes.txt").write_text("no checkpoint")
-    for name, message in (("none", "could not be read: No such file"), (".", "there is no checkpoint in"),
-                          ("notes.txt", "cannot be opened")):  # fmt: skip
-        result = run(tmp_path / name)
-        assert result.exit_code == 1
-        assert message in result.stderr
-        assert len(result.stderr.splitlines()) == 1
+    (tmp_path / "empty.pt").touch()
+    torch.save(STATE, tmp_path / "cut.pt")
+    content = (tmp_path / "cut.pt").read_bytes()
+    (tmp_path / "cut.pt").write_bytes(content[: len(content) // 2])
+    path = CheckpointManager(tmp_path / "run").save(1, STATE)
+    (path / "state.pt").unlink()
+    for name, message in (
+        ("none", "none could not be read: No such file"),
+        (".", "there is no checkpoint in"),
+        ("notes.txt", "notes.txt begins with b'no c', not with the b'PK"),
+        ("empty.pt", "empty.pt is empty."),
+        ("cut.pt", f"cut.pt is cut off after {len(content) // 2} bytes"),
+        ("run", f"{path}/state.pt could not be read: No such file"),
+    ):
+        for options in ([], ["--verify"]) if name != "run" else ([],):
+            result = run(tmp_path / name, *options)
+            assert result.exit_code == 1
+            assert message in result.stderr
+            assert len(result.stderr.splitlines()) == 1
         with pytest.raises(CheckpointError):
             inspect(tmp_path / name)

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from tests.comparisons import assert_equal
+from tests.on_ranks import on_ranks
 from tests.training import copy_parameters, copy_state
 from torch import nn
 
@@ -247,6 +248,18 @@ def test_without_failures_allowed_an_error_of_the_background_is_raised_by_the_ne
     assert manager.load().step == 1
     manager.save(3, {"w": torch.zeros(3)})
     assert names(tmp_path) == ["00000001-step-1", "00000002-step-3", "latest"]
+
+
+@on_ranks(2)
+def test_an_optimizer_that_one_rank_alone_passes_is_refused_by_name(rank, tmp_path):
+    """The message reported that the optimizer "updates other parameters on rank 1", which had passed none."""
+    model = nn.Linear(2, 2)
+    parts = {"model": model, "opt": torch.optim.SGD(model.parameters(), 0.1)}
+    if rank:
+        del parts["opt"]
+    with pytest.raises(CheckpointError, match=r"rank 1 has no optimizer 'opt' in its parts, and rank 0 has"):
+        CheckpointManager(tmp_path).save(1, parts)
+    assert names(tmp_path) == []
 
 
 @KINDS

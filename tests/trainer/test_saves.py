@@ -229,3 +229,22 @@ def test_a_bucket_that_is_not_there_is_reported_before_the_first_step(s3, dry_ru
     assert steps == list(range(1, 3 if dry_run else 7))
     words = str(caught.value)
     assert re.search(r"checkpoint='s3://nowhere/runs' can't be written to: .*exist.*\. Create the bucket", words)
+
+
+def test_a_run_continues_with_more_data_after_an_epoch_and_not_inside_one(tmp_path):
+    """Both were refused, and the message advised set_epoch of a sampler that a Trainer's user does not have."""
+
+    def fit(folder, count, **options):
+        trainer = make(checkpoint=tmp_path / folder, **options)
+        trainer.fit(DataLoader(make_data(count), 16))
+        return trainer
+
+    fit("end", 32, max_epochs=1)
+    assert fit("end", 64, max_epochs=2).step == 2 + 4
+    fit("inside", 64, max_epochs=1, max_steps=1)
+    with pytest.raises(CheckpointError) as caught:
+        fit("inside", 32, max_epochs=1)
+    assert (
+        "-step-1: the checkpoint is inside epoch 1 over 64 samples, and loader has 32. Pass the same data to finish "
+        "that epoch, or train in another folder.\n"
+    ) in str(caught.value)

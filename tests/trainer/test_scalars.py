@@ -2,7 +2,7 @@
 
 import pytest
 
-from phalanx.loggers import TensorBoardLogger
+from phalanx.loggers import CSVLogger, TensorBoardLogger
 from phalanx.loggers.guarded import GuardedLoggers
 from phalanx.trainer.scalars import Scalars
 
@@ -28,3 +28,14 @@ def test_who_becomes_rank_0_goes_on_writing_beside_what_is_there(tmp_path):
         reader.Reload()
         events += [(one.step, one.value) for one in reader.Scalars("loss")]
     assert sorted(events) == [(step, float(step)) for step in range(6)]
+
+
+def test_a_step_that_is_repeated_after_a_loss_adds_no_empty_row(tmp_path):
+    """metrics.csv had a row `18,,,,` after a loss in the validation."""
+    scalars = Scalars(GuardedLoggers([CSVLogger(tmp_path)], lambda: True))
+    scalars.begin(None, {})
+    for _ in range(2):
+        scalars.add({"val/loss": 0.5}, 18)
+    scalars.loggers.finalize("success")
+    rows = (tmp_path / "metrics.csv").read_text().splitlines()
+    assert [row for row in rows if row.startswith("18,")] == ["18,0.5"]

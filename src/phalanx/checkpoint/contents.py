@@ -18,6 +18,7 @@ from torch import Tensor
 from phalanx._base.storage import place_of
 from phalanx.checkpoint.checksum import find_damage
 from phalanx.checkpoint.history import History
+from phalanx.checkpoint.load import find_wrong_form
 from phalanx.checkpoint.manifest import find_damaged_file, is_checkpoint, read_manifest
 from phalanx.checkpoint.remote_history import RETRY_S, download
 from phalanx.checkpoint.structure import METADATA, STRUCTURE, decode_structure
@@ -106,25 +107,33 @@ def _inspect_path(path: Path, verify: bool) -> CheckpointContents:
     except CheckpointError as error:
         raise CheckpointError(f"inspect: {error}") from error
     except OSError as error:
-        raise CheckpointError(f"inspect: {path} could not be read: {error.strerror or error}.") from error
+        place = (path.is_dir() and error.filename) or path
+        raise CheckpointError(f"inspect: {place} could not be read: {error.strerror or error}.") from error
     except Exception as error:  # readers of a damaged or foreign file may raise anything
         reason = (str(error).splitlines() or [""])[0]
         raise CheckpointError(f"inspect: {path} cannot be opened: {type(error).__name__}: {reason}.") from error
 
 
 def _of_file(path: Path, verify: bool) -> CheckpointContents:
-    damage = ""
+    items, damage = tuple(_of_state(path)), ""
     if verify:
         with path.open("rb") as file:
             damage = find_damage(file)
     found = (f"{path} is damaged: {damage}",) if damage else ()
-    return CheckpointContents(str(path), "torch.save", path.stat().st_size, items=tuple(_of_state(path)), damage=found)
+    return CheckpointContents(str(path), "torch.save", path.stat().st_size, items=items, damage=found)
 
 
 def _of_state(path: Path) -> Iterator[Item]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns about the contents, which their owner chose
-        state = _load_forms(path)
+        try:
+            state = _load_forms(path)
+        except Exception as error:
+            with path.open("rb") as file:
+                problem = find_wrong_form(path, file)
+            if problem:
+                raise CheckpointError(problem) from error
+            raise
     for name, leaf in Tree.of(state if isinstance(state, dict) else {"": state}).leaves.items():
         if isinstance(leaf, Tensor):
             yield Item(name, _dtype(leaf.dtype), _find_shape(leaf), _count_bytes(leaf))

@@ -8,7 +8,7 @@ import warnings
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import torch
 
@@ -117,15 +117,8 @@ def _read_folder(path: Path, map_location: str | torch.device) -> tuple[dict[str
 def _read_file(path: Path, map_location: str | torch.device, verify: bool) -> dict[str, Any]:
     try:
         with path.open("rb") as file:
-            begins = file.read(len(_ZIP_BEGINS))
-            if begins != _ZIP_BEGINS:
-                raise CheckpointError(_describe_foreign(path, begins))
-            if not zipfile.is_zipfile(file):
-                size = path.stat().st_size
-                raise CheckpointError(
-                    f"load_checkpoint: {path} is cut off after {size} bytes: its table of contents, which comes last, "
-                    "is missing. Copy it again or load an older checkpoint; save_checkpoint leaves no such file."
-                )
+            if problem := find_wrong_form(path, file):
+                raise CheckpointError(f"load_checkpoint: {problem}")
             if verify and (damage := find_damage(file)):
                 raise CheckpointError(
                     f"load_checkpoint: {path} is damaged: {damage}. Bits have changed since it was written, on the "
@@ -185,9 +178,18 @@ def _load_into(path: Path, state: object, notes: OptimizerNotes, into: Mapping[s
             warnings.warn(f"load_checkpoint: {path}: {name!r} {gap}", stacklevel=3)
 
 
-def _describe_foreign(path: Path, begins: bytes) -> str:
-    what = f"begins with {begins!r}, not with the {_ZIP_BEGINS!r} of a checkpoint" if begins else "is empty"
-    return f"load_checkpoint: {path} {what}. Give the path of a file that save_checkpoint wrote."
+def find_wrong_form(path: Path, file: BinaryIO) -> str:
+    """Return why the content of `path` is not a whole file of torch.save, with advice; "" if it is one."""
+    begins = file.read(len(_ZIP_BEGINS))
+    if begins != _ZIP_BEGINS:
+        what = f"begins with {begins!r}, not with the {_ZIP_BEGINS!r} of a checkpoint" if begins else "is empty"
+        return f"{path} {what}. Give the path of a file that save_checkpoint wrote."
+    if not zipfile.is_zipfile(file):
+        return (
+            f"{path} is cut off after {path.stat().st_size} bytes: its table of contents, which comes last, is "
+            "missing. Copy it again or load an older checkpoint; save_checkpoint leaves no such file."
+        )
+    return ""
 
 
 def _explain(path: Path, error: Exception) -> str:

@@ -116,7 +116,8 @@ def _load(
         own = {**state, **{name: fitting for name, (fitting, _) in stages.items()}}
         gaps = _load_parts(own, stateful, report, strict=strict)
     except Exception as error:  # raised by a part on this rank only
-        problem = f"{peers.what} on rank {peers.rank}: {path}: {type(error).__name__}: {error}.\n{HALF_LOADED}"
+        fact = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+        problem = f"{peers.what} on rank {peers.rank}: {path}: {fact.rstrip('.')}.\n{HALF_LOADED}"
         cause = error
     peers.agree(problem, cause)
     for gap in gaps:

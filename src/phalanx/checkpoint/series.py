@@ -38,7 +38,7 @@ from phalanx.checkpoint.write_problems import (
     explain_optimizers_apart,
     explain_unseen,
     explain_unwritten,
-    is_of_the_state,
+    is_lasting,
     may_write,
 )
 from phalanx.errors import CheckpointError
@@ -351,7 +351,7 @@ class CheckpointManager:
     def _explain(self, peers: Peers, step: int, error: Exception) -> CheckpointError:
         """Return the error to raise for an error of the save of `step`, and whether a later save may succeed."""
         text = explain_unwritten(peers, self.folder, step, error, newest=self._newest and self._newest[1])
-        return CheckpointError(text) if is_of_the_state(error) else UnwrittenError(text)
+        return CheckpointError(text) if is_lasting(error) else UnwrittenError(text)
 
     # -- loading -------------------------------------------------------------------------------------------------------
 

@@ -42,9 +42,9 @@ def explain_unseen(peers: Peers, folder: Path) -> str:
     )
 
 
-def is_of_the_state(error: Exception) -> bool:
-    """Return whether the state itself cannot be saved, so that every later save would also fail."""
-    if isinstance(error, (UnreadableError, pickle.PickleError)):
+def is_lasting(error: Exception) -> bool:
+    """Return whether every later save would also fail: the state cannot be saved, or the folder is a file."""
+    if isinstance(error, (UnreadableError, pickle.PickleError, FileExistsError)):
         return True
     return not describe_disk_error(error)[0] and isinstance(error, LASTING)
 
@@ -81,7 +81,12 @@ def explain_optimizers_apart(what: str, optimizers_by_rank: Sequence[Mapping[str
     """
     for rank, theirs in enumerate(optimizers_by_rank):
         for name in optimizers_by_rank[0]:
-            if theirs.get(name) != optimizers_by_rank[0][name]:
+            if name not in theirs:
+                return (
+                    f"{what}: rank {rank} has no optimizer {name!r} in its parts, and rank 0 has. Nothing was written. "
+                    "Pass the same parts on every rank."
+                )
+            if theirs[name] != optimizers_by_rank[0][name]:
                 return (
                     f"{what}: {name!r} updates other parameters on rank {rank} than on rank 0, whose state alone would "
                     "be saved (the stages of a pipeline, say). Nothing was written. Save the model here, and the "
@@ -107,6 +112,7 @@ def _disk_error(error: BaseException | None) -> OSError | None:
 
 _ADVICE = {
     errno.ENOENT: "Create the folder first.",
+    errno.EEXIST: "Pass the path of a folder, not of a file.",
     errno.ENOTDIR: "Save to a path whose folders are folders.",
     errno.EISDIR: "Give the checkpoint a file name.",
     errno.ELOOP: "Fix the symbolic links, or save to another path.",

@@ -20,7 +20,8 @@ class Scalars:
         here = self._latest if step == self._step else {}
         new = {name: value for name, value in values.items() if name not in here}  # a step may be repeated
         self._latest, self._step = {**here, **new}, step
-        self.loggers.log_metrics(new, step)
+        if new:
+            self.loggers.log_metrics(new, step)
 
     def begin(self, again_from: int | None, params: Mapping[str, Any]) -> None:
         """Begin or resume the curves; `params` are the settings, `again_from` the checkpoint's step, 0 without one.

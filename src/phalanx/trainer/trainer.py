@@ -23,6 +23,7 @@ from phalanx.checkpoint import CheckpointManager, RandomState
 from phalanx.checkpoint.best import KeepBest
 from phalanx.checkpoint.folders import make_folders
 from phalanx.checkpoint.peers import Peers
+from phalanx.errors import CheckpointError
 from phalanx.loggers.guarded import GuardedLoggers
 from phalanx.loggers.resolve import resolve
 from phalanx.loggers.tensorboard_logger import TensorBoardLogger
@@ -557,13 +558,26 @@ class TrainingPosition:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        state = self._state
+        """Continue from a position: between two epochs also over data of another length.
+
+        Raises:
+            CheckpointError: the position is inside an epoch over data of another length; nothing has changed.
+        """
+        state, data = self._state, state_dict["data"]
+        here = state.data_position()
+        if data and here and data["length"] != here["length"]:
+            if data["consumed"]:
+                raise CheckpointError(
+                    f"the checkpoint is inside epoch {data['epoch'] + 1} over {data['length']} samples, and loader has "
+                    f"{here['length']}. Pass the same data to finish that epoch, or train in another folder"
+                )
+            data = {**data, "length": here["length"]}
         state.epoch, state.step = state.saved = state_dict["epoch"], state_dict["step"]
         state.batches = state_dict.get("batches", 0)
         state.data_seeds = tuple(state_dict.get("data_seeds", ()))
         state.best = tuple(state_dict.get("best", ()))
         state.metrics = dict(state_dict["metrics"])
-        state.load_data_position(state_dict["data"])
+        state.load_data_position(data)
         self._scalars.load_state_dict(state_dict["scalars"])
 
     def resume_from(self, before: elastic.State) -> None:
