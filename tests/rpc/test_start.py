@@ -1,6 +1,7 @@
 """How workers find each other, and what wrong starts say."""
 
 import os
+import socket
 import threading
 from datetime import timedelta
 from pathlib import Path
@@ -14,7 +15,7 @@ from phalanx import rpc
 from phalanx._base.deadline import Deadline
 from phalanx._comm.symmetric_memory.watch import ProcessId
 from phalanx.errors import ClosedError, DeadlineError
-from phalanx.rpc import workers
+from phalanx.rpc import start, workers
 from phalanx.rpc.worker_info import WorkerAddress
 
 _SCRIPT = """
@@ -117,6 +118,18 @@ def _store(kind, folder):
     if kind == "TCPStore":
         return dist.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
     return dist.HashStore()
+
+
+def test_a_worker_whose_rank_0_never_starts_reports_the_address():
+    """torch's own error came after 300 s, with C++ stacks before it, and named no rank."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        message = (
+            rf"init_rpc on rank 1 of 2: rank 0 did not answer at 127\.0\.0\.1 port {port} within 0\.1 s: the host re"
+        )
+        with pytest.raises(dist.DistNetworkError, match=message):
+            start.open_store(f"tcp://127.0.0.1:{port}", 1, 2, timedelta(seconds=0.1))
 
 
 class _CountedWaits:

@@ -54,7 +54,7 @@ def local_state() -> dict[str, Any]:
     """Return the state of this process."""
     version, numbers, gauss = random.getstate()
     state: dict[str, Any] = {
-        "python": {"version": version, "numbers": torch.tensor(numbers), "gauss": gauss},
+        "python": {"version": version, "numbers": torch.tensor(numbers, device="cpu"), "gauss": gauss},
         "torch": torch.get_rng_state(),
     }
     if numpy := sys.modules.get("numpy"):

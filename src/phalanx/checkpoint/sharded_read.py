@@ -109,7 +109,7 @@ def read_tensors(
         shape, dtype = pieces.form(name)
         chunks = pieces.chunks(name)
         is_piece = name not in shards and len(chunks) == 1 and chunks[0].sizes == shape  # nothing to fill
-        target = shards[name] if name in shards else torch.empty(() if is_piece else shape, dtype=dtype)
+        target = shards[name] if name in shards else torch.empty(() if is_piece else shape, dtype=dtype, device="cpu")
         found[name] = target
         where, local = _place(target)
         for chunk in chunks:
@@ -124,7 +124,7 @@ def read_tensors(
                 reader = readers[turn % len(readers)]
                 if peers.rank == reader:
                     piece, own = own, None
-                piece = torch.empty(chunk.sizes, dtype=dtype) if piece is None else piece
+                piece = torch.empty(chunk.sizes, dtype=dtype, device="cpu") if piece is None else piece
                 peers.broadcast_tensor(piece, src=reader)
                 turn += 1
             if is_piece and piece is not None:

@@ -43,7 +43,7 @@ class SnapshotMemory:
     def allocate(self, nbytes: int) -> Tensor:
         """Return a piece of the memory, as bytes in its own storage."""
         if nbytes == 0:
-            return torch.empty(0, dtype=torch.uint8)
+            return torch.empty(0, dtype=torch.uint8, device="cpu")
         assert self._memory is not None
         piece = torch.frombuffer(memoryview(self._memory)[self._at : self._at + nbytes], dtype=torch.uint8)
         self._at += math.ceil(nbytes / _ALIGN) * _ALIGN
@@ -125,7 +125,7 @@ def _copy(tensor: Tensor, copies: dict[int, torch.UntypedStorage]) -> Tensor:
         return tensor
     if not _is_plain(tensor):
         return tensor.detach().cpu().clone().requires_grad_(tensor.requires_grad)
-    copy = torch.empty(0, dtype=tensor.dtype)
+    copy = torch.empty(0, dtype=tensor.dtype, device="cpu")
     copy.set_(copies[tensor.untyped_storage()._cdata], tensor.storage_offset(), tensor.shape, tensor.stride())
     if tensor.is_conj():
         copy = copy.conj()

@@ -119,7 +119,7 @@ def _describe_changed(path: Path) -> str:
 
 def _broadcast_file(peers: Peers, path: Path, record: FileRecord, file: BinaryIO) -> str | None:
     """Read the file and broadcast it, or receive and write it; return its problem, or None."""
-    chunk = torch.empty(min(_CHUNK_BYTES, max(record.nbytes, 1)), dtype=torch.uint8)
+    chunk = torch.empty(min(_CHUNK_BYTES, max(record.nbytes, 1)), dtype=torch.uint8, device="cpu")
     crc, problem = 0, None
     for at in range(0, record.nbytes, _CHUNK_BYTES):
         piece = chunk[: min(_CHUNK_BYTES, record.nbytes - at)]

@@ -132,6 +132,7 @@ class SparsePending:
                 torch.empty(1, 0, dtype=torch.int64, device=parameter.device),
                 torch.empty(0, *parameter.shape[1:], dtype=parameter.dtype, device=parameter.device),
                 parameter.shape,
+                device=parameter.device,
                 check_invariants=False,
             )
         self._grad = grad.coalesce()
@@ -156,7 +157,8 @@ class SparsePending:
         indices = _gather(self._grad.indices().t(), counts, self._group)
         values = _gather(self._grad.values(), counts, self._group)
         values /= self._group.size()
-        summed = torch.sparse_coo_tensor(indices.t(), values, self._grad.shape, check_invariants=False)
+        shape, device = self._grad.shape, values.device
+        summed = torch.sparse_coo_tensor(indices.t(), values, shape, device=device, check_invariants=False)
         self._bucket.mean = summed.coalesce()
 
 

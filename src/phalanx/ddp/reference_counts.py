@@ -63,6 +63,6 @@ def _count(parameter: Tensor) -> tuple[int, int, int]:
 
 @functools.cache
 def _unshared_count() -> tuple[int, int, int]:
-    sample = torch.zeros(1, requires_grad=True)
-    sample.grad = torch.zeros(1)
+    sample = torch.zeros(1, requires_grad=True, device="cpu")
+    sample.grad = torch.zeros(1, device="cpu")
     return _count(sample)

@@ -72,7 +72,7 @@ class BufferBroadcast:
         self._number = 0
         self._forms: list[_Form] = []
         self._digest = 0
-        self._packed = torch.empty(0, dtype=torch.uint8)
+        self._packed = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._places: list[Tensor] = []  # one view of `_packed` for each tensor
 
     def from_first(self, tensors: Iterable[Tensor], num_rounds: int = 0) -> None:
@@ -142,7 +142,7 @@ def _digest(forms: Sequence[_Form]) -> int:
 def _pack(forms: Sequence[_Form]) -> tuple[Tensor, list[Tensor]]:
     """Return one piece of memory, and in it a tensor of each form, aligned for every dtype."""
     sizes = [-(-shape.numel() * dtype.itemsize // _ALIGN) * _ALIGN for dtype, shape in forms]
-    packed = torch.zeros(sum(sizes), dtype=torch.uint8)
+    packed = torch.zeros(sum(sizes), dtype=torch.uint8, device="cpu")
     return packed, [
         piece[: shape.numel() * dtype.itemsize].view(dtype).view(shape)
         for piece, (dtype, shape) in zip(torch.split(packed, sizes), forms, strict=True)
@@ -159,7 +159,8 @@ def _broadcast(tensors: list[Tensor], group: dist.ProcessGroup, src: int) -> Non
     parts = [_flatten(run).view(torch.uint8) for run in runs]
     if tensors[0].is_cpu:  # on a device, reading the digest would make the host wait
         forms = [(tensor.dtype, tensor.shape) for tensor in tensors]
-        parts.insert(0, torch.tensor([_digest(forms) >> 1, 0]).view(torch.uint8))  # 16 bytes: the rest stays aligned
+        digest = torch.tensor([_digest(forms) >> 1, 0], device="cpu")  # 16 bytes: the rest stays aligned
+        parts.insert(0, digest.view(torch.uint8))
     packed = parts[0] if len(parts) == 1 else torch.cat(parts)
     dist.broadcast(packed, group=group, group_src=src)
     if group.rank() == src:

@@ -185,7 +185,7 @@ class _SeedBatches:
     def __init__(self, seed: int, then: Callable[[int], None] | None) -> None:
         self._seed, self._then = seed, then
         # Workers of `persistent_workers` see its changes, forked or not.
-        self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
+        self._epoch = torch.zeros((), dtype=torch.int64, device="cpu").share_memory_()  # type: ignore[no-untyped-call]
 
     @property
     def epoch(self) -> int:

@@ -101,7 +101,7 @@ class RecordCopies:
         largest = OVERHEAD_BYTES + _HEAD_BYTES + num_blocks * (8 + BLOCK)
         self._messages = ours.transport.open_preceding(largest, list(copies))
         self._mirror = torch.zeros_like(slots[0])  # the backups' copy
-        self._is_mirrored = torch.zeros(num_blocks, dtype=torch.bool).numpy()
+        self._is_mirrored = torch.zeros(num_blocks, dtype=torch.bool, device="cpu").numpy()
         self._spans: list[Span] = []
         self._number = self._announced = self._sent = -1
 

@@ -158,7 +158,7 @@ class RankRecords:
             self._numbers[number % _SLOTS] = number
             _LACK.pack_into(slot.bytes, _LACK_AT, number, needed > room)
         if needed > room:
-            slot, room = _Slot(torch.empty(_BEGIN + needed, dtype=torch.uint8)), needed
+            slot, room = _Slot(torch.empty(_BEGIN + needed, dtype=torch.uint8, device="cpu")), needed
             _SMALL_HEAD.pack_into(slot.bytes, _SMALL_AT, -1, *[0] * 8)
             self._private = {one: memory for one, memory in self._private.items() if one > number - _SLOTS}
             self._private[number] = slot.memory
@@ -234,7 +234,7 @@ class RankRecords:
         self._request_room(1, start + nbytes)
         memory, content, begin = slot.memory, slot.bytes, _BEGIN + self.room[0]
         if start + nbytes > self.room[1]:
-            memory, begin = torch.empty(start + nbytes, dtype=torch.uint8), 0
+            memory, begin = torch.empty(start + nbytes, dtype=torch.uint8, device="cpu"), 0
             content = memoryview(_array(memory))
         content[begin : begin + len(data)] = data
         content[begin + len(data) : begin + len(data) + len(forms)] = forms

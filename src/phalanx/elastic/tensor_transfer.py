@@ -153,7 +153,7 @@ class _Payload:
         large = [t for t in tensors if t.nbytes >= _SMALL and is_dense(t)]
         self._small = [t for t in tensors if t.nbytes and not (t.nbytes >= _SMALL and is_dense(t))]
         starts = [0, *itertools.accumulate(-(-t.nbytes // _ALIGN) * _ALIGN for t in self._small)]
-        packed = torch.empty(starts[-1], dtype=torch.uint8)
+        packed = torch.empty(starts[-1], dtype=torch.uint8, device="cpu")
         self._places = [
             packed[start : start + t.nbytes].view(t.dtype).view(t.shape)
             for start, t in zip(starts, self._small, strict=False)

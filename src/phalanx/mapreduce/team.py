@@ -36,7 +36,7 @@ def _tensor_over(data: bytearray) -> torch.Tensor:
     A tensor's own memory is aligned, for which glibc before 2.38 takes new memory each time: in the end the process
     would hold as much as went through the shuffle.
     """
-    return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ class SharedBlock:
     def _flat(self, number: int) -> Tensor:
         dtype, extent = self.dtypes[number], self.extents[number]
         if extent.numel == 0:
-            return torch.empty(0, dtype=dtype)
+            return torch.empty(0, dtype=dtype, device="cpu")
         return torch.frombuffer(self.memory.numpy(), dtype=dtype, count=extent.numel, offset=self.offsets[number])
 
     def shaped(self, number: int) -> Tensor:

@@ -121,8 +121,8 @@ class HostStaging:
         """Return host memory to copy to: page-locked if needed, in pages of its own."""
         nbytes = count * dtype.itemsize
         if not self.locks or nbytes == 0:
-            return torch.empty(count, dtype=dtype)
-        memory = torch.empty(whole_pages(nbytes) + PAGE, dtype=torch.uint8)
+            return torch.empty(count, dtype=dtype, device="cpu")
+        memory = torch.empty(whole_pages(nbytes) + PAGE, dtype=torch.uint8, device="cpu")
         start = -memory.data_ptr() % PAGE
         host = memory[start : start + nbytes].view(dtype)
         lock(host, [(0, nbytes)])
@@ -248,5 +248,5 @@ _FACTOR = 0x2545F4914F6CDD1D  # it is odd
 @functools.lru_cache(maxsize=32)
 def _factors(device: torch.device) -> Tensor:
     """Return odd numbers in no order, which are the same in every call."""
-    numbers = torch.randint(-(1 << 62), 1 << 62, (_BLOCK,), generator=torch.Generator().manual_seed(1))
+    numbers = torch.randint(-(1 << 62), 1 << 62, (_BLOCK,), generator=torch.Generator().manual_seed(1), device="cpu")
     return (2 * numbers + 1).to(device)

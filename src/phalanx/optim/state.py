@@ -104,7 +104,7 @@ def _merge(number: int, parts: Sequence[Mapping[str, Any]], shape: tuple[int, ..
         if not _is_per_element(value, parts[0]):
             whole[key] = value
             continue
-        assembled = torch.empty_strided(shape, stride, dtype=value.dtype)
+        assembled = torch.empty_strided(shape, stride, dtype=value.dtype, device="cpu")
         flat = assembled.as_strided((numel,), (1,))
         for part in parts:
             flat[part["start"] : part["stop"]] = part["state"][key]

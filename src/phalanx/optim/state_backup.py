@@ -42,7 +42,7 @@ class StateBackup:
         if shares_memory(group):
             self._by_rank = host_memory(nbytes, group)
         else:
-            self._by_rank = {group.rank(): torch.empty(nbytes, dtype=torch.uint8)}
+            self._by_rank = {group.rank(): torch.empty(nbytes, dtype=torch.uint8, device="cpu")}
         self._memory = self._by_rank[group.rank()]
         self._bytes = memoryview(_array(self._memory))
         for slot in range(2):

@@ -490,8 +490,8 @@ def find_wrong_tensors(kind: str, values: Mapping[str, Tensor], known: Mapping[s
 
 def try_optimizer(what: str, make: MakeOptimizer, *, sparse: bool) -> list[str]:
     """Run a trial step, so that an unusable optimizer is reported here and not by a server."""
-    parameter = torch.nn.Parameter(torch.ones(2, 2))
-    grad = torch.ones(2, 2)
+    parameter = torch.nn.Parameter(torch.ones(2, 2, device="cpu"))
+    grad = torch.ones(2, 2, device="cpu")
     parameter.grad = grad.to_sparse(1) if sparse else grad
     try:
         with warnings.catch_warnings():

@@ -27,7 +27,7 @@ class Clip:
     def total(self, dense: Sequence[Tensor], rows: Sequence[Sequence[Tensor]]) -> Tensor:
         """Return the norm of all gradients from the norm of each; a table's norm comes from those of its parts."""
         norms = [*dense, *(self._join(parts) for parts in rows)]
-        return self._join(norms) if norms else torch.tensor(0.0)
+        return self._join(norms) if norms else torch.tensor(0.0, device="cpu")
 
     def _join(self, norms: Sequence[Tensor]) -> Tensor:
         joined: Tensor = torch.linalg.vector_norm(torch.stack(list(norms)), self.norm_type)

@@ -60,7 +60,9 @@ def join_rows(parts: Sequence[Tensor]) -> Tensor:
 
 def _sparse(ids: Tensor, values: Tensor, shape: tuple[int, ...], is_coalesced: bool) -> Tensor:
     """Return a sparse tensor of these entries; `is_coalesced` decides the order of their sum."""
-    return torch.sparse_coo_tensor(ids, values, shape, check_invariants=False, is_coalesced=is_coalesced)
+    return torch.sparse_coo_tensor(
+        ids, values, shape, device=values.device, check_invariants=False, is_coalesced=is_coalesced
+    )
 
 
 def split_state(state: State, place: Mapping[str, int], num_servers: int) -> list[State]:

@@ -71,7 +71,9 @@ class Parameters:
                     f"{(ids.numel(), shape[1])}, got {tuple(grads.shape)}"
                 )
             _check_gradient(key, grads, self.tables[key])
-            grad = torch.sparse_coo_tensor(ids.reshape(1, -1), grads, shape, check_invariants=False).coalesce()
+            grad = torch.sparse_coo_tensor(
+                ids.reshape(1, -1), grads, shape, device=grads.device, check_invariants=False
+            ).coalesce()
             summed[key] = (grad.indices()[0], grad.values())
         return summed
 

@@ -216,7 +216,9 @@ class Shard:
             if rows:
                 ids = torch.cat([one[0] for one in rows])
                 values = torch.cat([one[1] for one in rows])
-                grad = torch.sparse_coo_tensor(ids[None], values, table.shape, check_invariants=False).coalesce()
+                grad = torch.sparse_coo_tensor(
+                    ids[None], values, table.shape, device=values.device, check_invariants=False
+                ).coalesce()
                 table.grad = grad / divisor if divisor > 1 else grad
 
     def norms(self) -> dict[str, Norms]:

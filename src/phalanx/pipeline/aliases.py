@@ -46,7 +46,7 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
         return False
     if one.dtype != other.dtype:
         return True
-    marks = torch.zeros(memory.nbytes() // one.element_size(), dtype=torch.bool)
+    marks = torch.zeros(memory.nbytes() // one.element_size(), dtype=torch.bool, device="cpu")
     marks.as_strided(one.shape, one.stride(), one.storage_offset()).fill_(True)
     return bool(marks.as_strided(other.shape, other.stride(), other.storage_offset()).any())
 

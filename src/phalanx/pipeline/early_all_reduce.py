@@ -56,7 +56,7 @@ class EarlyAllReduce:
         one detect the loss themselves.
         """
         for other in self._others:
-            numbers = torch.empty(count, dtype=torch.float64)
+            numbers = torch.empty(count, dtype=torch.float64, device="cpu")
             try:
                 self._posted.append((self._group.recv([numbers], other, self._tag), numbers))
             except RuntimeError as error:

@@ -99,7 +99,9 @@ class StepOutcome:
         for group, numbers in zip(groups, (2, 1)[-len(groups) :], strict=True):
             if group is not None:
                 with contextlib.suppress(RuntimeError):  # a peer is lost there, too
-                    words = torch.tensor([0.0] * numbers + [_LOST if lost else _INTERRUPTED], dtype=torch.float64)
+                    words = torch.tensor(
+                        [0.0] * numbers + [_LOST if lost else _INTERRUPTED], dtype=torch.float64, device="cpu"
+                    )
                     self._last_works.append((dist.all_reduce(words, group=group, async_op=True), words))
 
     def _leave_early(self, *, lost: bool, peer: int | None) -> None:
@@ -109,7 +111,7 @@ class StepOutcome:
         last = [0.0, 0.0, _LOST if lost else _INTERRUPTED]
         if lost and peer is not None and self._group.rank() == 0:  # the others receive these numbers instead of a sum
             last[:2] = float(peer), _NAMED
-        self._early.leave(torch.tensor(last, dtype=torch.float64), stay_s=0.0 if lost else LEAVING_S)
+        self._early.leave(torch.tensor(last, dtype=torch.float64, device="cpu"), stay_s=0.0 if lost else LEAVING_S)
 
     def abort(self, error: BaseException) -> None:
         """Fail after the agreement, while the others may wait for this rank in either group.
@@ -127,7 +129,7 @@ class StepOutcome:
         self, group: dist.ProcessGroup, numbers: list[float], error: Exception | None
     ) -> tuple[list[float], Exception | None]:
         """Return the sums of `numbers` over the group, and an error on all ranks if any rank has one."""
-        words = torch.tensor([*numbers, float(error is not None)], dtype=torch.float64)
+        words = torch.tensor([*numbers, float(error is not None)], dtype=torch.float64, device="cpu")
         if self._early is not None and group is self._group:
             self._early.add(words)
         else:

@@ -449,7 +449,7 @@ def clip(
     """
     if not max_norm >= 0:
         raise ValueError(f"max_norm must be 0 or more, got {max_norm}")
-    squares = torch.zeros((), dtype=torch.float64)
+    squares = torch.zeros((), dtype=torch.float64, device="cpu")
     for parameter in counted:
         if parameter.grad is not None:
             grad = parameter.grad.detach()

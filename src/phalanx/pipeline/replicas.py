@@ -49,7 +49,7 @@ class Replicas:
         used = [p.grad is not None and p.requires_grad for p in parameters]
         dense = [has and not p.grad.is_sparse for has, p in zip(used, parameters, strict=True)]  # type: ignore[union-attr]
         changed = [not _is_equal(self._equal.get(name), buffer) for name, buffer in buffers]
-        counts = torch.tensor([*used, *dense, *changed], dtype=torch.float32)
+        counts = torch.tensor([*used, *dense, *changed], dtype=torch.float32, device="cpu")
         dist.all_reduce(counts, group=self.group)
         is_used, is_dense, has_changed = torch.split(counts > 0, [len(used), len(dense), len(changed)])
         kinds = list(zip(parameters, is_used.tolist(), is_dense.tolist(), strict=True))
@@ -77,9 +77,10 @@ class Replicas:
         grad = parameter.grad
         if grad is None:  # nothing to contribute, but the others wait for it
             grad = torch.sparse_coo_tensor(
-                torch.empty(1, 0, dtype=torch.int64),
-                torch.empty(0, *parameter.shape[1:], dtype=parameter.dtype),
+                torch.empty(1, 0, dtype=torch.int64, device="cpu"),
+                torch.empty(0, *parameter.shape[1:], dtype=parameter.dtype, device="cpu"),
                 parameter.shape,
+                device="cpu",
                 check_invariants=False,
             )
         total = (grad.detach().cpu().coalesce() / self.group.size()).coalesce()

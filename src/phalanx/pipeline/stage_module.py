@@ -57,7 +57,7 @@ class StageModule(nn.Module):
         self._data_group: dist.ProcessGroup | None = None
         # An optimizer gets this for a stage without parameters, which it would refuse; it does not belong to the
         # module.
-        object.__setattr__(self, "_no_parameter", nn.Parameter(torch.empty(0)))
+        object.__setattr__(self, "_no_parameter", nn.Parameter(torch.empty(0, device="cpu")))
 
     def _set_own(self, own: OwnModules) -> None:
         object.__setattr__(self, "_own", own)  # not a child, whose names would begin with "_own"
@@ -334,7 +334,7 @@ def _fetch(mine: Any, entry: tuple[str, Any, Any, Any], source: int, rank: int, 
     if rank == source:
         flat = flatten(mine, strides)
     else:
-        flat = torch.empty(shape if strides is None else math.prod(shape), dtype=dtype)
+        flat = torch.empty(shape if strides is None else math.prod(shape), dtype=dtype, device="cpu")
     if not rank0_only:
         dist.broadcast(flat, group=group, group_src=source)
     elif rank == source:

@@ -117,12 +117,14 @@ class TiedGradients:
         elif grad is not None:
             parts = [grad]
             header[0] = _DENSE
-        for part in (torch.tensor(header), *parts):
+        for part in (torch.tensor(header, device="cpu"), *parts):
             if part.numel():
                 self._wire.send_tensor(part, rank)
 
     def _receive(self, parameter: nn.Parameter, rank: int) -> Tensor | None:
-        kind, num_dims, num_entries = self._wire.receive_tensor(torch.empty(3, dtype=torch.int64), rank).tolist()
+        kind, num_dims, num_entries = self._wire.receive_tensor(
+            torch.empty(3, dtype=torch.int64, device="cpu"), rank
+        ).tolist()
         if kind == _ABSENT:
             return None
         dtype = parameter.dtype if parameter.grad is None else parameter.grad.dtype
@@ -135,4 +137,6 @@ class TiedGradients:
         for part in (indices, values):
             if part.numel():
                 self._wire.receive_tensor(part, rank)
-        return torch.sparse_coo_tensor(indices, values, parameter.shape, is_coalesced=True, check_invariants=False)
+        return torch.sparse_coo_tensor(
+            indices, values, parameter.shape, device=device, is_coalesced=True, check_invariants=False
+        )

@@ -99,7 +99,7 @@ def share_result(result: Any, group: dist.ProcessGroup, owner: int) -> Any:
             continue
         shape, dtype, strides = form
         room = shape if strides is None else math.prod(shape)
-        flat = flatten(leaves[at], strides) if mine else torch.empty(room, dtype=dtype)
+        flat = flatten(leaves[at], strides) if mine else torch.empty(room, dtype=dtype, device="cpu")
         dist.broadcast(flat, group=group, group_src=owner)
         shared.append(restore(flat, shape, strides))
     return result if mine else tree_unflatten(shared, treespec_loads(text))

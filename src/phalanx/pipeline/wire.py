@@ -125,7 +125,7 @@ def aligned(nbytes: int) -> int:
 
 def tensor_in(frame: Tensor, begin: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Return a tensor over the bytes of `frame` from `begin`. It is not a view: each counts its in-place changes."""
-    flat = torch.empty(0, dtype=dtype)
+    flat = torch.empty(0, dtype=dtype, device="cpu")
     return flat.set_(frame.untyped_storage(), begin // dtype.itemsize, (math.prod(shape),), (1,)).view(shape)
 
 
@@ -292,7 +292,7 @@ class Wire:
             header += [count, place]
         dst, tag = self._rank_of[edge.target], self._tag(edge)
         if inside:
-            frame = torch.empty(length // 8, dtype=torch.int64)
+            frame = torch.empty(length // 8, dtype=torch.int64, device="cpu")
             frame[:WORDS] = _words(header)
             at = HEADER_BYTES
             if form:
@@ -416,7 +416,7 @@ class Wire:
 
     def post(self, edge: Edge) -> None:
         """Post a receive for the next frame on the edge, which its sender sends in any case: values or a notice."""
-        frame = torch.empty(self._frames.length_of(edge) // 8, dtype=torch.int64)
+        frame = torch.empty(self._frames.length_of(edge) // 8, dtype=torch.int64, device="cpu")
         work = self._group.recv([frame], self._rank_of[edge.source], self._tag(edge))
         self._posted[edge].append((work, frame))
 

@@ -19,7 +19,7 @@ from phalanx._base.deadline import Deadline
 from phalanx._base.log import get_logger
 from phalanx._base.torch_names import find
 from phalanx._comm.backend.init_file import check_init_file
-from phalanx._comm.backend.rendezvous import agents_key, launched_rendezvous, own_address
+from phalanx._comm.backend.rendezvous import agents_key, launched_rendezvous, open_at_address, own_address
 from phalanx._comm.backend.torch_integration.futures import collect_calls
 from phalanx._comm.control.key import Key
 from phalanx._comm.control.key_file import find_key
@@ -68,6 +68,7 @@ def init_rpc(
         ValueError, TypeError: the name, rank or options are not valid.
         MismatchError: another worker has the name or rank.
         DeadlineError: some worker did not join within the timeout of a call (at least 300 s).
+        torch.distributed.DistNetworkError: rank 0, which serves the store at that address, did not answer in that time.
     """
     if not isinstance(name, str):
         raise TypeError(f"init_rpc: a worker's name is a str, got {type(name).__name__}")
@@ -331,6 +332,9 @@ def _addresses(init_method: str, rank: int, world_size: int | None, timeout: tim
         check_init_file(init_method, Deadline.after(timeout))
     if world_size is None:
         return iter([(_make_store(SimpleNamespace(init_method=init_method), rank), rank, -1)])
+    url = f"{init_method}{'&' if '?' in init_method else '?'}rank={rank}&world_size={world_size}"
+    if (store := open_at_address(url, timeout, "init_rpc")) is not None:
+        return iter([(store, rank, world_size)])
     addresses: Iterator[Any] = rendezvous(init_method, rank, world_size, timeout=timeout)
     return addresses
 

@@ -72,7 +72,7 @@ def _check_axis(called: str, tensor: Tensor, axis: Any) -> None:
 
 
 def _reduce(group: dist.ProcessGroup | None, tensor: Tensor, mean: bool, axes: tuple[int, ...]) -> Tensor:
-    count = torch.tensor(math.prod(tensor.shape[one] for one in axes))
+    count = torch.tensor(math.prod(tensor.shape[one] for one in axes), device="cpu")
     if mean and not (tensor.is_floating_point() or tensor.is_complex()):
         tensor = tensor.to(torch.get_default_dtype())
     total = tensor.sum(axes) if axes else tensor.clone()

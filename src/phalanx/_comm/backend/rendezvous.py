@@ -19,6 +19,7 @@ import socket
 import stat
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs, urlsplit
@@ -106,13 +107,8 @@ def address_rendezvous(original: Handler, url: str, timeout: timedelta, **kwargs
     different world size too late. Here all ranks continue to the group's bootstrap, which compares their world sizes.
     """
     place = _place(url, timeout)
-    if place.host and place.port and place.rank >= 0 and place.world_size >= 1:
-        is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun serves the store
-        libuv = parse_qs(urlsplit(url).query).get("use_libuv", [os.environ.get("USE_LIBUV", "1")])[0] == "1"
-        store = open_store(place, serve=place.rank == 0 and not is_agents, libuv=libuv)
-        if is_agents:  # the store outlives an attempt; torch's own handler uses the same prefix
-            store = PrefixStore(f"/worker/attempt_{attempt()}", store)
-        yield store, place.rank, place.world_size
+    if _is_complete(place):
+        yield _open_at(place, url), place.rank, place.world_size
         raise RuntimeError(_NOT_AGAIN)
     # torch reports what is wrong with it. No `yield` is inside the `with`: an iterator that was not exhausted is closed
     # at the interpreter's exit, when modules are empty.
@@ -121,6 +117,28 @@ def address_rendezvous(original: Handler, url: str, timeout: timedelta, **kwargs
         address = next(addresses)
     yield address
     yield from addresses
+
+
+def open_at_address(url: str, timeout: timedelta, function: str) -> Any | None:
+    """Return the store at the address of `tcp://`, or of `env://` with an address; None for other URLs.
+
+    Raises:
+        DistNetworkError: as `open_store`; the message names `function`.
+    """
+    place = replace(_place(url, timeout), function=function)
+    return _open_at(place, url) if urlsplit(url).scheme in ("tcp", "env") and _is_complete(place) else None
+
+
+def _is_complete(place: StoreAddress) -> bool:
+    return bool(place.host and place.port) and place.rank >= 0 and place.world_size >= 1
+
+
+def _open_at(place: StoreAddress, url: str) -> Any:
+    is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun serves the store
+    libuv = parse_qs(urlsplit(url).query).get("use_libuv", [os.environ.get("USE_LIBUV", "1")])[0] == "1"
+    store = open_store(place, serve=place.rank == 0 and not is_agents, libuv=libuv)
+    # torchrun's store outlives an attempt; torch's own handler uses the same prefix
+    return PrefixStore(f"/worker/attempt_{attempt()}", store) if is_agents else store
 
 
 def _place(url: str, timeout: timedelta) -> StoreAddress:

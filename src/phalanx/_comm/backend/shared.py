@@ -73,16 +73,16 @@ def shared_empty(
     ours = sharing_group(group)
     if ours is None:
         if owner is not None and rehearses(group):
-            return torch.zeros(shape, dtype=dtype)
+            return torch.zeros(shape, dtype=dtype, device="cpu")
         if owner is not None:
             raise ValueError(
                 f"shared_empty: owner={owner} needs a group of backend 'phalanx' whose ranks are on one host"
             )
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     if owner is not None and not 0 <= owner < group.size():
         raise ValueError(f"shared_empty: owner={owner} is not a rank of the group, which has {group.size()}")
     if count == 0:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     return ours.allocate_symmetric(shape, dtype, calling_site(), owner=owner)
 
 
@@ -110,5 +110,5 @@ def host_memory(nbytes: int, group: dist.ProcessGroup) -> dict[int, Tensor]:
     """
     ours = phalanx_group(group)
     if ours is None or group.size() == 1:
-        return {group.rank(): torch.empty(nbytes, dtype=torch.uint8)}
+        return {group.rank(): torch.empty(nbytes, dtype=torch.uint8, device="cpu")}
     return ours.allocate_on_host(nbytes, calling_site())

@@ -36,11 +36,12 @@ class StoreAddress:
     rank: int
     world_size: int
     timeout: timedelta
+    function: str = "init_process_group"
 
     @property
     def caller(self) -> str:
         """The function and rank that open the store, for messages."""
-        return "init_process_group" + (f" on rank {self.rank} of {self.world_size}" if self.rank >= 0 else "")
+        return self.function + (f" on rank {self.rank} of {self.world_size}" if self.rank >= 0 else "")
 
 
 def open_store(place: StoreAddress, *, serve: bool, libuv: bool = True) -> Any:

@@ -99,7 +99,7 @@ class GlooEngine:
         # Another thread's sockets may be among them: they are only queried.
         self._sockets = {n: inode for n, inode in _open_sockets().items() if before.get(n) != inode}
         self._device.watch(self._sockets)
-        self._nothing = torch.empty(1, dtype=torch.uint8)
+        self._nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
         self._collective: Any = None  # the last one begun
         self.rank = rank
         self.world_size = world_size
@@ -155,7 +155,9 @@ class GlooEngine:
         for offset in range(1, self.world_size):
             with contextlib.suppress(RuntimeError):
                 peer = (self.rank + offset) % self.world_size
-                self._group.recv([torch.empty(1, dtype=torch.uint8)], peer, NOBODYS_TAG).wait(timedelta(milliseconds=1))
+                self._group.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], peer, NOBODYS_TAG).wait(
+                    timedelta(milliseconds=1)
+                )
 
     def free(self) -> None:
         """Free the sockets and threads now, not at garbage collection; this is the last call, after `close`.
@@ -285,7 +287,7 @@ def decompress(data: bytes) -> bytes:
     """Invert `compress`."""
     (num_runs,) = struct.unpack_from("<I", data)
     end = 4 + num_runs * _RUN.size
-    runs = torch.tensor([*_RUN.iter_unpack(data[4:end])], dtype=torch.int64).reshape(-1, 2)
+    runs = torch.tensor([*_RUN.iter_unpack(data[4:end])], dtype=torch.int64, device="cpu").reshape(-1, 2)
     words = torch.repeat_interleave(runs[:, 0], runs[:, 1]).cumsum(0)
     return ctypes.string_at(words.data_ptr(), len(words) * _WORD_BYTES) + data[end:]
 

@@ -84,7 +84,7 @@ class SharedPool:
         """Return a new tensor in the pool, like `torch.empty_strided`; None if there is no room."""
         was_inside = self._enter()
         try:
-            made = torch.empty_strided(shape, stride, dtype=dtype)
+            made = torch.empty_strided(shape, stride, dtype=dtype, device="cpu")
         finally:
             if not was_inside:
                 self.leave()

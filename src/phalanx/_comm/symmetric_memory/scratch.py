@@ -37,7 +37,7 @@ class Scratch:
         elif 0 < nbytes <= self._nbytes - self._end:
             offset, self._end = self._end, self._end + nbytes
         else:
-            return torch.empty(count, dtype=dtype)
+            return torch.empty(count, dtype=dtype, device="cpu")
         buffer = (ctypes.c_char * nbytes).from_address(self._memory.data_ptr() + offset)
         # The block keeps the heap alive, through this bound method, until its tensor dies.
         weakref.finalize(buffer, self._release, nbytes, offset).atexit = False
@@ -52,5 +52,5 @@ def open_scratch(heap_bytes: int, allocate: Callable[[int], Tensor]) -> Scratch:
     try:
         piece = allocate(min(_LARGEST_BYTES, heap_bytes // 4))
     except PhalanxError:  # on all ranks: memory in a file system is reserved, and there is not enough
-        piece = torch.empty(0, dtype=torch.uint8)
+        piece = torch.empty(0, dtype=torch.uint8, device="cpu")
     return Scratch(piece)

@@ -143,7 +143,7 @@ class Transport(Collectives):
         A rank writes its own tensor and reads the others', which exist while it holds its own; data that a rank has
         written outlive it. If ranks do not share memory, each has only its own.
         """
-        return {self.rank: torch.empty(nbytes, dtype=torch.uint8)}
+        return {self.rank: torch.empty(nbytes, dtype=torch.uint8, device="cpu")}
 
     def precede(self, action: Callable[[Deadline], None]) -> None:
         """Call `action` in the next collective, before this rank joins it, if ranks are on several hosts.

@@ -36,7 +36,9 @@ def add_up(transport: Transport, mine: Tensor, ctx: CallContext, *, divisor: flo
     all_indices, all_values = gathered or _exchange(transport, counts, indices, values, ctx)
     if divisor is not None:
         all_values /= divisor
-    return torch.sparse_coo_tensor(all_indices.t(), all_values, mine.shape, check_invariants=False).coalesce()
+    return torch.sparse_coo_tensor(
+        all_indices.t(), all_values, mine.shape, device=mine.device, check_invariants=False
+    ).coalesce()
 
 
 _Entries = tuple[Tensor, Tensor]  # the indices, one entry a row, and the values
@@ -56,14 +58,14 @@ def _exchange_packets(
 
     Waiting for each other costs ranks more than a few unused bytes: one gather replaces three.
     """
-    packet = torch.zeros(transport.eager_bytes, dtype=torch.uint8)
+    packet = torch.zeros(transport.eager_bytes, dtype=torch.uint8, device="cpu")
     head = packet[:_HEAD_BYTES].view(torch.int64)
     head[0], head[1] = len(values), _digest(form)
     parts = _cut(packet, len(values), indices, values)
     if parts is not None:
         for part, own in zip(parts, (indices, values), strict=True):
             part.copy_(own)
-    packets = torch.empty((transport.world_size, transport.eager_bytes), dtype=torch.uint8)
+    packets = torch.empty((transport.world_size, transport.eager_bytes), dtype=torch.uint8, device="cpu")
     transport.all_gather_single(packets, packet, ctx)
     heads = packets.view(torch.int64)
     if (heads[:, 1] != head[1]).any():
@@ -83,7 +85,7 @@ def _digest(form: str) -> int:
 def _mismatch(transport: Transport, form: str, ctx: CallContext) -> MismatchError:
     """Gather the forms of all ranks: each has detected that they differ, and calls this."""
     said = form.encode()[: transport.eager_bytes].ljust(transport.eager_bytes)
-    texts = torch.empty((transport.world_size, transport.eager_bytes), dtype=torch.uint8)
+    texts = torch.empty((transport.world_size, transport.eager_bytes), dtype=torch.uint8, device="cpu")
     transport.all_gather_single(texts, torch.frombuffer(bytearray(said), dtype=torch.uint8), ctx)
     calls = {rank: bytes(text.tolist()).decode(errors="replace").rstrip() for rank, text in enumerate(texts)}
     return MismatchError(

@@ -78,7 +78,7 @@ class SendRpc(torch.autograd.Function):
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
         """Return a stub of the tensor."""
         ctx.set_materialize_grads(False)
-        return torch.empty(0)
+        return torch.empty(0, device="cpu")
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
@@ -116,7 +116,7 @@ class Gate(torch.autograd.Function):
     def forward(ctx: Any, *after: Tensor) -> Tensor:
         """Return one output from those of some SendRpcs and of the next gate."""
         ctx.count = len(after)
-        return torch.empty(0)
+        return torch.empty(0, device="cpu")
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:
@@ -144,7 +144,7 @@ def _current_pass() -> BackwardPass:
 
 
 # An input of every RecvRpc, so that the engine runs it.
-_anchor = torch.zeros((), requires_grad=True)
+_anchor = torch.zeros((), requires_grad=True, device="cpu")
 _anchor_edge = get_gradient_edge(_anchor)
 _LEAF: type = type(_anchor_edge.node)
 _RECV: type = RecvRpc._backward_cls
@@ -392,7 +392,7 @@ def _run(
         with hooks:
             root, edge = hooks.begin(_FIRST)
             inputs.append(edge)
-            found = _run_backward([*outputs, root], [*gradients, torch.empty(0)], retain_graph, inputs)
+            found = _run_backward([*outputs, root], [*gradients, torch.empty(0, device="cpu")], retain_graph, inputs)
     return hooks.rest(leaves, found), found[len(leaves) :]
 
 

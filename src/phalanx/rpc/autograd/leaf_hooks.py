@@ -45,7 +45,7 @@ class Begin(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor) -> Tensor:
-        return torch.empty(0)
+        return torch.empty(0, device="cpu")
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
@@ -127,7 +127,7 @@ class LeafHooks:
 
     def begin(self, first: int) -> tuple[Tensor, GradientEdge]:
         """Return one more root for the run, and its input; `first` is the sequence number that makes it run first."""
-        anchor = torch.zeros((), requires_grad=True)
+        anchor = torch.zeros((), requires_grad=True, device="cpu")
         with torch.enable_grad():
             root: Tensor = Begin.apply(anchor)  # type: ignore[no-untyped-call]
         node: Any = root.grad_fn

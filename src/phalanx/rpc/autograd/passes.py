@@ -218,7 +218,7 @@ class Pass:
         if plan:
             sends = self._find(plan)
             outputs.append(chain_gates(sends))
-            gradients.append(torch.empty(0))
+            gradients.append(torch.empty(0, device="cpu"))
             all_reached += [send.reached for send in sends]
         self._run_engine(outputs, gradients, all_reached, retain_graph)
 
@@ -242,7 +242,7 @@ class Pass:
                 self.context.accumulate(mine)
             else:
                 outputs = sends[0].stubs if len(sends) == 1 else [chain_gates(sends)]
-                gradients = [torch.empty(0)] * len(outputs)
+                gradients = [torch.empty(0, device="cpu")] * len(outputs)
                 self._run_engine(outputs, gradients, [send.reached for send in sends], self._retain_graph)
         except BaseException as error:
             with self._changed:

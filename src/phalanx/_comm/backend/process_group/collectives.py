@@ -419,7 +419,7 @@ def all_to_all_single(
 
         return group.carry_out(run_plain, opts, [output])
     # A contiguous copy, whose rows are pieces of memory.
-    dense = output if output.is_contiguous() else torch.empty(output.shape, dtype=output.dtype)
+    dense = output if output.is_contiguous() else torch.empty(output.shape, dtype=output.dtype, device="cpu")
     inputs = split_rows(tensor, input_split_sizes or [], group.members.size, "all_to_all_single", "the input")
     outputs = split_rows(dense, output_split_sizes or [], group.members.size, "all_to_all_single", "the output")
 

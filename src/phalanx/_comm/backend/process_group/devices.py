@@ -148,9 +148,9 @@ class RoutedProcessGroup(PhalanxProcessGroup):
         device_backend = self._device_backends[device.type]
 
         def compare() -> bool:
-            mine = torch.zeros(_IDENTITY_BYTES, dtype=torch.uint8)
+            mine = torch.zeros(_IDENTITY_BYTES, dtype=torch.uint8, device="cpu")
             identity = device_backend.identify(device).encode()[:_IDENTITY_BYTES]
-            mine[: len(identity)] = torch.tensor(list(identity), dtype=torch.uint8)
+            mine[: len(identity)] = torch.tensor(list(identity), dtype=torch.uint8, device="cpu")
             theirs = torch.empty_like(mine)
             sent = PhalanxProcessGroup.send(self, [mine], peer, _IDENTITY_TAG)
             PhalanxProcessGroup.recv(self, [theirs], peer, _IDENTITY_TAG).wait()
@@ -185,7 +185,7 @@ class RoutedProcessGroup(PhalanxProcessGroup):
         Raises:
             DeadlineError, PeerLostError, MismatchError: not every rank called it.
         """
-        sent = torch.tensor(list(mine[:nbytes].ljust(nbytes, b"\0")), dtype=torch.uint8)
+        sent = torch.tensor(list(mine[:nbytes].ljust(nbytes, b"\0")), dtype=torch.uint8, device="cpu")
         theirs = [torch.empty_like(sent) for _ in range(self.members.size)]
         options = c10d.AllgatherOptions()
         options.asyncOp = False

@@ -178,7 +178,7 @@ class GlooTransport(Transport):
         if most == 0:
             return [mine] * self.world_size
         padded = mine if len(mine) == most else torch.cat([mine, mine.new_zeros(most - len(mine))])
-        whole = torch.empty(self.world_size * most, dtype=torch.uint8)
+        whole = torch.empty(self.world_size * most, dtype=torch.uint8, device="cpu")
         self._session.run("_allgather_base", [whole, padded], deadline)
         return [whole[r * most : r * most + size] for r, size in enumerate(sizes)]
 
@@ -206,7 +206,7 @@ class GlooTransport(Transport):
         with self._session.collective(call, ctx) as deadline:
             self._compare(sent, awaited, deadline)
             whole = torch.cat([bytes_of(dense(alias(t))) for t in inputs])
-            got = torch.empty(sum(awaited), dtype=torch.uint8)
+            got = torch.empty(sum(awaited), dtype=torch.uint8, device="cpu")
             self._exchange(got, whole, awaited, sent, deadline)
             self._hand_out(outputs, torch.split(got, awaited))
 
@@ -230,7 +230,7 @@ class GlooTransport(Transport):
 
     def _compare(self, sent: list[int], awaited: list[int], deadline: Deadline) -> None:
         """Exchange the sizes that all ranks send and expect, so that all find the same mismatches."""
-        mine = bytes_of(torch.tensor([sent, awaited]))
+        mine = bytes_of(torch.tensor([sent, awaited], device="cpu"))
         tables = torch.stack(self._all_gather(mine, [len(mine)] * self.world_size, deadline)).view(torch.int64)
         if calls := compare_splits(tables.view(self.world_size, 2, self.world_size).tolist()):
             raise Disagreement(calls)
@@ -245,7 +245,7 @@ class GlooTransport(Transport):
     def send(self, tensor: Tensor, dst: int, tag: int, ctx: CallContext) -> None:
         self._session.check_tag(tag, self._session.engine.num_tags)
         data = dense(alias(tensor))
-        header = torch.tensor([nbytes(data), dtype_of(data.dtype).code])
+        header = torch.tensor([nbytes(data), dtype_of(data.dtype).code], device="cpu")
         deadline = Deadline.after(ctx.timeout_s)
         with (
             self._session.reporting(FailedOperation(f"send to rank {dst}", self.group, self.rank), deadline, dst),
@@ -258,7 +258,7 @@ class GlooTransport(Transport):
         self._session.check_tag(tag, self._session.engine.num_tags)
         tensor = alias(tensor)
         data = dense(tensor)
-        header = torch.empty(2, dtype=torch.int64)
+        header = torch.empty(2, dtype=torch.int64, device="cpu")
         deadline = Deadline.after(ctx.timeout_s)
         label = f"recv from rank {src}" if src >= 0 else "recv from any rank"
         with self._session.reporting(FailedOperation(label, self.group, self.rank), deadline, src), torch.no_grad():

@@ -33,7 +33,7 @@ class _Envelope:
     """An `_Envelope` is memory for the head of a rank's call, followed by the rank's data."""
 
     def __init__(self) -> None:
-        self.tensor = torch.empty(HEAD_BYTES + SMALL_BYTES, dtype=torch.uint8)
+        self.tensor = torch.empty(HEAD_BYTES + SMALL_BYTES, dtype=torch.uint8, device="cpu")
         self.address = self.tensor.data_ptr()
         self.payload = self.address + HEAD_BYTES
         self._head = memoryview((ctypes.c_char * HEAD_BYTES).from_address(self.address)).cast("B")

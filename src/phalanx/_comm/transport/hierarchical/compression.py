@@ -100,7 +100,7 @@ class Compression:
 
     def staging(self, view: Tensor) -> Tensor:
         """Return the memory in which to receive data for `view`."""
-        return torch.empty(view.numel(), dtype=self._dtype)
+        return torch.empty(view.numel(), dtype=self._dtype, device="cpu")
 
 
 class Widening:

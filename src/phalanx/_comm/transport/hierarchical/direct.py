@@ -85,8 +85,8 @@ class DirectCollectives:
         # Whether there are splits may differ from rank to rank, as on one host; only the sizes are compared.
         call = describe_call("all_to_all", src[0], self._session.place(ctx), count=-1)
         sent, awaited = [nbytes(t) for t in src], [nbytes(t) for t in dst]
-        table = torch.tensor([sent, awaited])
-        tables = torch.empty((self._world_size, *table.shape), dtype=table.dtype)
+        table = torch.tensor([sent, awaited], device="cpu")
+        tables = torch.empty((self._world_size, *table.shape), dtype=table.dtype, device="cpu")
         with self._session.running(call, ctx) as deadline:
             flat, sizes = tables.view(-1).view(torch.uint8), (nbytes(table),) * self._world_size
             if self._small.fits(len(flat)):

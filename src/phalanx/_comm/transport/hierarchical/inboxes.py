@@ -45,7 +45,7 @@ class MessageBuffer:
 
     def __init__(self, nbytes: int) -> None:
         nbytes += _MARK.size
-        self.tensor = torch.empty(nbytes, dtype=torch.uint8)
+        self.tensor = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         self.address = self.tensor.data_ptr()
         self.bytes = memoryview((ctypes.c_char * nbytes).from_address(self.address)).cast("B")
         self.first_word = ctypes.c_uint32.from_address(self.address)

@@ -33,7 +33,7 @@ class HierarchicalMessages:
         """Send `tensor`, and return when its memory may be reused. This waits for the receive."""
         self._check_open(f"send to rank {dst}", tag, ctx)
         data = dense(alias(tensor))
-        header = torch.tensor([nbytes(data), dtype_of(data.dtype).code])
+        header = torch.tensor([nbytes(data), dtype_of(data.dtype).code], device="cpu")
         deadline = Deadline.after(ctx.timeout_s)
         here = self._operation(f"send to rank {dst}", ctx)
         with (
@@ -51,7 +51,7 @@ class HierarchicalMessages:
         """Receive into `tensor` the next message from `src` (if below zero, any rank) with `tag`; return its sender."""
         self._check_open(f"recv from rank {src}" if src >= 0 else "recv from any rank", tag, ctx)
         data = dense(alias(tensor))
-        header = torch.empty(2, dtype=torch.int64)
+        header = torch.empty(2, dtype=torch.int64, device="cpu")
         deadline = Deadline.after(ctx.timeout_s)
         here = self._operation(f"recv from rank {src}" if src >= 0 else "recv from any rank", ctx)
         recorded = self._session.recorded(describe_call("recv", data, self._session.place(ctx)), ctx, src)

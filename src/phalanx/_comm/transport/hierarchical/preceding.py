@@ -114,7 +114,7 @@ class _Box:
     """A `_Box` is memory for one message."""
 
     def __init__(self, nbytes: int) -> None:
-        self.memory = torch.empty(_PREFIX_BYTES + nbytes, dtype=torch.uint8)
+        self.memory = torch.empty(_PREFIX_BYTES + nbytes, dtype=torch.uint8, device="cpu")
         self.payload = self.memory[_PREFIX_BYTES:]
         self.length = ctypes.c_uint64.from_address(self.memory.data_ptr())
         self.pending: InTransit | None = None

@@ -204,7 +204,7 @@ class Rail:
             send=send,
             recv=recv,
             combine=combine,
-            scratch=lambda n: torch.empty(n, dtype=buffer.dtype),
+            scratch=lambda n: torch.empty(n, dtype=buffer.dtype, device="cpu"),
             bounds=bounds,
         )
         next(steps)

@@ -31,7 +31,7 @@ from phalanx._comm.transport.hierarchical.rails import PendingSend, RailMessage,
 from phalanx._comm.transport.numerics import HALF, divide, sum_of, sum_type
 from phalanx._comm.transport.tensors import dense, is_plain, scaled, write_back
 
-_EMPTY = torch.empty(0, dtype=torch.uint8)
+_EMPTY = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 class SegmentedCollectives:
@@ -53,7 +53,7 @@ class SegmentedCollectives:
             self._agreement.send_heads()
             source = sum_type(dense(scaled(tensor, factor))).view(-1)
             in_place = wanted and is_plain(tensor)
-            result = tensor.view(-1) if in_place else torch.empty(source.shape, dtype=tensor.dtype)
+            result = tensor.view(-1) if in_place else torch.empty(source.shape, dtype=tensor.dtype, device="cpu")
             self._reduce_in_segments(
                 source,
                 result,
@@ -74,7 +74,7 @@ class SegmentedCollectives:
             self._agreement.agree(ctx, deadline)
             sources = [sum_type(dense(scaled(t, factor))).view(-1) for t in inputs]
             in_place = is_plain(output) and output.dtype not in HALF
-            result = output.view(-1) if in_place else torch.empty(output.numel(), dtype=sources[0].dtype)
+            result = output.view(-1) if in_place else torch.empty(output.numel(), dtype=sources[0].dtype, device="cpu")
             self._reduce_scatter_in_segments(result, sources, redop, ctx, deadline)
             if not in_place:
                 write_back(output, result.view(output.shape))
@@ -90,7 +90,7 @@ class SegmentedCollectives:
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor, call: CollectiveCall, ctx: CallContext) -> None:
         with self._session.running(call, ctx) as deadline:
             self._agreement.agree(ctx, deadline)
-            into = [t if is_plain(t) else torch.empty(t.shape, dtype=t.dtype) for t in outputs]
+            into = [t if is_plain(t) else torch.empty(t.shape, dtype=t.dtype, device="cpu") for t in outputs]
             flat = [t.view(-1).view(torch.uint8) for t in into]
             self.all_gather_bytes(dense(tensor).view(-1).view(torch.uint8), flat, ctx, deadline)
             for output, got in zip(outputs, into, strict=True):
@@ -133,7 +133,9 @@ class SegmentedCollectives:
             if in_place:
                 mine = source[ends[number] : ends[number + 1]]
             else:
-                mine = torch.empty(bounds[layout.local_rank + 1] - bounds[layout.local_rank], dtype=source.dtype)
+                mine = torch.empty(
+                    bounds[layout.local_rank + 1] - bounds[layout.local_rank], dtype=source.dtype, device="cpu"
+                )
             return self._play(schedule, mine, number, deadline, redop=sum_of(redop), key=key + number)
 
         def start(number: int, mine: Tensor) -> None:
@@ -367,7 +369,7 @@ class SegmentedCollectives:
         def open_(number: int) -> tuple[Tensor, Iterator[None]]:
             receives = []
             for h in self._other_hosts:
-                arrived[number, h] = torch.empty(size(rank, number), dtype=output.dtype)
+                arrived[number, h] = torch.empty(size(rank, number), dtype=output.dtype, device="cpu")
                 receives.append((hosts[h][i % layout.num_rails], arrived[number, h]))
             return _EMPTY, self._cross_sums(receives, lambda: outgoing(number), number, deadline)
 
@@ -381,7 +383,7 @@ class SegmentedCollectives:
                     of_round = ranks[first : first + width]
                     pieces = [inputs[r][cuts[r][number] : cuts[r][number + 1]] for r in of_round]
                     if i < len(of_round):
-                        into = torch.empty(size(of_round[i], number), dtype=output.dtype)
+                        into = torch.empty(size(of_round[i], number), dtype=output.dtype, device="cpu")
                         partial[number, of_round[i]] = into
                     else:
                         into = output[:0]

@@ -68,7 +68,7 @@ class SmallCollectives:
                 source = source.float()
             at, count, size = source.data_ptr(), source.numel(), nbytes(source)
             in_place = wanted and is_plain(tensor)
-            result = tensor if in_place else torch.empty(tensor.shape, dtype=tensor.dtype)
+            result = tensor if in_place else torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
             parts = self._agreement.gather_to_leader(ctx, deadline, (at, size), size)
             leaders = self._session.leaders
             if leaders is not None:
@@ -126,7 +126,7 @@ class SmallCollectives:
         with self._session.running(call, ctx) as deadline:
             mine = dense(tensor)
             is_one = len(outputs) == 1 and is_plain(outputs[0])
-            whole = outputs[0] if is_one else torch.empty(ends[-1], dtype=torch.uint8)
+            whole = outputs[0] if is_one else torch.empty(ends[-1], dtype=torch.uint8, device="cpu")
             self.gather_bytes((mine.data_ptr(), nbytes(mine)), whole, sizes, ctx, deadline)
             if not is_one:
                 for r, output in enumerate(outputs):
@@ -193,7 +193,7 @@ class SmallCollectives:
 
 def _typed(data: Tensor, like: Tensor) -> Tensor:
     if not data.numel():
-        return torch.empty(like.shape, dtype=like.dtype)
+        return torch.empty(like.shape, dtype=like.dtype, device="cpu")
     if data.storage_offset() % like.element_size():
         data = data.clone()
     return data.view(like.dtype).view(like.shape)

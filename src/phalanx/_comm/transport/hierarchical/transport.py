@@ -240,7 +240,7 @@ class HierarchicalTransport(Transport):
         if self._small.fits(sum(sizes)):
             self._small.all_gather([output], tensor, call, sizes, ctx)
             return
-        whole = output if is_plain(output) else torch.empty(output.shape, dtype=output.dtype)
+        whole = output if is_plain(output) else torch.empty(output.shape, dtype=output.dtype, device="cpu")
         parts = list(torch.split(whole.view(-1), tensor.numel()))
         self.session.interruptible(call, ctx, partial(self._segmented.all_gather, parts, tensor, call, ctx))
         if whole is not output:

@@ -59,7 +59,7 @@ class StagedCall:
             host = tensor.detach().cpu()
         elif any(n > 1 and s == 0 for n, s in zip(tensor.shape, tensor.stride(), strict=True)) and written:
             # The caller's check refuses it, in words that name its strides.
-            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
         else:
             host = self._memory.empty(tensor.shape, tensor.dtype)
             if read and tensor.numel():
