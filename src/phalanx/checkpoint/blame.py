@@ -34,7 +34,7 @@ def describe_unsafe_value(state: object) -> tuple[str, str]:
     return "", ""
 
 
-def is_plain(value: object) -> bool:
+def is_plain(value: Any) -> bool:
     """Return whether torch.load can open `value`, except perhaps a tensor of a class of its own.
 
     Cost: a type check for each value in lists and dicts; an attempt to save each value of another class.
@@ -42,9 +42,9 @@ def is_plain(value: object) -> bool:
     if isinstance(value, torch.Tensor) or type(value) in _PLAIN:
         return True
     if type(value) in (dict, OrderedDict):
-        return all(is_plain(key) and is_plain(item) for key, item in value.items())  # type: ignore[attr-defined]
+        return all(is_plain(key) and is_plain(item) for key, item in value.items())
     if type(value) in (list, tuple):
-        return all(map(is_plain, value))  # type: ignore[call-overload]
+        return all(map(is_plain, value))
     return _is_readable(value)
 
 
