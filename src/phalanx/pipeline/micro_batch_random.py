@@ -24,7 +24,7 @@ class MicroBatchRandom:
 
     def draw_seed(self) -> int:
         """Draw a seed from the program's own generator, which advances by one number, as without a cut."""
-        return int(torch.randint(2**62, (), device="cpu").item())
+        return int(torch.randint(2**62, ()).item())
 
     def seed(self, seed: int) -> None:
         torch.default_generator.manual_seed(seed)
