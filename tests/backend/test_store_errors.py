@@ -3,6 +3,7 @@
 import socket
 import threading
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -12,7 +13,8 @@ from phalanx._comm.backend import tcp_store
 from phalanx._comm.backend.rendezvous import _place
 from phalanx._comm.backend.tcp_store import StoreAddress, explain, open_store, probe
 from phalanx.errors import DeadlineError
-from phalanx.testing import RankFailed, run_ranks
+from phalanx.testing import RankFailed, run_ranks, why_no_hosts
+from phalanx.testing.namespaces import enter_own_network
 
 TEN_S = timedelta(seconds=10)
 
@@ -214,3 +216,13 @@ def _serve(server, answer):
         client.close()
     for client in kept:
         client.close()
+
+
+@pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts())
+def test_a_port_that_is_connected_to_itself_is_one_where_nobody_listens():
+    def fn(rank, world_size):
+        enter_own_network()
+        Path("/proc/sys/net/ipv4/ip_local_port_range").write_text("29600 29600")
+        return probe("127.0.0.1", 29600)
+
+    assert run_ranks(fn, 1, init=False) == ["the host refuses connections to that port: no process listens there"]

@@ -163,6 +163,7 @@ def _contest(place: StoreAddress, libuv: bool) -> str:
 # The errors have torch's classes, and quote its text after the explanation.
 
 _PROBE_S = 2.0
+_REFUSED = "the host refuses connections to that port: no process listens there"
 
 
 @contextlib.contextmanager
@@ -182,10 +183,12 @@ def explained(address: StoreAddress) -> Iterator[None]:
 def probe(host: str, port: int) -> str:
     """Try one plain connection to that address; return why it failed, or ""."""
     try:
-        with socket.create_connection((host, port), timeout=_PROBE_S):
-            return ""
+        with socket.create_connection((host, port), timeout=_PROBE_S) as connection:
+            if connection.getsockname() != connection.getpeername():
+                return ""
+            return _REFUSED  # an ephemeral port of this host, where nobody listens, was connected to itself
     except ConnectionRefusedError:
-        return "the host refuses connections to that port: no process listens there"
+        return _REFUSED
     except socket.gaierror as error:
         return f"the name does not resolve on this host ({error.strerror})"
     except TimeoutError:
