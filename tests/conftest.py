@@ -139,6 +139,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     # One intra-op thread: no pool starts in the middle of a test, and what is forked from here starts clean.
     if torch := sys.modules.get("torch"):
         torch.set_num_threads(1)
+        # Autograd decides at its first pass whether it needs threads. After torch.compile's imports a build for GPUs
+        # starts some, also without a GPU, and no rank that is forked from here could run a backward.
+        torch.ones(1, requires_grad=True).sum().backward()
 
 
 @pytest.fixture(autouse=True)
