@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from tests.elastic.jobs import Job, Strike
 from tests.elastic.small_agent import SmallAgent
+from tests.logs import logged
 from torch.distributed.device_mesh import init_device_mesh
 
 import phalanx
@@ -136,22 +137,24 @@ def train_in_pairs(job: Job) -> float:
         return float(state.grad)
 
 
-def agree_before(job: Job) -> list[str]:
-    """Return the errors of collectives that the script calls before `elastic.run`."""
-    calls: list[Any] = [
-        lambda: dist.all_reduce(torch.ones(1)),
-        lambda: dist.broadcast_object_list(["run-1" if dist.get_rank() == 0 else None]),
-        lambda: dist.all_gather_object([None] * dist.get_world_size(), dist.get_rank()),
-        dist.barrier,
-    ]
-    messages = []
-    with phalanx.init(timeout=60.0):
-        for call in calls:
-            try:
-                call()
-            except phalanx.PhalanxError as error:
-                messages.append(str(error))
-        state = elastic.State(model=phalanx.DistributedDataParallel(torch.nn.Linear(1, 1)))
+def agree_before(job: Job) -> tuple[list[str], list[str], float]:
+    """Return the warnings and errors of collectives that the script calls before `elastic.run`, and the model's sum."""
+    errors = []
+    with phalanx.init(timeout=60.0), logged() as warnings:
+        rank = dist.get_rank()
+        model = torch.nn.Linear(1, 1)
+        for _ in range(2):
+            for parameter in model.parameters():
+                dist.broadcast(parameter.data, 0)
+        dist.all_reduce(torch.ones(1))
+        dist.all_gather_object([None] * dist.get_world_size(), rank)
+        dist.broadcast(torch.ones(1), 1)  # this rank's own in the replacement
+        dist.barrier()
+        try:
+            dist.broadcast_object_list(["run-1" if rank == 0 else None])
+        except phalanx.PhalanxError as error:
+            errors.append(str(error))
+        state = elastic.State(model=phalanx.DistributedDataParallel(model))
 
         @elastic.run(state)
         def train(state: Any) -> None:
@@ -161,15 +164,21 @@ def agree_before(job: Job) -> list[str]:
                 state.commit()
 
         train(state)
-    return messages
+        return (
+            [line for line in warnings if "meets the others" in line],
+            errors,
+            sum(p.sum().item() for p in model.parameters()),
+        )
 
 
-def test_a_replacement_refuses_the_scripts_collectives_before_run_but_not_a_constructors(tmp_path: Path) -> None:
+def test_a_replacement_is_warned_of_what_the_script_exchanges_before_run(tmp_path: Path) -> None:
     """Its `all_reduce` returned another mean than the others had, and `broadcast_object_list` memory's old content."""
     ended = SmallAgent(agree_before, 2, Job(str(tmp_path), (Strike(1, "batch", 2),)), folder=tmp_path).run()
-    survivor, replacement = ended.results
-    assert survivor == []
-    assert [message.partition(" at ")[0] for message in replacement] == ["all_reduce", "broadcast", "all_gather"]
-    for message in replacement:
-        assert "test_script_groups.py:" in message
-        assert "keep the result in State" in message
+    (no_warnings, no_errors, weights), (warnings, errors, weights_there) = ended.results
+    assert (no_warnings, no_errors) == ([], [])
+    assert weights == weights_there
+    assert [warning.partition(" at ")[0] for warning in warnings] == ["broadcast", "all_reduce", "all_gather_object"]
+    assert all("test_script_groups.py:" in text for text in (*warnings, *errors))
+    [error] = errors
+    assert error.startswith("broadcast_object_list at ")
+    assert "keep the result in State" in error

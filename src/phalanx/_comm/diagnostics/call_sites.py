@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 from types import FrameType
+from typing import NamedTuple
 
 import torch
 
@@ -32,19 +33,32 @@ def _is_library(filename: str) -> bool:
 
 
 _COMM = os.path.join(_OURS, "_comm") + os.sep
-_C10D = tuple(os.path.join(_TORCH, "distributed", name) for name in ("distributed_c10d.py", "c10d_logger.py"))
+_C10D, _C10D_LOGGER = (os.path.join(_TORCH, "distributed", name) for name in ("distributed_c10d.py", "c10d_logger.py"))
 
 
-def direct_call_site() -> tuple[str, int] | None:
-    """Return (file, line) of the script's own call of an operation; None if a library's code calls it.
+class ScriptCall(NamedTuple):
+    """A `ScriptCall` is a call of `function`, a function of torch.distributed, in the script itself."""
+
+    function: str
+    file: str
+    line: int
+
+
+def find_script_call() -> ScriptCall | None:
+    """Return the script's own call of the current operation; None if a library's code calls it.
 
     The constructor of a wrapper is such code, and so is every installed package.
     """
     frame: FrameType | None = sys._getframe(1)
+    function = ""
     while frame is not None:
         name = frame.f_code.co_filename
-        if not name.startswith((_COMM, *_C10D)) and os.path.basename(name) not in _FORWARDING:
-            return None if name.startswith(_PACKAGES) or _is_library(name) else (name, frame.f_lineno)
+        if name == _C10D:
+            function = frame.f_code.co_name
+        elif name != _C10D_LOGGER and not name.startswith(_COMM) and os.path.basename(name) not in _FORWARDING:
+            return (
+                None if name.startswith(_PACKAGES) or _is_library(name) else ScriptCall(function, name, frame.f_lineno)
+            )
         frame = frame.f_back
     return None
 

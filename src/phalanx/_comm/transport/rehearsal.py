@@ -1,8 +1,8 @@
 """A replacement rank builds its model in a rehearsal, a group without other ranks, before it joins the training ranks.
 
 Its constructors (of DistributedDataParallel, of optimizers) call collectives that the others called long ago. Here each
-collective returns at once, with the result that it would have if every rank passed this rank's data. The script's own
-collectives are refused: that result would be wrong, and the script would use it.
+collective returns at once, with the result that it would have if every rank passed this rank's data. The state of the
+training replaces the constructors' results; of collectives that the script itself calls, this is unknown: it is warned.
 """
 
 from __future__ import annotations
@@ -15,9 +15,12 @@ import torch
 from torch import Tensor
 
 from phalanx._base.core_numbers import BXOR, PRODUCT, SUM
-from phalanx._comm.diagnostics.call_sites import direct_call_site, short
+from phalanx._base.log import get_logger, warn_once
+from phalanx._comm.diagnostics.call_sites import find_script_call, short
 from phalanx._comm.transport.base import CallContext, Transport
 from phalanx.errors import PhalanxError
+
+_logger = get_logger(__name__)
 
 
 class RehearsalTransport(Transport):
@@ -57,25 +60,32 @@ class RehearsalTransport(Transport):
     def barrier(self, ctx: CallContext) -> None:
         """Return at once."""
 
-    def _refuse_scripts(self, name: str) -> None:
-        """Refuse an operation whose result would depend on the other ranks, if the script itself called it.
+    def _check_script(self, source: int = -1) -> None:
+        """Warn once of an operation of the script itself, unless its result is the data of `source`, this rank.
 
         Raises:
-            PhalanxError: the script called it.
+            PhalanxError: it receives objects, of which this rank does not even know the sizes.
         """
-        place = direct_call_site()
-        if place is not None:
+        call = None if source == self.rank else find_script_call()
+        if call is None:
+            return
+        place = f"{call.function} at {short(call.file)}:{call.line} in group {self.group!r} on rank {self.rank}"
+        text = f"{place}: this process replaces a rank that was lost, and meets the others in `phalanx.elastic.run`"
+        if call.function.endswith("object_list"):
             raise PhalanxError(
-                f"{name} at {short(place[0])}:{place[1]} in group {self.group!r} on rank {self.rank}: this process "
-                "replaces a rank that was lost, and meets the others in `phalanx.elastic.run`. They called this before "
-                "it, so here the result would be wrong.\nCall it inside the function that `run` decorates, once, and "
+                f"{text}; before it no other rank sends.\nCall it inside the function that `run` decorates, once, and "
                 "keep the result in State."
             )
+        warn_once(
+            _logger,
+            f"{text}. Until then it uses its own data for theirs. Unless State has the result, which then comes from a "
+            "survivor, call it inside the function that `run` decorates.",
+        )
 
     def all_reduce(self, tensor: Tensor, redop: int, ctx: CallContext, *, root: int = -1, factor: Any = None) -> None:
         """Reduce `tensor` with itself, as often as there are ranks."""
-        self._refuse_scripts("reduce" if root >= 0 else "all_reduce")
         if root in (-1, self.rank):
+            self._check_script()
             tensor.detach().copy_(self._reduced(tensor.detach(), redop, factor))
 
     def _reduced(self, tensor: Tensor, redop: int, factor: Any) -> Tensor:
@@ -90,23 +100,24 @@ class RehearsalTransport(Transport):
 
     def broadcast(self, tensor: Tensor, root: int, ctx: CallContext) -> None:
         """Do nothing: every rank has it already."""
-        self._refuse_scripts("broadcast")
+        self._check_script(root)
 
     def gather(self, outputs: Sequence[Tensor], tensor: Tensor, ctx: CallContext, *, root: int = -1) -> None:
         """Write `tensor` to each of `outputs` that has its shape."""
-        self._refuse_scripts("gather" if root >= 0 else "all_gather")
+        if outputs:
+            self._check_script()
         for output in outputs:
             if output.shape == tensor.shape:
                 output.detach().copy_(tensor.detach())
 
     def all_gather_single(self, output: Tensor, tensor: Tensor, ctx: CallContext) -> None:
         """Write `tensor` to `output`, as often as there are ranks."""
-        self._refuse_scripts("all_gather")
+        self._check_script()
         output.detach().copy_(torch.cat([tensor.detach().reshape(-1)] * self.world_size).view(output.shape))
 
     def scatter(self, output: Tensor, inputs: Sequence[Tensor], root: int, ctx: CallContext) -> None:
         """Write this rank's input to `output`, if this rank has inputs."""
-        self._refuse_scripts("scatter")
+        self._check_script(root)
         if inputs:
             output.detach().copy_(inputs[self.rank].detach())
 
@@ -114,14 +125,14 @@ class RehearsalTransport(Transport):
         self, output: Tensor, inputs: Sequence[Tensor], redop: int, ctx: CallContext, *, factor: Any = None
     ) -> None:
         """Reduce this rank's part with itself, as often as there are ranks."""
-        self._refuse_scripts("reduce_scatter")
+        self._check_script()
         output.detach().copy_(self._reduced(inputs[self.rank].detach(), redop, factor))
 
     def reduce_scatter_single(
         self, output: Tensor, tensor: Tensor, redop: int, ctx: CallContext, *, factor: Any = None
     ) -> None:
         """Reduce this rank's part with itself, as often as there are ranks."""
-        self._refuse_scripts("reduce_scatter")
+        self._check_script()
         part = tensor.detach().reshape(self.world_size, -1)[self.rank].view(output.shape)
         output.detach().copy_(self._reduced(part, redop, factor))
 
@@ -129,14 +140,14 @@ class RehearsalTransport(Transport):
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], ctx: CallContext, *, splits: bool
     ) -> None:
         """Write this rank's part to each output, as if from every rank, where the sizes fit."""
-        self._refuse_scripts("all_to_all")
+        self._check_script()
         for output in outputs:
             if output.shape == inputs[self.rank].shape:
                 output.detach().copy_(inputs[self.rank].detach())
 
     def all_to_all_single(self, output: Tensor, tensor: Tensor, ctx: CallContext) -> None:
         """Write this rank's part to each part of `output`, as if from every rank."""
-        self._refuse_scripts("all_to_all")
+        self._check_script()
         part = tensor.detach().reshape(self.world_size, -1)[self.rank]
         output.detach().copy_(torch.cat([part] * self.world_size).view(output.shape))
 
