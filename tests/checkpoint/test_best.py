@@ -5,6 +5,7 @@ import random
 
 import pytest
 from click.testing import CliRunner
+from tests.logs import logged
 from tests.on_ranks import on_ranks
 
 from phalanx.checkpoint import CheckpointManager, inspect
@@ -63,7 +64,7 @@ def test_all_ranks_load_the_best_that_is_whole(rank, tmp_path):
 def test_that_there_is_no_best_is_said(tmp_path):
     manager = CheckpointManager(tmp_path, keep_best=("accuracy", "max", 2))
     assert (manager.best(), manager.load(best=True)) == (None, None)
-    manager.save(3, {"a": 1})
+    manager.save(3, {"a": 1}, metrics={"loss": 1.0})
     with pytest.raises(CheckpointError, match=r"was saved with the metric 'accuracy'; there are those of steps 3\."):
         manager.load(best=True)
     with pytest.raises(
@@ -72,16 +73,16 @@ def test_that_there_is_no_best_is_said(tmp_path):
         CheckpointManager(tmp_path).load(best=True)
 
 
-def test_metrics_without_that_of_keep_best_are_refused_before_anything_is_written(tmp_path):
+def test_metrics_without_that_of_keep_best_are_a_warning_once(tmp_path):
     """They were saved without a word: no checkpoint was the best, and the best ones were removed as outdated."""
-    manager = CheckpointManager(tmp_path / "run", keep_best=("accuracy", "max", 2))
-    for save in (manager.save, manager.async_save):
-        with pytest.raises(
-            ValueError, match=r"^CheckpointManager: keep_best wants the metric 'accuracy'; metrics has 'acc', 'loss'$"
-        ):
-            save(1, {"a": 1}, metrics={"acc": 0.5, "loss": 1.0})
-    assert not (tmp_path / "run").exists()
-    assert manager.save(1, {"a": 1}, metrics={"accuracy": math.nan}) == manager.latest()
+    manager = CheckpointManager(tmp_path, keep_best=("accuracy", "max", 2))
+    with logged() as lines:
+        manager.save(1, {"a": 1}, metrics={"accuracy": math.nan})
+        assert lines == []
+        for step in (2, 3):
+            manager.save(step, {"a": 1}, metrics={"acc": 0.5, "f1": 1.0})
+    [line] = lines
+    assert "metrics has 'acc', 'f1', but not 'accuracy', the metric of keep_best" in line
     assert manager.best() is None
 
 

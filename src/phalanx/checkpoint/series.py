@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx._base.log import get_logger
+from phalanx._base.log import get_logger, warn_once
 from phalanx._base.storage import place_of
 from phalanx.checkpoint.background import Saving, wait_together
 from phalanx.checkpoint.best import Best, KeepBest
@@ -151,10 +151,9 @@ class CheckpointManager:
 
         Arguments:
             metrics: measurements of the parts in their current state, by name; rank 0's are saved. A save without
-                `metrics` is not among the best.
+                the metric of `keep_best` is not among the best.
 
         Raises:
-            ValueError: `metrics` lack the metric of `keep_best`; nothing was written.
             CheckpointError: writing failed more than `max_failures` times in a row, or `parts` hold values that cannot
                 be saved; on every rank.
             MismatchError, PeerLostError, DeadlineError: some rank did not call this.
@@ -180,7 +179,6 @@ class CheckpointManager:
         Cost: a copy in memory of this rank's part, and some small messages. The memory is kept for the next save.
 
         Raises:
-            ValueError: as `save`.
             CheckpointError: more than `max_failures` saves have failed in a row, or `parts` hold values that cannot be
                 saved; on every rank. Later failures of this save are logged at once, and counted by the next call of
                 this manager.
@@ -261,10 +259,11 @@ class CheckpointManager:
         if wrong := [name for name in parts if not isinstance(name, str)]:
             raise TypeError(f"{peers.what}: parts are saved by name, and {wrong[0]!r} is not a string")
         best = self._history.best
-        if metrics and best is not None and best.metric not in metrics:
-            raise ValueError(
-                f"CheckpointManager: keep_best wants the metric {best.metric!r}; metrics has "
-                f"{', '.join(map(repr, metrics))}"
+        if metrics and best is not None and best.metric not in metrics and peers.is_first:
+            warn_once(
+                _logger,
+                f"{peers.what}: metrics has {', '.join(map(repr, metrics))}, but not {best.metric!r}, the metric of "
+                "keep_best. A checkpoint without it is not among the best, and is removed as others become newer.",
             )
         step = operator.index(step)  # NumPy's integers have an index, too
         measured = {name: float(value) for name, value in (metrics or {}).items() if math.isfinite(value)}
