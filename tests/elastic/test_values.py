@@ -1,4 +1,4 @@
-"""What State accepts as a plain value, and what a loss restores in it."""
+"""State refuses trained objects inside plain values, and a loss restores values in the objects that hold them."""
 
 from __future__ import annotations
 

@@ -184,6 +184,6 @@ def test_a_pipeline_warns_of_an_attribute_that_is_set_after_it_was_made(change):
         run = functools.partial(pipe.step, target=x) if change == "step" else pipe
         with pytest.warns(UserWarning, match=words):
             run(x)
-        pipe.step(x, target=x)  # it is told once
+        pipe.step(x, target=x)  # it warns once
 
     run_ranks(train, 2)

@@ -22,7 +22,7 @@ from phalanx._base.partition.owners import owner_of
 from phalanx._comm.backend.skeleton import split
 from phalanx.data import DistributedSampler
 from phalanx.ddp import DistributedDataParallel
-from phalanx.elastic.rebind import averaging_modules, find_wrapper_around
+from phalanx.elastic.rebind import averaging_modules, find_wrappers_outside
 from phalanx.elastic.state_transfer import ModulePart, OptimizerPart, StatefulPart, StatePart
 from phalanx.optim import ZeroRedundancyOptimizer
 from phalanx.optim.rounds import Rounds
@@ -105,12 +105,14 @@ class Objects:
                     "of its state, so no replacement could receive it. Use the optimizer itself, or restart the whole "
                     "job (no elastic.run, --max-restarts)."
                 )
+        outside = find_wrappers_outside(self.modules)
         for name, module in self.named_modules.items():
-            if wrapper := find_wrapper_around(module, self.modules):
+            parameters = {id(p) for p in module.parameters()}
+            if wrapper := next((one for one in outside if not parameters.isdisjoint(map(id, one.parameters()))), None):
                 raise ValueError(
                     f"phalanx.elastic: {name!r} is wrapped by a {type(wrapper).__name__} that State does not have, so "
-                    "the wrapper could not join the group that is formed after a loss. Pass the wrapper to State in "
-                    "the model's place, or make it in the function that elastic.run decorates."
+                    "the wrapper could not join the group that is formed after a loss. Pass the wrapper to State "
+                    "instead of the model, or make it in the function that elastic.run decorates."
                 )
             for layer in averaging_modules([module]):
                 for hook, state in _comm_hooks(layer):

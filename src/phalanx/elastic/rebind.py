@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable
-from typing import Any, cast
+from collections.abc import Iterable, Set
+from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
@@ -58,18 +58,21 @@ def averaging_modules(modules: Iterable[nn.Module]) -> list[nn.Module]:
     return [layer for module in modules for layer in module.modules() if isinstance(layer, _WRAPPERS)]
 
 
-def find_wrapper_around(module: nn.Module, known: Iterable[nn.Module]) -> nn.Module | None:
-    """Return a wrapper that averages gradients of `module`'s parameters, and is not among the modules of `known`.
+def find_wrappers_outside(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """Return the wrappers that average gradients of parameters of `modules`, and are in none of them.
 
-    Cost: a look at each object of the process, if no module of `known` is a wrapper of these parameters.
+    Cost: a look at each object of the process, if no wrapper in `modules` has all parameters.
     """
-    wrappers = averaging_modules(known)
-    parameters = {id(p) for p in module.parameters()} - {id(p) for one in wrappers for p in one.parameters()}
-    if not parameters:
-        return None
+    modules = list(modules)
+    averaged = {id(p) for wrapper in averaging_modules(modules) for p in wrapper.parameters()}
+    parameters = {id(p) for module in modules for p in module.parameters()} - averaged
+    if not parameters or not _find_wrappers(parameters):
+        return []
     gc.collect()  # a wrapper that nobody uses may still exist
-    for one in gc.get_objects():
-        is_wrapper = any(kind in _WRAPPERS for kind in type(one).__mro__)  # isinstance may run an object's code
-        if is_wrapper and not parameters.isdisjoint(map(id, one.parameters())):
-            return cast("nn.Module", one)
-    return None
+    return _find_wrappers(parameters)
+
+
+def _find_wrappers(parameters: Set[int]) -> list[nn.Module]:
+    # isinstance may run an object's code
+    wrappers = [one for one in gc.get_objects() if any(kind in _WRAPPERS for kind in type(one).__mro__)]
+    return [one for one in wrappers if not parameters.isdisjoint(map(id, one.parameters()))]

@@ -64,7 +64,7 @@ class State:
         elif is_trained(value):
             raise TypeError(
                 f"State: {name!r} is a {type(value).__name__}, which cannot be added later: make it before State, and "
-                f"pass it to the constructor: State({name}={name})"
+                f"pass it to the constructor: State({name}={name}). To keep a copy, assign its state_dict()"
             )
         else:
             self._values[name] = value

@@ -6,7 +6,8 @@
 
 A host that joins never makes working ranks wait: it is accepted at the next step after all its ranks are ready to
 train. A spare replaces a lost host at once, and the others wait for its ranks as for a replacement. With fewer than the
-minimum, the remaining ranks keep their state in memory for their `wait_s`; then they are told to save it and exit.
+minimum, the remaining ranks keep their state in memory for their `wait_s`; then they receive the order to save it and
+exit.
 """
 
 from __future__ import annotations
