@@ -178,9 +178,10 @@ def test_text_without_a_line_end_is_shown_after_a_second_and_only_once() -> None
     assert splitter.show_partial(0.9 * PARTIAL_S) == b""
     assert splitter.show_partial(PARTIAL_S) == b"Loading ... "
     assert splitter.due is None
-    lines = splitter.feed(b"done\nnext\n", 90.0)
+    lines = splitter.feed(b"done\nnext\nSaving ... ", 90.0)
     assert lines == [b"Loading ... done", b"next"]  # for the log
     assert splitter.drop_shown(lines) == [b"done", b"next"]
+    assert splitter.due == 90.0 + PARTIAL_S
     assert splitter.drop_shown([b"Loading ... done"]) == [b"Loading ... done"]
 
 

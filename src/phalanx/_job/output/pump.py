@@ -202,6 +202,8 @@ class LineSplitter:
             lines += self._finish_above() + _finish(rest, self._overwritten)
             self._rest, self._overwritten = b"", False
         is_plain = bool(self._rest) and not self._overwritten and b"\r" not in self._rest
+        if lines:
+            self._partial_s = PARTIAL_S  # another line has begun
         self._partial_due = now + self._partial_s if is_plain else None
         return lines + self.release(now)
 
@@ -227,7 +229,7 @@ class LineSplitter:
         if not lines:
             return lines
         text, shown = lines[0].removeprefix(self._shown), self._shown
-        self._shown, self._partial_s = b"", PARTIAL_S
+        self._shown = b""
         return [text, *lines[1:]] if text or not shown else lines[1:]
 
     def finish(self) -> list[bytes]:
