@@ -74,8 +74,13 @@ def _check_loss():
     rpc.rpc_sync("w2", _keep, (theirs,))
     rpc.rpc_sync("w1", _fork_and_wait)
     its_pid = rpc.rpc_sync("w1", pid)
+    unmade = rpc.remote("w1", wait_event, ("never",), timeout=0)
+    fetch = rpc.rpc_async("w2", _fetch, (unmade,), timeout=0)
+    rpc.rpc_sync("w2", wait_event, ("fetching",))
     calls = [rpc.rpc_async("w1", wait_event, ("never",), timeout=0) for _ in range(20)]
     os.kill(its_pid, signal.SIGKILL)
+    with pytest.raises(PeerLostError, match=r"RRef of worker 'w1'.*the owner is lost.*The object is lost with it"):
+        fetch.wait()
     for call in calls:
         with pytest.raises(PeerLostError, match=r"^rpc_async\(wait_event\) to worker 'w1' \(rank 1, pid \d+ on .*\): "):
             call.wait()
@@ -87,6 +92,11 @@ def _check_loss():
     assert agent.references.count()["num_forks"] == 0, "what it held was let go"
     assert mine.local_value().value == 1
     assert rpc.rpc_sync("w2", same, (5,)) == 5
+
+
+def _fetch(rref):
+    set_event("fetching")
+    return rref.to_here(timeout=0)
 
 
 def _use_kept():

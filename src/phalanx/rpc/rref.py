@@ -17,6 +17,7 @@ from torch.futures import Future
 from phalanx.errors import ClosedError, DeadlineError, PeerLostError, PhalanxError
 from phalanx.rpc import current, wire
 from phalanx.rpc.agent.agent import Agent
+from phalanx.rpc.agent.calls import owner_lost
 from phalanx.rpc.options import UNSET_RPC_TIMEOUT, seconds_of
 from phalanx.rpc.references import OwnedObject, RRefId
 from phalanx.rpc.remote_error import set_error
@@ -211,12 +212,9 @@ class RRef(Generic[T]):
                 confirmed.value()
             except DeadlineError as error:
                 raise DeadlineError(f"RRef creation: {error}", missing=error.missing) from None
-        lost = self._agent.peer(self._owner).lost
-        if lost:
-            raise PeerLostError(
-                f"RRef of {self._owner}: the owner is lost: {lost} The object is lost with it.",
-                ranks=(self._owner.info.id,),
-            )
+        owner = self._agent.peer(self._owner)
+        if owner.lost:
+            raise owner_lost(owner)
 
     def __reduce__(self) -> Any:
         raise RuntimeError(

@@ -166,10 +166,20 @@ def why_failed(peer: Callee, call: Call) -> Callable[[], BaseException]:
     if not peer.lost:
         text = f"{call.what}({call.name}) to {peer.member}: this worker was shut down before the answer came."
         return partial(ClosedError, text)
+    if call.what.startswith("RRef."):
+        return partial(owner_lost, peer)
     text = f"{call.what}({call.name}) to {peer.member}: the worker is lost: {peer.lost}"
     if call.number:
         text += "\nThe function may have run there, or not."
     return partial(PeerLostError, text, ranks=(peer.member.info.id,))
+
+
+def owner_lost(owner: Callee) -> PeerLostError:
+    """Return the error of an RRef whose owner is lost, before or during a call."""
+    return PeerLostError(
+        f"RRef of {owner.member}: the owner is lost: {owner.lost} The object is lost with it.",
+        ranks=(owner.member.info.id,),
+    )
 
 
 def count(peers: Iterable[Callee]) -> int:
