@@ -15,8 +15,8 @@ PYTHON ?= python3
 TORCH ?=
 TORCH_INDEX ?=
 ARGS ?=
-# Tests wait more than they compute: three for each two cores, side by side.
-WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(16, len(getattr(os, "sched_getaffinity", lambda _: [0])(0)) * 3 // 2))')
+# Tests wait as much as they compute: two for each core, side by side.
+WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(16, 2 * len(getattr(os, "sched_getaffinity", lambda _: [0])(0))))')
 
 PYTHON_VERSION = $(shell $(PYTHON) -c 'import platform; print(platform.python_version())' 2>/dev/null)
 VENV := $(if $(TORCH),.venvs/python$(PYTHON_VERSION)-torch$(TORCH),.venv)

@@ -9,7 +9,12 @@ import torch.distributed as dist
 from torch import nn
 
 import phalanx
-from phalanx._comm.diagnostics.divergence import describe_divergence, describe_earlier_divergence, describe_left_alone
+from phalanx._comm.diagnostics.divergence import (
+    JOIN_ADVICE,
+    describe_divergence,
+    describe_earlier_divergence,
+    describe_left_alone,
+)
 from phalanx._comm.diagnostics.flight_recorder import Record, read
 from phalanx.errors import DeadlineError, MismatchError, PeerLostError
 from phalanx.testing import run_ranks
@@ -111,6 +116,20 @@ def test_the_others_stand_in_the_next_step_of_training(wrapper):
         assert "of bytes" not in message
 
 
+@pytest.mark.parametrize("wrapper", [phalanx.DistributedDataParallel, nn.parallel.DistributedDataParallel])
+def test_a_rank_without_further_data_is_advised_to_give_all_as_many_batches(wrapper):
+    def check(rank, world_size):
+        model = wrapper(nn.Linear(4, 4))
+        for _ in range(2):
+            train(model)
+        with pytest.raises((MismatchError, RuntimeError)) as caught:
+            train(model) if rank == 0 else dist.all_reduce(torch.ones(()))  # one more batch; the mean of the losses
+        return str(caught.value)
+
+    for message in run_ranks(check, 2):
+        assert f"If a rank has run out of data instead: {JOIN_ADVICE}" in message
+
+
 def test_in_a_sub_group_its_own_numbers_count():
     def check(rank, world_size):
         group = dist.new_group([1, 2, 3])
@@ -163,9 +182,10 @@ def test_a_call_that_another_line_answered_is_told_when_the_ranks_part():
             dist.all_reduce(torch.ones(3)) if rank == 0 else dist.barrier()
         return str(caught.value)
 
+    line = evaluate.__code__.co_firstlineno + 2
     for message in run_ranks(check, 3):
         assert re.search(
-            r"\nThey had called all_reduce #2 from different lines, too: rank 0 at \S+:2\d, rank 1 at", message
+            rf"\nThey had called all_reduce #2 from different lines, too: rank 0 at \S+:{line}, rank 1 at", message
         )
 
 

@@ -133,6 +133,8 @@ class FailureReport:
             changed = "some buffers may be the root's already"
         known = all(call.operation or call.text == NOTHING_CALLED.text for call in self.calls.values())
         divergence = describe_divergence({rank: call.operation for rank, call in self.calls.items()}) if known else ""
+        # PyTorch's DDP averages gradients with all_reduce; so does a loop the losses of an epoch, in another line.
+        trains = in_round or (divergence and all(call.text.startswith("all_reduce") for call in self.calls.values()))
         return [
             f"the ranks called different things; {changed}.",
             self._called(),
@@ -140,7 +142,7 @@ class FailureReport:
             divergence,
             self.earlier if divergence else "",
             self._advice(is_divergence=bool(divergence)),
-            f"If a rank has run out of data instead: {JOIN_ADVICE}" if in_round and not self.remarks else "",
+            f"If a rank has run out of data instead: {JOIN_ADVICE}" if trains and not self.remarks else "",
         ]
 
     def _advice(self, *, is_divergence: bool) -> str:
