@@ -141,6 +141,39 @@ def test_a_model_whose_wrapper_state_does_not_have_is_refused_by_name(wrapper: A
         assert found.startswith("phalanx.elastic: 'model' is wrapped by a DistributedDataParallel that State does not")
 
 
+class _Holder:
+    """An object of a user's own that keeps an optimizer, and its state."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizers = {"generator": [optimizer]}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.optimizers["generator"][0].state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.optimizers["generator"][0].load_state_dict(state)
+
+
+def test_an_optimizer_that_state_does_not_have_is_refused_by_name() -> None:
+    """A replacement trained with new momenta: other parameters than its peers', and exit code 0."""
+
+    def message(**things: Any) -> str:
+        try:
+            Objects(things).refuse_what_is_not_kept(2)
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    net, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(net.parameters())
+    assert message(net=net, optimizer=optimizer) == message(net=net, holder=_Holder(optimizer)) == ""
+    assert message(other=other) == ""
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    assert message(net=net, schedule=schedule).startswith("phalanx.elastic: 'net' is trained by the optimizer Adam")
+    del optimizer, schedule
+    assert message(net=net) == "", "nobody uses it any more"
+
+
 def _train_sharded() -> None:
     with phalanx.init(timeout=60.0):
         model = phalanx.DistributedDataParallel(nn.Linear(2, 2), check=False)

@@ -22,7 +22,7 @@ from phalanx._base.partition.owners import owner_of
 from phalanx._comm.backend.skeleton import split
 from phalanx.data import DistributedSampler
 from phalanx.ddp import DistributedDataParallel
-from phalanx.elastic.rebind import averaging_modules, find_wrappers_outside
+from phalanx.elastic.rebind import averaging_modules, find_optimizers_outside, find_wrappers_outside, updated_by
 from phalanx.elastic.state_transfer import ModulePart, OptimizerPart, StatefulPart, StatePart
 from phalanx.optim import ZeroRedundancyOptimizer
 from phalanx.optim.rounds import Rounds
@@ -57,7 +57,7 @@ class Objects:
         if len(samplers) > 1:
             raise ValueError("State: only one sampler can define the job's position, and there are several")
         self.sampler = samplers[0] if samplers else None
-        optimized = {id(p) for o in self.optimizers for g in o.param_groups for p in g["params"]}
+        optimized = {key for optimizer in self.optimizers for key in updated_by(optimizer)}
         known = (nn.Module, Optimizer, LRScheduler, GradScaler, Rounds, DistributedSampler)
         others = {name: thing for name, thing in things.items() if not isinstance(thing, known)}
         self.small = {name: thing for name, thing in others.items() if _is_small(thing.state_dict())}
@@ -84,9 +84,9 @@ class Objects:
         """Refuse objects whose state a replacement could not receive, before a job of `world_size` ranks trains.
 
         Raises:
-            ValueError: a Pipeline; a model without its wrapper; a comm hook with a state of its own; a buffer with
-                overlapping elements; an optimizer whose state is sharded over ranks that do not share memory, or over
-                some ranks only.
+            ValueError: a Pipeline; a model without its wrapper or its optimizer; a comm hook with a state of its own;
+                a buffer with overlapping elements; an optimizer whose state is sharded over ranks that do not share
+                memory, or over some ranks only.
         """
         for name, thing in self.things.items():
             if isinstance(thing, Pipeline):
@@ -106,6 +106,7 @@ class Objects:
                     "job (no elastic.run, --max-restarts)."
                 )
         outside = find_wrappers_outside(self.modules)
+        forgotten = find_optimizers_outside(self.things.values(), self.modules)
         for name, module in self.named_modules.items():
             parameters = {id(p) for p in module.parameters()}
             if wrapper := next((one for one in outside if not parameters.isdisjoint(map(id, one.parameters()))), None):
@@ -113,6 +114,12 @@ class Objects:
                     f"phalanx.elastic: {name!r} is wrapped by a {type(wrapper).__name__} that State does not have, so "
                     "the wrapper could not join the group that is formed after a loss. Pass the wrapper to State "
                     "instead of the model, or make it in the function that elastic.run decorates."
+                )
+            if optimizer := next((one for one in forgotten if not parameters.isdisjoint(updated_by(one))), None):
+                raise ValueError(
+                    f"phalanx.elastic: {name!r} is trained by the optimizer {type(optimizer).__name__}, which State "
+                    "does not have. A replacement would begin without its state, and train other parameters than the "
+                    "other ranks. Pass it to State, or make it in the function that elastic.run decorates."
                 )
             for layer in averaging_modules([module]):
                 for hook, state in _comm_hooks(layer):
