@@ -88,6 +88,7 @@ def test_a_host_without_that_python_says_so(two: SshHosts) -> None:
     )
 
 
+@pytest.mark.slow(but=("bash",))
 @pytest.mark.parametrize("shell", ["bash", "dash", "zsh", "fish", "tcsh"])
 def test_a_name_arrives_as_it_was_typed_whatever_the_login_shell(tmp_path: Path, shell: str) -> None:
     path = next((f"{place}/{shell}" for place in ("/bin", "/usr/bin") if os.path.exists(f"{place}/{shell}")), None)
@@ -107,6 +108,7 @@ def test_without_a_terminal_standard_input_is_left_to_who_has_it(two: SshHosts) 
     assert done.stdout == "the rest\n"
 
 
+@pytest.mark.slow(but=("q",))
 @pytest.mark.parametrize("end", ["q", "\x03", "cut"])
 def test_on_a_terminal_it_is_drawn_anew_until_a_key_or_the_end_of_the_connection(
     two: SshHosts, tmp_path: Path, end: str

@@ -152,6 +152,7 @@ def test_the_key_is_in_no_command_line_and_in_no_environment(two: SshHosts, fold
         assert running.finish().code == 130
 
 
+@pytest.mark.slow(but=("SIGINT", "SIGHUP"))
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP", "SIGKILL"])
 def test_a_signal_at_the_terminal_ends_the_job_on_all_hosts(two: SshHosts, folder: Path, name: str) -> None:
     script = write_script(folder, _WAITS)
@@ -164,6 +165,7 @@ def test_a_signal_at_the_terminal_ends_the_job_on_all_hosts(two: SshHosts, folde
         assert_nothing_is_left(two, running)
 
 
+@pytest.mark.slow(but=("here",))
 @pytest.mark.parametrize("end", ["here", "there"])
 def test_a_broken_connection_ends_the_job_on_all_hosts(two: SshHosts, folder: Path, end: str) -> None:
     script = write_script(folder, _WAITS)
@@ -380,6 +382,7 @@ def test_a_script_here_does_not_count_where_another_folder_was_chosen(two: SshHo
     assert (code, "old" in out, "differs" in err) == (0, True, False)
 
 
+@pytest.mark.slow(but=("bash",))
 @pytest.mark.parametrize("shell", ["bash", "dash", "zsh", "fish", "tcsh"])
 def test_what_a_script_receives_is_what_was_typed_whatever_the_login_shell(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, shell: str

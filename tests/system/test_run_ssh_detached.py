@@ -179,6 +179,7 @@ def test_a_detached_job_outlives_the_control_sockets_that_brought_it(two: SshHos
     wait_end(two, 7)
 
 
+@pytest.mark.slow(but=("SIGINT",))
 @pytest.mark.parametrize("end", ["SIGINT", "SIGKILL", "a lost host"])
 def test_until_all_ranks_have_started_the_connections_keep_the_job(two: SshHosts, folder: Path, end: str) -> None:
     """The ranks wait for the import of torch, which does not return."""

@@ -61,6 +61,7 @@ def test_a_host_behind_a_jump_host_takes_part(two: SshHosts, folder: Path, jump:
     assert f"{two.hosts[1].address}  " in refused.err
 
 
+@pytest.mark.slow(but=("SIGINT",))
 @pytest.mark.parametrize("name", ["SIGINT", "SIGKILL"])
 def test_the_ssh_of_a_jump_host_ends_with_the_job(two: SshHosts, folder: Path, jump: str, name: str) -> None:
     """There are two for one host: Ctrl-C left one behind."""
