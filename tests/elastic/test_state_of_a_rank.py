@@ -174,6 +174,19 @@ def test_an_optimizer_that_state_does_not_have_is_refused_by_name() -> None:
     assert message(net=net) == "", "nobody uses it any more"
 
 
+def test_a_sampler_that_state_does_not_have_is_warned_of(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a loss the ranks read different epochs, silently."""
+    monkeypatch.setattr("phalanx._base.log._logged", set())  # another test may have been warned
+    sampler = phalanx.DistributedSampler(range(8), 1, 0)  # type: ignore[arg-type]
+    Objects({"sampler": sampler}).refuse_what_is_not_kept(2)
+    assert not caplog.messages
+    Objects({}).refuse_what_is_not_kept(2)
+    assert "State has no sampler, but the program has a phalanx.DistributedSampler" in caplog.text
+    del sampler
+
+
 def _train_sharded() -> None:
     with phalanx.init(timeout=60.0):
         model = phalanx.DistributedDataParallel(nn.Linear(2, 2), check=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 import sys
 import types
 from collections.abc import Iterator, Mapping
@@ -18,16 +19,19 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Sampler
 
+from phalanx._base.log import warn_once
 from phalanx._base.partition.owners import owner_of
 from phalanx._comm.backend.skeleton import split
 from phalanx.data import DistributedSampler
 from phalanx.ddp import DistributedDataParallel
-from phalanx.elastic.rebind import averaging_modules, find_optimizers_outside, find_wrappers_outside, updated_by
+from phalanx.elastic.forgotten import find_forgotten, updated_by
+from phalanx.elastic.rebind import averaging_modules
 from phalanx.elastic.state_transfer import ModulePart, OptimizerPart, StatefulPart, StatePart
 from phalanx.optim import ZeroRedundancyOptimizer
 from phalanx.optim.rounds import Rounds
 from phalanx.pipeline import Pipeline
 
+_logger = logging.getLogger(__name__)
 _SMALL = 1 << 20
 
 
@@ -105,8 +109,15 @@ class Objects:
                     "of its state, so no replacement could receive it. Use the optimizer itself, or restart the whole "
                     "job (no elastic.run, --max-restarts)."
                 )
-        outside = find_wrappers_outside(self.modules)
-        forgotten = find_optimizers_outside(self.things.values(), self.modules)
+        forgotten = find_forgotten(self.things.values(), self.modules)
+        outside = [one for one in forgotten if isinstance(one, nn.Module)]
+        optimizers = [one for one in forgotten if isinstance(one, Optimizer)]
+        if self.sampler is None and any(isinstance(one, DistributedSampler) for one in forgotten):
+            warn_once(
+                _logger,
+                "phalanx.elastic: State has no sampler, but the program has a phalanx.DistributedSampler. If training "
+                "reads through it, pass it to State: after a loss the ranks would read different epochs.",
+            )
         for name, module in self.named_modules.items():
             parameters = {id(p) for p in module.parameters()}
             if wrapper := next((one for one in outside if not parameters.isdisjoint(map(id, one.parameters()))), None):
@@ -115,7 +126,7 @@ class Objects:
                     "the wrapper could not join the group that is formed after a loss. Pass the wrapper to State "
                     "instead of the model, or make it in the function that elastic.run decorates."
                 )
-            if optimizer := next((one for one in forgotten if not parameters.isdisjoint(updated_by(one))), None):
+            if optimizer := next((one for one in optimizers if not parameters.isdisjoint(updated_by(one))), None):
                 raise ValueError(
                     f"phalanx.elastic: {name!r} is trained by the optimizer {type(optimizer).__name__}, which State "
                     "does not have. A replacement would begin without its state, and train other parameters than the "

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from phalanx._comm.backend.torch_integration.groups import is_listed
 from phalanx.ddp import DistributedDataParallel
 
-_WRAPPERS = (DistributedDataParallel, TorchDistributedDataParallel)
+WRAPPERS = (DistributedDataParallel, TorchDistributedDataParallel)
 
 
 def rebind_module(module: nn.Module, old: Any, new: Any) -> None:
@@ -57,50 +54,4 @@ def _rebind_torch(ddp: Any, old: Any, new: Any) -> None:
 
 def averaging_modules(modules: Iterable[nn.Module]) -> list[nn.Module]:
     """Return the wrappers that average gradients, ours and PyTorch's."""
-    return [layer for module in modules for layer in module.modules() if isinstance(layer, _WRAPPERS)]
-
-
-def find_wrappers_outside(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """Return the wrappers that average gradients of parameters of `modules`, and are in none of them.
-
-    Cost: a look at each object of the process, if no wrapper in `modules` has all parameters.
-    """
-    modules = list(modules)
-    averaged = {id(p) for wrapper in averaging_modules(modules) for p in wrapper.parameters()}
-    parameters = {id(p) for module in modules for p in module.parameters()} - averaged
-
-    def find() -> list[nn.Module]:
-        # isinstance may run an object's code
-        wrappers = [one for one in gc.get_objects() if any(kind in _WRAPPERS for kind in type(one).__mro__)]
-        return [one for one in wrappers if not parameters.isdisjoint(map(id, one.parameters()))]
-
-    return find() and _without_garbage(find) if parameters else []
-
-
-def find_optimizers_outside(things: Iterable[Any], modules: Iterable[nn.Module]) -> list[Optimizer]:
-    """Return the optimizers of parameters of `modules` that neither are `things` nor are held by one of them.
-
-    Cost: a look at each object of the process.
-    """
-    parameters = {id(p) for module in modules for p in module.parameters()}
-    inside: set[int] = set()
-    level = [thing for thing in things if not isinstance(thing, (nn.Module, LRScheduler))]
-    for _ in range(4):  # an object, its attributes, a list, an optimizer in it
-        inside.update(map(id, level))
-        level = [one for one in gc.get_referents(*level) if id(one) not in inside and not isinstance(one, type)]
-
-    def find() -> list[Optimizer]:
-        optimizers = [one for one in gc.get_objects() if Optimizer in type(one).__mro__ and id(one) not in inside]
-        return [one for one in optimizers if not parameters.isdisjoint(updated_by(one))]
-
-    return find() and _without_garbage(find)
-
-
-def updated_by(optimizer: Optimizer) -> set[int]:
-    """Return the ids of the parameters that an optimizer updates."""
-    return {id(p) for group in optimizer.param_groups for p in group["params"]}
-
-
-def _without_garbage(find: Callable[[], list[Any]]) -> list[Any]:
-    gc.collect()  # what nobody uses may still exist
-    return find()
+    return [layer for module in modules for layer in module.modules() if isinstance(layer, WRAPPERS)]

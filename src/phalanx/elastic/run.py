@@ -153,10 +153,11 @@ class ElasticJob:
 
     def _run(self, train: Train[_Result], world: Any, membership: Generations) -> _Result:
         commits = self._commits
-        commits.objects.refuse_what_is_not_kept(world.size())
+        is_new = rehearses(world)
+        if not is_new:  # a replacement runs the same script
+            commits.objects.refuse_what_is_not_kept(world.size())
         group = commits.tracker.runner = ElasticGroup(commits, world, membership, _name(train))
         del world  # an old group is released when the next one is formed
-        is_new = rehearses(group.process_group)
         has_begun = False
         try:
             if is_new:
