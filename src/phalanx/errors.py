@@ -1,4 +1,4 @@
-"""This module has every exception that Phalanx raises for what the world does, named by whose doing it was.
+"""This module has every exception that Phalanx raises for events outside of the program, named by their cause.
 
     RuntimeError
     └── PhalanxError
@@ -9,8 +9,8 @@
         ├── LaunchError        the job could not be started, or one of its ranks failed
         ├── CoordinationError  the job's coordinator cannot be reached, ended, or has given this process up
         │   └── AuthenticationError  a key is missing, unsafe, or another than the coordinator's
-        ├── CheckpointError    a checkpoint could not be written, or is not what it should be
-        ├── DataError          a shard of a stream could not be read, or is not what it should be
+        ├── CheckpointError    a checkpoint could not be written, or cannot be used
+        ├── DataError          a shard of a stream could not be read, or is damaged
         └── InternalError      our bug: please report it
 
 A wrong call (an argument that no world could make right) raises `ValueError` or `TypeError` at the door instead.
@@ -92,7 +92,7 @@ class DeadlineError(PhalanxError, TimeoutError):
 class LaunchError(PhalanxError):
     """The job could not be started as asked, or a rank of `phalanx.launch` ended without a result.
 
-    `exit_code` is what the command should return.
+    `exit_code` is the command's exit code.
 
     What to do: the message names each wrong option or the rank that failed. `phalanx doctor` says whether this host
     can train at all.
@@ -133,7 +133,7 @@ class AuthenticationError(CoordinationError):
 
 
 class CheckpointError(PhalanxError):
-    """A checkpoint could not be written or read, or it does not fit what it is loaded into.
+    """A checkpoint could not be written or read, or it does not fit the objects that load it.
 
     What to do: the message names the file, or the keys and shapes that differ. `phalanx checkpoint inspect PATH
     --verify` finds damaged files. `CheckpointManager.load(..., fallback=True)` takes the checkpoint before a damaged

@@ -179,7 +179,7 @@ class ElasticGroup:
     # -- in a new generation --------------------------------------------------------------------------------------
 
     def enter(self, generation: GenerationNotice) -> None:
-        """Leave the group, join that of `generation`, and restore the state to resume from. All of its ranks call it.
+        """Leave the group, join `generation`'s, and restore the state to resume from. All of its ranks call it.
 
         Raises:
             SupersededError: a later generation has started meanwhile.
@@ -194,7 +194,7 @@ class ElasticGroup:
             raise SupersededError
 
     def _form_group(self, generation: GenerationNotice) -> list[RankState]:
-        """Leave the group, form that of `generation`, and return the states that its ranks report."""
+        """Leave the group, form the group of `generation`, and return the states that its ranks report."""
         reached(LEAVE)
         timeout = timedelta(seconds=self.timeout_s)
         leave_all_groups()

@@ -24,7 +24,7 @@ class Mark:
     epoch: int
     partition: Partition | None
     used: int
-    """The samples of this rank's partition; without a partition, those of the whole job's epoch."""
+    """The samples of this rank's partition; without a partition, of the whole job's epoch."""
 
     @property
     def consumed(self) -> int:

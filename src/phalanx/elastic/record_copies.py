@@ -71,9 +71,9 @@ def hosts_of(group: Any) -> Sequence[Sequence[int]]:
 
 
 class RecordCopies:
-    """`RecordCopies` sends this rank's records to its backups, and keeps those of its primaries.
+    """`RecordCopies` sends this rank's records to its backups, and keeps its primaries' records.
 
-    Creating it is collective. `slots` hold this rank's records, `copies` those of the primaries. A record is valid only
+    Creating it is collective. `slots` hold this rank's records, `copies` the primaries'. A record is valid only
     if it begins with its number.
 
     Cost: one message to each of two hosts in a step, with the blocks that differ from the record before (random states

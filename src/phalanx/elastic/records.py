@@ -257,7 +257,7 @@ class RankRecords:
 
     @property
     def readable(self) -> tuple[int, ...]:
-        """Return the ranks whose slots or copies this rank can read: those of its host, and its primaries."""
+        """Return the ranks whose slots or copies this rank can read: its host's ranks, and its primaries."""
         return tuple(self._others)
 
     # -- reading --------------------------------------------------------------------------------------------------

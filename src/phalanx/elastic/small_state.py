@@ -52,7 +52,7 @@ class SmallState:
         self._is_plain = not (objects.small or self._extra or self._user_layers or averages)
 
     def capture(self, values: Mapping[str, Any]) -> Frozen:
-        """Return an immutable copy of the current state, with those of `values` that the script has set.
+        """Return an immutable copy of the current state, with the `values` that the script has set.
 
         Raises:
             TypeError: a value, or the state of an object, cannot be pickled.

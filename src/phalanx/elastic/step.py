@@ -287,7 +287,7 @@ def _after_backward(function: Callable[[], None]) -> None:
 
 
 class ForwardChanges:
-    """`ForwardChanges` finds and restores those of `tensors`, which no optimizer updates, that forwards change.
+    """`ForwardChanges` finds and restores the `tensors` that forwards change and no optimizer updates.
 
     A change through `.data` changes no version, so the first step compares values; a `.data` change that first occurs
     later is missed.

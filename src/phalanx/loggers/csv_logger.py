@@ -30,7 +30,7 @@ class CSVLogger(Logger):
         self._columns: list[str] | None = None  # None: the file was not read yet
 
     def begin(self, again_from: int | None) -> None:
-        """Begin a table, or continue that of a checkpoint's run."""
+        """Begin a table, or continue the table of a checkpoint's run."""
         if self._columns is not None or not os.path.exists(self.path):
             return
         if not again_from:

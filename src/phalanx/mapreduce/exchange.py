@@ -26,9 +26,9 @@ def plan_rounds(longest: int, world_size: int, memory_bytes: int) -> tuple[int, 
 def exchange(
     team: Team, outgoing: Sequence[SpoolStream], incoming: Sequence[int], longest: int, inbox: Spool, memory_bytes: int
 ) -> list[SpoolStream]:
-    """Send a stream to each rank, and receive those of all ranks into `inbox`. All ranks call it.
+    """Send a stream to each rank, and receive all ranks' streams into `inbox`. All ranks call it.
 
-    `incoming` is the length of the stream from each rank, `longest` that of the longest stream of all ranks. A rank's
+    `incoming` is the length of the stream from each rank, `longest` the length of the longest of all streams. A rank's
     stream to itself is not moved, but returned as it is.
 
     Raises:

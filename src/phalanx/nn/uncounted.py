@@ -11,7 +11,7 @@ _open_marks: list[None] = []
 
 @contextmanager
 def uncounted_batch() -> Iterator[None]:
-    """Mark the forward and backward inside as those of a batch that does not count: its loss is multiplied by zero.
+    """Mark the forward and backward inside as passes of a batch that does not count: its loss is multiplied by zero.
 
     Layers that span ranks take part in their collectives without values, so that the others' results are unaffected.
     """

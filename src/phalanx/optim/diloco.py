@@ -30,7 +30,7 @@ class DiLoCo(Rounds):
                 ...                                     # the loop of one process, unchanged
                 inner.step()                            # every 500th also takes the outer step
 
-    Collective calls, uneven ends and buffers are those of `LocalSGD`. With an outer SGD of lr=1 without momentum it
+    Collective calls, uneven ends and buffers are as in `LocalSGD`. With an outer SGD of lr=1 without momentum it
     computes the same as `LocalSGD`.
 
     Cost: per round, two all_reduces, of 8 bytes per rank and of the parameters' size, and the outer step on every rank.

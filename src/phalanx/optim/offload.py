@@ -8,8 +8,8 @@ step          gradients ──────────────────�
 then          parameters ◀───────────────────────── all masters, rounded (by the device, for a single rank)
 
 Gradients are not copied during backward: other code (a collective, a GradScaler) may write them before the update,
-which shows only in their bits, and checking these twice takes longer than the copies, all of which but those of the
-first wave are hidden behind the update.
+which shows only in their bits, and checking these twice takes longer than the copies, which except for
+the first wave are hidden behind the update.
 
 Source: Ren et al. (2021), ZeRO-Offload; masters and state once per host, in memory that its ranks share, are ours.
 """

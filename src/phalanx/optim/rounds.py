@@ -71,7 +71,7 @@ class Rounds(ABC):
 
     _name: str
     ranks_differ = True
-    """Whether ranks have different values, so that a checkpoint must not mix those of several ranks."""
+    """Whether ranks have different values, so that a checkpoint must not mix several ranks' values."""
 
     _outer: OuterParameters | None = None
     """The parameters that are equal on all ranks between rounds, if any."""

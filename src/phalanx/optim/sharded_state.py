@@ -23,7 +23,7 @@ _MASTER = "master"  # the key of a parameter's master in its state
 
 
 class ShardedState(Optimizer):
-    """A `ShardedState` is the state of an optimizer of which this rank has shards.
+    """A `ShardedState` is this rank's shards of an optimizer's state.
 
     `ZeroRedundancyOptimizer` sets the declared attributes.
     """
@@ -42,7 +42,7 @@ class ShardedState(Optimizer):
 
     @property
     def is_on_hosts(self) -> bool:
-        """Return whether the user's group is on several hosts, each of which updates all parameters."""
+        """Return whether the user's group is on several hosts; each host then updates all parameters."""
         return self._all_hosts is not self.process_group
 
     @property

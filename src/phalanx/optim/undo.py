@@ -197,7 +197,7 @@ class Undo:
                 region.restore(rank)
 
     def _raise_if_failed(self) -> None:
-        """Raise if a rank has failed in this step: its next barrier may have completed the one that this rank is in."""
+        """Raise if a rank has failed in this step: its next barrier may have completed this rank's barrier."""
         failed = [rank for rank in range(self._world_size) if self._word(rank) == 4 * self._number + _FAILED]
         if failed:
             raise PeerLostError(

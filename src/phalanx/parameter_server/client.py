@@ -68,7 +68,7 @@ class ParameterServer:
         trainers: names of the workers that push.
         dense: tensors by name, for instance `dict(module.named_parameters())`; or groups of them with their own
             options, as torch's optimizers take them: `[{"params": base.named_parameters(), "lr": 1e-4}, ...]`.
-        tables: matrices by name, of which a step needs only some rows (embeddings); or groups of them.
+        tables: matrices by name; a step needs only some of their rows (embeddings); or groups of them.
         optimizer: makes the servers' optimizer of dense parameters: a class of `torch.optim`, or a `functools.partial`.
         row_optimizer: makes the optimizer of tables; it must accept sparse gradients (SparseAdam, SGD, Adagrad).
             Default: `optimizer`.
@@ -312,7 +312,7 @@ class ParameterServer:
     ) -> Tensor | None:
         """Push as `push` does, with gradients by name; for a table, ids and rows. Rows of equal ids are summed.
 
-        Shape: dense: that of the parameter; rows: ids (N), gradients (N, D).
+        Shape: dense: the parameter's; rows: ids (N), gradients (N, D).
 
         Raises:
             ValueError, TypeError: a name is unknown, or a shape or dtype does not match.

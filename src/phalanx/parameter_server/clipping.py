@@ -25,7 +25,7 @@ class Clip:
         return norm
 
     def total(self, dense: Sequence[Tensor], rows: Sequence[Sequence[Tensor]]) -> Tensor:
-        """Return the norm of all gradients from the norm of each; a table's norm comes from those of its parts."""
+        """Return the norm of all gradients from the norm of each; a table's norm comes from its parts' norms."""
         norms = [*dense, *(self._join(parts) for parts in rows)]
         return self._join(norms) if norms else torch.tensor(0.0, device="cpu")
 

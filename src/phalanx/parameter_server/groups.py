@@ -106,7 +106,7 @@ class ShardGroups:
         return [self.parameters[name] for name in self._names[number] if name in self.parameters]
 
     def add(self, group: Group, values: Mapping[str, Tensor]) -> None:
-        """Add a group, with those of its values that this server has."""
+        """Add a group, with this server's part of its values."""
         self._names.append(list(group["params"]))
         self.options.append(options_of(group))
         self.parameters |= {name: torch.nn.Parameter(value.clone()) for name, value in values.items()}

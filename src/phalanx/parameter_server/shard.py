@@ -273,7 +273,7 @@ class Shard:
     def state(self, options: Mapping[str, Sequence[Options]] | None = None) -> State:
         """Return a state for `load`. It excludes gradients pushed for an incomplete step.
 
-        `options` are those of the calling trainer, which it may have changed since its last push.
+        `options` come from the calling trainer, which may have changed them since its last push.
         """
         state: State = {"step": self.step, "optimizer": {}, "groups": {}}
         for kind, groups in self._groups.items():

@@ -322,7 +322,7 @@ class ReceiveQueue:
     def __init__(
         self, receives: Sequence[AwaitedMessage], wire: Wire, stages: Mapping[int, Stage], step: StepProgress
     ) -> None:
-        """Take the receives of a step; `stages` are those of this rank."""
+        """Take the receives of a step; `stages` are this rank's."""
         self._receives = deque(receives)
         self._wire = wire
         self._stages = stages

@@ -49,7 +49,7 @@ def join(results: Sequence[Any], rows: Sequence[int]) -> Any:
 
     Raises:
         TypeError: a result has a value that can't be joined: no tensor, or one without dimensions.
-        ValueError: the first dimension of a tensor is not that of the samples, or of several for each of them.
+        ValueError: the first dimension of a tensor does not count the samples, nor a multiple of them.
     """
     flat = [tree_flatten(result) for result in results]
     tree = flat[0][1]

@@ -20,7 +20,7 @@ class Replicas:
     """
 
     def __init__(self, group: dist.ProcessGroup, module: nn.Module, statistics: MiniBatchStatistics) -> None:
-        """Include the parameters and buffers of `module`; those of `statistics` are equal on all replicas anyway."""
+        """Include the parameters and buffers of `module`; `statistics` are equal on all replicas anyway."""
         self.group = group
         self._module = module
         self._statistics = statistics
@@ -105,7 +105,7 @@ class Replicas:
 
 
 def _memory(tensor: Tensor) -> Tensor:
-    """Return a view of a tensor's elements in memory: one for all those of an expanded dimension."""
+    """Return a view of a tensor's elements in memory: one for a whole expanded dimension."""
     tensor = tensor.detach()
     if 0 not in tensor.stride():
         return tensor

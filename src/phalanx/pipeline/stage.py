@@ -300,7 +300,7 @@ def flat_tensors(values: Sequence[Any]) -> list[Tensor]:
 # Restore buffers that layers change in their forward, where a forward is run a second time in the backward.
 #
 # The second run begins with what they were at the first, and its changes are dropped: they were made already.
-# (BatchNorm has its own way, whose statistics are those of the whole mini-batch.)
+# (BatchNorm has its own way, with statistics of the whole mini-batch.)
 
 _Place = tuple[nn.Module, str]
 

@@ -220,7 +220,7 @@ class StageModule(nn.Module):
     ) -> tuple[dict[str, Any], list[str]]:
         """Return this optimizer's part of a whole state, in its own form, and descriptions of mismatches.
 
-        `layout` is that of `optimizer_layout`; without it a state must have names, or one group of all parameters.
+        `layout` comes from `optimizer_layout`; without it a state must have names, or one group of all parameters.
         """
         names = names_of(state, layout, list(self._places))
         if isinstance(names, str):

@@ -75,7 +75,7 @@ class TiedGradients:
             parameter.grad = add_gradients(before, self._sum(tie, parameter))
 
     def counted_here(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-        """Return those of `parameters` that no earlier rank has."""
+        """Return the `parameters` that no earlier rank has."""
         others = {id(parameter) for tie, parameter in self._ties if tie.ranks[0] != self._rank}
         return [parameter for parameter in parameters if id(parameter) not in others]
 

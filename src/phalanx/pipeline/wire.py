@@ -398,7 +398,7 @@ class Wire:
         """Return the gradients of `like`, which was sent in the other direction; None for missing ones.
 
         Raises:
-            StageFailedError: the sending stage failed; the message is that of its error.
+            StageFailedError: the sending stage failed; the message is its error's.
         """
         header, _, parts = self._header(edge)
         grads: list[Tensor | None] = []

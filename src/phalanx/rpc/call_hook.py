@@ -19,7 +19,7 @@ from phalanx.rpc.worker_info import WorkerAddress
 
 
 class CallHook(Protocol):
-    """A `CallHook` is called four times in each call: in the caller's thread, and in the one that runs the function."""
+    """A `CallHook` is called four times in each call: by the caller's thread, and by the one that runs the function."""
 
     def on_request(self, to: WorkerAddress, payload: Payload) -> Any:
         """Return the note for a call that is about to be sent."""

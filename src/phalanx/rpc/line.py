@@ -223,7 +223,7 @@ class LinePool:
         return True
 
     def abandon(self) -> None:
-        """Close this process's descriptors in a fork; the connection closes those of open lines."""
+        """Close this process's descriptors in a fork; the connection closes open lines' descriptors."""
         for sock in self._opening.values():
             sock.close()
 

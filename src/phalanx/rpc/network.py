@@ -306,7 +306,7 @@ class Network:
         one.close()
 
     def close(self) -> None:
-        """Send what is queued, and close."""
+        """Send the queue, and close."""
         self._closed = True
         self._wakeup.ring()
         self._thread.join()

@@ -1,4 +1,4 @@
-"""`References` are a worker's references: to its own objects, and to those of others.
+"""`References` are a worker's references to its own objects and to others'.
 
     owner                                        user                          third worker
     OwnedObject: its object and forks  <------   a fork: one RRef object

@@ -1,4 +1,4 @@
-"""Pack an exception on the worker that raised it, and raise it again on the one that called."""
+"""Pack an exception on the worker that raised it, and raise it again in the caller."""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ def get(name: str = "auto", *, model: torch.nn.Module | None = None, **options: 
 
 
 def _memory(device: torch.device, ranks: int) -> int | None:
-    """Return the bytes that a rank may use: those of its GPU, or its share of the host's memory."""
+    """Return the bytes that a rank may use: its GPU's memory, or its share of the host's."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     try:

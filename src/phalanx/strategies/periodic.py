@@ -45,7 +45,7 @@ class _RoundsStrategy(ReplicatedStrategy):
         return {**super().training_objects(), **({} if self.rounds is None else {"rounds": self.rounds})}
 
     def parts(self) -> dict[str, Any]:
-        """Return the parts of a checkpoint: those of rank 0, and one with the other ranks' states.
+        """Return the parts of a checkpoint: rank 0's, and one with the other ranks' states.
 
         Cost: the models and optimizers of all ranks are sent to rank 0, which writes them.
         """

@@ -32,7 +32,7 @@ class PipelineStrategy(Strategy):
         options: of Pipeline: micro_batches, schedule, balance, checkpoint, example, ...
 
     Raises:
-        ValueError: the ranks do not divide evenly into the pipelines, or their number differs from that of the devices.
+        ValueError: the ranks do not divide evenly into the pipelines, or there are more or fewer of them than devices.
     """
 
     name = "pipeline"
@@ -82,7 +82,7 @@ class PipelineStrategy(Strategy):
     def compute_gradients(
         self, batch: Any, *, share: float = 1.0, weight: float | None = None, is_last: bool = True
     ) -> Tensor:
-        """Compute gradients as every strategy does; the loss is that of the pipeline's mini-batch."""
+        """Compute gradients as every strategy does; the loss is the mini-batch's."""
         if share * self._weigh(weight) != 1.0 or not is_last:
             raise ValueError(
                 "PipelineStrategy: a step has its micro-batches for what others accumulate, and all replicas have "

@@ -107,7 +107,7 @@ class Strategy(ABC):
 
     @property
     def training_group(self) -> dist.ProcessGroup | None:
-        """Return the group of all training ranks, including those of one replica; None if there is one."""
+        """Return the group of all training ranks, a replica's ranks included; None if there is one."""
         return world()
 
     @property
@@ -394,7 +394,7 @@ class Strategy(ABC):
             axis: reduce over this axis, or these axes, as well; its size may differ between replicas; each element
                 counts once.
 
-        Shape: that of one replica's value, without `axis`.
+        Shape: one replica's value's, without `axis`.
 
         Raises:
             TypeError, ValueError: a value is not a number, or has no such axis; nothing was sent.

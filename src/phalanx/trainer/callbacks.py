@@ -37,7 +37,7 @@ class Callback:
         on_error                instead of on_fit_end
 
     A callback with `state_dict` and `load_state_dict` is part of checkpoints: the state of rank 0, for all ranks, or
-    where ranks have different models (parts of one, or copies that train apart) that of each. A replacement rank
+    where ranks have different models (parts of one, or copies that train apart) each rank's. A replacement rank
     receives another rank's state. After the loss of a rank, the points after the last step of an epoch are repeated,
     with callbacks restored to that step. Random numbers that a callback draws (torch, Python, NumPy) do not change the
     model's: a resumed run, which calls some points again and others not, ends with the same bits. So a seed that a

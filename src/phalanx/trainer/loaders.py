@@ -75,7 +75,7 @@ class FitLoader:
         return count * self._strategy.num_replicas_in_sync / world_size
 
     def begin_epoch(self, epoch: int, batch_size: int | None, seeds: tuple[int, ...]) -> None:
-        """Prepare the data for an epoch, or for the rest of one. `seeds` are those of the replicas."""
+        """Prepare the data for an epoch, or for the rest of one. `seeds` has one for each replica."""
         loader = self.loader
         if self.sampler is not None:
             # A rank that joined later has divided the batch among more replicas: all use the first ranks' number.
@@ -99,7 +99,7 @@ class FitLoader:
         """Seed the draws of the loader's own generators and of its workers from the epoch."""
         if isinstance(self.loader, DataLoader):
             seed_generators(self.loader, epoch)
-            if self.loader.persistent_workers:  # they have drawn in other epochs, unlike those of a resumed run
+            if self.loader.persistent_workers:  # they have drawn in other epochs, unlike a resumed run's workers
                 self.loader._iterator = None
 
     def batches(self, shown: Iterable[Any], accumulate: int, skip: int) -> Iterator[tuple[Any, float, bool, int]]:

@@ -26,8 +26,8 @@ class Scalars:
     def begin(self, again_from: int | None, params: Mapping[str, Any]) -> None:
         """Begin or resume the curves; `params` are the settings, `again_from` the checkpoint's step, 0 without one.
 
-        A logger that can remove points also removes those of the checkpoint's own step, because a validation may have
-        followed the save; the checkpoint's values of that step are logged again.
+        A logger that can remove points also removes the points of the checkpoint's own step, because a validation may
+        have followed the save; the checkpoint's values of that step are logged again.
         """
         self.loggers.begin(again_from, params)
         if self._latest and again_from == self._step:

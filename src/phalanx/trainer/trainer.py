@@ -67,7 +67,7 @@ class Trainer:
         max_steps: the number of updates after which training ends, if that comes before `max_epochs`.
         scheduler: the optimizer's scheduler, or a function that makes one (if the strategy recreates the optimizer).
         scheduler_interval: whether it steps with the epoch or with each update.
-        accumulate: batches to an update; the gradient is that of all of them together, by samples.
+        accumulate: batches to an update; the gradient is their mean over all samples.
         max_norm: clip the gradients to this 2-norm.
         precision: "32-true", "bf16-mixed" or "16-mixed".
         metrics: functions of the model's result and the target, for validation: one number for each sample of the
@@ -255,7 +255,7 @@ class Trainer:
         """Train until `max_epochs` or `max_steps`, from the latest checkpoint on if there is one. All ranks call it.
 
         Arguments:
-            loader: its batch size is that of all replicas together: the strategy divides it. A loader made by
+            loader: its batch size counts all replicas together: the strategy divides it. A loader made by
                 `strategy.loader` is used as it is. A loader over an IterableDataset is divided as well; a dict of
                 loaders yields a dict of batches; and a function of `phalanx.strategies.InputContext` returns each
                 replica's own iterable (see `phalanx docs trainer`).
@@ -402,7 +402,7 @@ class Trainer:
         return True
 
     def _after_step(self, state: elastic.State, loss: Tensor, update_loss: Tensor, *, ends_epoch: bool) -> None:
-        """Do the work after the commit, none of which is repeated when a rank is lost."""
+        """Do the work after the commit; a lost rank repeats none of it."""
         if self.strategy.scaler is not None and (recorder := recording.current()) is not None:
             recorder.note_loss(recorder.read_loss(update_loss))  # the backward began from the scaled loss
         if self._scalars.loggers and state.step % self._log_every == 0:
@@ -458,7 +458,7 @@ class Trainer:
         self._scalars.loggers.flush()  # a run that resumes from here does not write them again
         measured = state.metrics if state.measured[0] == state.step else {}
         self._manager.async_save(state.step, self._parts(state), metrics=measured)
-        state.saved = state.epoch, state.step  # a new rank must not save alone what others have saved
+        state.saved = state.epoch, state.step  # a new rank must not save alone a step that others have saved
         self._call("on_checkpoint")
         self._stops.vote(state)  # also if ranks train apart: they meet at a save
 
@@ -518,7 +518,7 @@ def collect_hyperparameters(
 ) -> dict[str, Any]:
     """Return settings by name, as numbers or strings; the user's `own` settings override others.
 
-    `batch_size` is that of a replica.
+    `batch_size` is a replica's.
     """
     strategy, optimizer = trainer.strategy, trainer.optimizer
     model = strategy.bare_model
@@ -649,7 +649,7 @@ def make_scheduler(
 
 
 def step_scheduler(scheduler: LRScheduler, metrics: Mapping[str, float]) -> None:
-    """Step the scheduler at the end of an epoch; `metrics` are those of its validation.
+    """Step the scheduler at the end of an epoch; `metrics` come from its validation.
 
     Raises:
         ValueError: the scheduler needs the loss, which was not measured.

@@ -53,7 +53,7 @@ class Validation:
     def check_metrics(self, loader: Loaders, watchers: Sequence[Any]) -> None:
         """Raise if a watcher (a `Best`, an `EarlyStopping`) needs a metric that this validation will not measure.
 
-        This checks what is known before the first step, which excludes the results of the model's `validation_step`.
+        This checks before the first step, so it cannot know the results of the model's `validation_step`.
         """
         if loader is None:
             if stops := [one for one in watchers if isinstance(one, EarlyStopping)]:

@@ -113,7 +113,7 @@ class LocalListener:
 
     @staticmethod
     def accept(listener: socket.socket) -> Iterator[socket.socket]:
-        """Yield the pending connections of this user, non-blocking; close those of other users.
+        """Yield the pending connections of this user, non-blocking; close other users' connections.
 
         Raises:
             OSError: this process has no free descriptors. The kernel allocates one before it checks for a connection.

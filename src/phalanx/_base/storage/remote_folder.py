@@ -15,7 +15,7 @@ from phalanx._base.storage.retry import is_transient, retry
 
 T = TypeVar("T")
 
-# Errors that a retry cannot fix, besides those of the operating system.
+# Errors that a retry cannot fix, besides the operating system's.
 LASTING = (ValueError, TypeError, NotImplementedError, AttributeError, KeyError, ImportError, AssertionError)
 _OF_CREDENTIALS = frozenset(("NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "TokenRetrievalError"))
 

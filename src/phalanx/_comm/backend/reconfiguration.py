@@ -111,7 +111,7 @@ class Reconfiguration:
         return str(MemberHandle(group.rank(), self._uuid, self._first_rank, self._token))
 
     def apply(self, group: PhalanxProcessGroup, opts: Any) -> None:
-        """Leave the group's members and connect to those of `opts.handles`. Collective over the new members.
+        """Leave the group's members and connect to `opts.handles`. Collective over the new members.
 
         Raises:
             PhalanxError: the handles or the uuid are invalid; the group is unchanged.

@@ -70,7 +70,7 @@ def launched(url: str) -> Iterator[None]:
 def is_default(environ: Mapping[str, str], device_id: object, accelerator: str, carried: Sequence[str]) -> bool:
     """Return whether ours is the default backend: under `phalanx run`, unless the call names a device.
 
-    torch's default is an engine for `accelerator` only. Ours also supports the CPU's tensors, and those of the devices
+    torch's default is an engine for `accelerator` only. Ours also supports tensors of the CPU and of the devices
     in `carried`, through an engine.
     """
     return bool(find_agents_store(environ)) and device_id is None and accelerator in carried

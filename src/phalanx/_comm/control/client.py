@@ -22,7 +22,7 @@ _MAX_PART = 4096  # the number of fields that one request may have
 class Client(MemberConnection):
     """A `Client` sends requests to the coordinator. Any number of threads may call it.
 
-    The arguments and errors of the constructor are those of `Connection`.
+    The constructor takes and raises the same as `Connection`.
     """
 
     def __enter__(self) -> Client:

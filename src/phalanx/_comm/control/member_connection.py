@@ -25,7 +25,7 @@ _STOPPED_S = 1.0  # so late a heartbeat means that the whole process, or its mac
 
 
 class MemberConnection(Connection):
-    """A `Connection` whose process may join the job. Arguments and errors are those of `Connection`."""
+    """A `Connection` whose process may join the job. It takes and raises the same as `Connection`."""
 
     is_served: Callable[[], bool] | None = None
     """Whether this process runs a coordinator that is serving; then its silence means nothing."""
@@ -55,7 +55,7 @@ class MemberConnection(Connection):
         self._thread.start()
 
     def follow_member(self, member: int, address: Address, epoch: bytes, timeout: Timeout = None) -> None:
-        """Continue as this member at the coordinator that has taken over; errors are those of `redirect`."""
+        """Continue as this member at the coordinator that has taken over; raise the same as `redirect`."""
         self._stop.set()
         self._ring()
         if self._thread is not None:

@@ -201,7 +201,7 @@ class StepFile:
         self._turn_operations()
 
     def _turn_steps(self) -> None:
-        """Switch to the other table: a concurrent reader sees a few of its records, never those of the wrong table."""
+        """Switch to the other table: a concurrent reader sees a few of its records, and none of the other."""
         words = self._words
         words[_STEP_COUNT] = 0
         words[_STEP_TABLE] = self._steps * 8 // _STEPS_BYTES

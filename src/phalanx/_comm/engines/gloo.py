@@ -377,7 +377,7 @@ _devices_lock = threading.Lock()
 
 
 def gloo_device(address: str, interface: str) -> GlooDevice:
-    """Return this process's device on `interface`, or on that of `address`; it closes with its last reference.
+    """Return this process's device on `interface`, or on the interface of `address`; it closes with its last reference.
 
     Raises:
         RuntimeError: there is no such address or interface on this host.

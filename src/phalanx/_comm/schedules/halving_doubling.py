@@ -62,7 +62,7 @@ class Fold:
         return None if rank % 2 else rank // 2
 
     def first_chunk(self, actor: int) -> int:
-        """Return the begin of the chunks of `actor`; those of the last one end at first_chunk(actors)."""
+        """Return where the chunks of `actor` begin; the last actor's chunks end at first_chunk(actors)."""
         return self.rank(actor) if self.chunk_per_rank else actor
 
 
@@ -92,7 +92,7 @@ def _exchange(name: str, fold: Fold, kind: Kind) -> SchedulePhase:
 def neighbours(
     name: str, fold: Fold, kind: Kind, *, inward: bool, chunks: Callable[[int], tuple[int, int]]
 ) -> SchedulePhase:
-    """Return the step between an idle (odd) rank and the one that acts for it; none if no rank is folded."""
+    """Return the step between an idle (odd) rank and the rank that acts for it; none if no rank is folded."""
 
     def sends(step: int, rank: int) -> tuple[Transfer, ...]:
         if rank >= 2 * fold.folded or rank % 2 != inward:

@@ -27,7 +27,7 @@ Notice = Callable[[set[int]], None]
 
 
 class FdServer(LocalListener):
-    """An `FdServer` is local rank 0's listener. Arguments and errors are those of `LocalListener`."""
+    """An `FdServer` is local rank 0's listener. It takes and raises the same as `LocalListener`."""
 
     def __enter__(self) -> FdServer:
         return self

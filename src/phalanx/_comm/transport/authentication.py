@@ -57,7 +57,7 @@ class PickleAuthenticator:
         return self.sign(pickle, stream, self.count_sent(stream))
 
     def receive(self, message: bytes | memoryview, stream: PickleStream) -> bytes | memoryview:
-        """Return the pickle in the next message of the stream; errors are those of `verify`."""
+        """Return the pickle in the next message of the stream; raise the same as `verify`."""
         return self.verify(message, stream, self.count_received(stream))
 
     def count_sent(self, stream: PickleStream) -> int:

@@ -50,7 +50,7 @@ class ReportingRank(Protocol):
 
 
 class GroupReports:
-    """`GroupReports` publish the reports of the rank `here` in a `FailureStore`, and read those of the others.
+    """`GroupReports` publish the reports of the rank `here` in a `FailureStore`, and read the others' reports.
 
     `report` has the group's failure; it is None while the group can be used. The first report of the group stays.
     """

@@ -17,7 +17,7 @@ Strides = tuple[int, ...]
 
 
 def find_strides(tensor: Tensor) -> Strides | None:
-    """Return the strides of `tensor` without gaps; None if they are those of a contiguous tensor."""
+    """Return the strides of `tensor` without gaps; None if `tensor` is contiguous."""
     strides, expected = tensor.stride(), 1
     for size, stride in zip(reversed(tensor.shape), reversed(strides), strict=True):
         if stride != expected:
@@ -31,7 +31,7 @@ def find_strides(tensor: Tensor) -> Strides | None:
 def flatten(tensor: Tensor, strides: Strides | None) -> Tensor:
     """Return the elements of `tensor` in the order of `strides`, which `find_strides` has found.
 
-    Shape: (N,); that of `tensor` where there are no strides.
+    Shape: (N,); without strides, the shape of `tensor`.
     Cost: one copy where `tensor` has gaps or repetitions, or must still be conjugated or negated.
     """
     tensor = tensor.detach().resolve_conj().resolve_neg()

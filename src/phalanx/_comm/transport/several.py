@@ -1,4 +1,4 @@
-"""Handle several tensors in one call: copy inputs that outputs would overwrite, and combine those of one process.
+"""Handle several tensors in one call: copy inputs that outputs would overwrite, and combine the inputs of one process.
 
 A call of several tensors runs one operation after another. An earlier operation may write memory that a later one
 reads: the same tensor twice, overlapping views. Each must read the values from before the call:
@@ -86,7 +86,7 @@ def unshared(
 
 
 def unshared_one(tensor: Tensor, output: Tensor, skip: int) -> Tensor:
-    """Do what `unshared` does, for one input and one output; `skip` is that of `own`, and may be below zero."""
+    """Do the work of `unshared` for one input and one output; `skip` belongs to `own`, and may be below zero."""
     start, written = tensor.data_ptr(), output.data_ptr()
     if (start >= written + output.nbytes or written >= start + tensor.nbytes or start == written + skip) and (
         tensor.is_contiguous() and output.is_contiguous()

@@ -55,7 +55,7 @@ class AdoptedRanks:
             self._sessions[zygote] = set(ranks)
 
     def signal(self, signum: int, ranks: Iterable[int], *, group: bool) -> None:
-        """Send `signum` to those of `ranks` that are adopted."""
+        """Send `signum` to the adopted ranks of `ranks`."""
         wanted = set(ranks)
         signal_children([pid for pid, rank in self._ranks.items() if rank in wanted], signum, group=group)
 

@@ -87,7 +87,7 @@ def remove(path: str) -> None:
 
 
 def use_in_rank(path: str) -> None:
-    """Use the job's folder `path` for sockets in this rank: ours, and those of multiprocessing here and in children."""
+    """Use the job's folder `path` for sockets in this rank: ours, and multiprocessing's here and in children."""
     from phalanx._base.ipc import private  # here, because the agent starts in milliseconds and does not need it
 
     private.use_place(path)

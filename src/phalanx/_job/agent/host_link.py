@@ -106,7 +106,7 @@ class HostLink:
         """Report that an elastic job fails because of its losses."""
 
     def send_signal(self, signum: int, ranks: tuple[int, ...], *, group: bool, is_relayed: bool = False) -> None:
-        """Send a signal to those of `ranks` that are on other hosts."""
+        """Send a signal to the ranks of `ranks` on other hosts."""
 
     def intercept_signal(self, signum: int) -> bool:
         """Process a signal to this host that would end the job; return whether the attempt should ignore the signal."""

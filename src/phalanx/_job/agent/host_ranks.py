@@ -142,7 +142,7 @@ class HostRanks:
         self.processes.fork(setup, self._rank_reports.fileno(), self._host.zygote, self._host.pump)
 
     def send_signal(self, signum: int, ranks: Iterable[int], *, group: bool, delay_s: float | None = None) -> None:
-        """Send a signal to those of `ranks` that are on this host.
+        """Send a signal to the ranks of `ranks` on this host.
 
         `delay_s`: for a signal from outside, how long the zygote waits to detect that every process of the job receives
         the signal anyway.

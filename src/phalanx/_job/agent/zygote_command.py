@@ -16,7 +16,7 @@ _BOOT = (
 def plan_zygote_code(
     control: int, agent: int, *, preload: bool, warm: bool, sessions: Sequence[int], reports_death: bool
 ) -> str:
-    """Return the code for `python -c`; the arguments are those of `zygote.main`."""
+    """Return the code for `python -c`; it takes the arguments of `zygote.main`."""
     return _BOOT.format(
         control=control,
         agent=agent,

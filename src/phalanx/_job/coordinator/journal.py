@@ -21,7 +21,7 @@ class EntryKind(enum.IntEnum):
     """An `EntryKind` is the kind of a journal entry."""
 
     # A state, part by part.
-    BEGIN = 1  # the copy discards its state: epoch, job, limits; `number` is that of the next member
+    BEGIN = 1  # the copy discards its state: epoch, job, limits; `number`: the next member's
     KEYS = 2  # keys with their values
     QUEUE = 3  # the name of a queue, and items behind those that it has
     GONE = 4  # why member `number` has left
@@ -46,7 +46,7 @@ class EntryKind(enum.IntEnum):
 
 
 class JournalEntry(NamedTuple):
-    """A `JournalEntry` is one change. `route` is that of a client, if the entry is about one."""
+    """A `JournalEntry` is one change. `route` leads to the client that the entry is about, if any."""
 
     kind: int
     route: Route | None

@@ -98,7 +98,7 @@ class ReplicatedCoordinator(Coordinator):
         return list(self._describe_state())
 
     def replay(self, entry: JournalEntry, now: float) -> None:
-        """Apply a change of another coordinator, of which this one is a copy that has all earlier entries.
+        """Apply a change of the coordinator that this one copies; it has all earlier entries.
 
         Raises:
             WireError: the entry is malformed.

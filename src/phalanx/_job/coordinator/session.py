@@ -21,7 +21,7 @@ MAX_POPPED, MAX_POPPED_BYTES = 512, 5 * MAX_VALUE_BYTES  # more than can be in f
 
 
 class SharedAnswer:
-    """A `SharedAnswer` is an answer with one field, of which all sessions with the same `value` share one copy."""
+    """A `SharedAnswer` is an answer with one field. All sessions with the same `value` share one copy."""
 
     __slots__ = ("parts",)
 

@@ -1,4 +1,4 @@
-"""Answer the coordinator's requests for keys and queues: those of c10d's Store, and a few more.
+"""Answer the coordinator's requests for keys and queues: c10d's Store, and a few more.
 
 Each handler returns the answer, or None if the request waits.
 """

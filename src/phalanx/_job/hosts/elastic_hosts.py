@@ -212,7 +212,7 @@ class ElasticHosts(Elastic):
         return super().silence_s(slot) + (0.0 if is_own else self._host_timeout_s)
 
     def plan_refills(self, living: frozenset[int]) -> dict[int, bool]:
-        """Return, by host, whether its empty slots get new processes; those of a new host always do."""
+        """Return, by host, whether its empty slots get new processes; a new host's slots always do."""
         empty = sum(
             slot not in living
             for host in self.slot_plan.hosts

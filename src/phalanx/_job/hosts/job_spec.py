@@ -124,7 +124,7 @@ class JobSpec:
 
 
 def _to_tuples(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a dataclass that JSON has turned into lists: tuples, of which some contain tuples."""
+    """Return the fields of a dataclass that JSON has turned into lists: tuples, and tuples of tuples."""
     return {name: _to_tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
 
 

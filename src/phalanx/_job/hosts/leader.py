@@ -313,7 +313,7 @@ class LeaderLink(HostLink):
                 self.lose(member, f"the coordinator on this host has failed: {change.why}")
 
     def on_rank_message(self, rank: int, pid: int, message: dict[str, Any]) -> None:
-        """Notify waiting hosts what they wait for, once a rank has reported that the job is elastic."""
+        """Tell waiting hosts why they wait, once a rank has reported that the job is elastic."""
         if message.get("kind") == "elastic" and self._elastic.active:  # hosts may have joined before that
             self._succession.on_elastic_rank()
             self._late.notify_again(is_spare=self._attempt.state.phase == "running")
@@ -461,7 +461,7 @@ class LateHosts:
             self._display.print(f"phalanx run: {where}, which waited to join, is lost: {change.why}")
 
     def notify(self, member: int, *, is_spare: bool) -> None:
-        """Notify a waiting host what it waits for: the place of a lost host, or the next start."""
+        """Tell a waiting host why it waits: for the place of a lost host, or for the next start."""
         if member not in self._peers.late:
             return
         if is_spare:
@@ -469,7 +469,7 @@ class LateHosts:
         self._peers.channel.put(member, "late", spare=is_spare)
 
     def notify_again(self, *, is_spare: bool) -> None:
-        """Notify the hosts that joined before the job was known to be elastic what they wait for."""
+        """Tell hosts that joined before the job was known to be elastic why they wait."""
         for member in set(self._peers.late) - self._peers.spares:
             self.notify(member, is_spare=is_spare)
 

@@ -88,7 +88,7 @@ def describe_unfit(facts: Mapping[str, Any]) -> str:
 
 
 def find_conflict(hosts: Sequence[HostFacts], max_nodes: int) -> str:
-    """Return why these hosts, the first of which leads, cannot be in one job; empty if they can."""
+    """Return why these hosts cannot be in one job, empty if they can. The first one leads."""
     first = hosts[0]
     for host in hosts:
         if host.nnodes and first.nnodes and host.nnodes != first.nnodes:

@@ -125,7 +125,7 @@ def send_start(
     master: tuple[str, int],
     begun: BeginGeneration | None = None,
 ) -> None:
-    """Order another host to start its ranks: those of a first generation, or of `begun`."""
+    """Order another host to start its ranks, of a first generation or of `begun`."""
     peers.channel.put(
         node.facts.member,
         "start",

@@ -38,7 +38,7 @@ class Readable(Protocol):
     """A `Readable` owns a descriptor that the reader polls."""
 
     def ready(self, events: int) -> None:
-        """Read or write what is ready."""
+        """Read or write where a connection is ready."""
 
 
 class _ThisThread(threading.local):

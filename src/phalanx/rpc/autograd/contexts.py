@@ -36,7 +36,7 @@ class Context:
         self.gradients: dict[Tensor, Tensor] = {}
 
     def accumulate(self, found: Sequence[tuple[Tensor, Tensor]], *, is_shared: bool = False) -> None:
-        """Add gradients to those of the context. The first gradient of a variable is kept without a copy if possible.
+        """Add gradients to the context's. The first gradient of a variable is kept without a copy if possible.
 
         `is_shared`: tensors outside of `found` may share the gradients' memory.
         """

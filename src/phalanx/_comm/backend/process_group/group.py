@@ -244,7 +244,7 @@ class PhalanxProcessGroup(TorchGroup):
         return self._require_reconfiguration().handle(self)
 
     def reconfigure(self, opts: Any) -> dist.Work:
-        """Replace the group's members by those of `opts.handles`; return when they are connected."""
+        """Replace the group's members by `opts.handles`; return when they are connected."""
         self._require_reconfiguration().apply(self, opts)
         return self.done_work
 

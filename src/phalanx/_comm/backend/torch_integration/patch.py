@@ -34,7 +34,7 @@ _applied: set[str] = set()
 def patch(*needs: str, loses: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Apply a change to torch at the first call of the decorated function, if torch has all that it `needs`.
 
-    Otherwise nothing is changed, and one line is logged with what is lost.
+    Otherwise it changes nothing, and logs one line on the missing feature.
     """
 
     def decorate(change: Callable[..., None]) -> Callable[..., None]:

@@ -36,7 +36,7 @@ class Launcher:
 
 @dataclass
 class Runtime:
-    """A `Runtime` is MPI, started. `mpi` is the module `mpi4py.MPI`; `rank` and `size` are those of MPI_COMM_WORLD."""
+    """A `Runtime` is MPI, started. `mpi` is the module `mpi4py.MPI`; `rank` and `size` describe MPI_COMM_WORLD."""
 
     mpi: Any
     rank: int
@@ -64,7 +64,7 @@ class Runtime:
         return self.pid != os.getpid() or bool(self.mpi.Is_finalized())
 
     def add_listener(self, listen: Callable[[], bool]) -> None:
-        """Call `listen` many times a second, from a background thread, as long as it returns True.
+        """Call `listen` many times a second, from a background thread, until it returns False.
 
         MPI moves bytes only during calls. A rank that computes, or waits in memory, may have sent messages that are
         still in transit.

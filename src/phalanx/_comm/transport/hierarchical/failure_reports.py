@@ -156,7 +156,7 @@ class FailureReports(GroupReports):
             missing = [peer] if peer >= 0 else self.others()
         remarks: tuple[str, ...] = ()
         if missing and self.store.is_lost:
-            # No rank can be asked: those of this host are there, or the core would have reported them.
+            # No rank can be asked: this host's ranks are there, or the core would have reported them.
             missing = [r for r in missing if r not in self._layout.local_ranks] or missing
             remarks = ("The job's store does not answer either: this host may be cut off.",)
         return late(
@@ -191,7 +191,7 @@ class FailureReports(GroupReports):
 def decide_missing(
     others: Sequence[int], answers: Mapping[int, RankPosition], seq: int, late_here: Collection[int], leader: int
 ) -> list[int]:
-    """Return those of `others` for which a rank in collective `seq` waits. `answers` has the others' positions.
+    """Return the ranks of `others` for which a rank in collective `seq` waits. `answers` has the others' positions.
 
     `late_here` are the ranks of this host that are behind in its memory; `leader` is its first. A rank in the same
     collective is behind because it waits for other hosts: it is named only if no other rank is to blame. The leader,

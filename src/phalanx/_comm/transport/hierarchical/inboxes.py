@@ -101,7 +101,7 @@ class Inboxes:
         """Post receives for a later operation, before this rank sends anything in the one that begins.
 
         So no sender can have left: a receive is a message to it, and its host would answer that it has no such
-        connection, whereupon this host would discard what it has received and not read.
+        connection, whereupon this host would discard received data that it has not read.
         """
         if self._number:
             self._post((self._number - 1) % _AHEAD)

@@ -35,7 +35,7 @@ from phalanx._comm.transport.tensors import alias, dense, is_plain, nbytes, scal
 class HierarchicalTransport(Transport):
     """A `HierarchicalTransport` runs operations of ranks on several hosts: by shared memory, and an engine between.
 
-    Its methods are those of `Transport`.
+    It has the methods of `Transport`.
 
     Raises:
         MismatchError: the ranks' calls differ; no tensor was changed.

@@ -22,7 +22,7 @@ from phalanx._comm.symmetric_memory.scratch import Scratch
 _logger = get_logger(__name__)
 _PAGE = 4096
 _LARGE_BYTES = 1 << 16
-_LARGEST_BYTES = 1 << 34  # addresses; what nobody uses has no pages
+_LARGEST_BYTES = 1 << 34  # addresses; unused ones have no pages
 
 
 def staging_bytes(heap_bytes: int) -> int:

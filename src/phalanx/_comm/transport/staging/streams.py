@@ -113,7 +113,7 @@ class DeviceStream:
         return block
 
     def mark(self) -> Any:
-        """Return an event after what is queued."""
+        """Return an event behind the queued work."""
         event = self._module.Event()
         event.record(self._stream)
         return event

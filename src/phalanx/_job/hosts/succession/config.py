@@ -17,7 +17,7 @@ class Electorate:
     casting: int
 
     def fewest_with(self, member: int) -> int:
-        """Return how many voters must agree, of which `member` is one; another `casting` voter does not agree."""
+        """Return how many voters must agree, `member` included; another `casting` voter does not agree."""
         return (len(self.voters) + (1 if member == self.casting else 2)) // 2
 
     def is_decided_by(self, members: Collection[int]) -> bool:

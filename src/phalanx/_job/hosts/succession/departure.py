@@ -88,7 +88,7 @@ class Departure:
             self._hand_over()
 
     def _decide(self, attempt: Attempt) -> None:
-        """Leave, if enough hosts stay of which one can lead; otherwise end the job."""
+        """Leave, if enough hosts stay and one of them can lead; otherwise end the job."""
         signalled = [node for node in self._peers.present if node.facts.member in self._signalled]
         is_led_on = self._guard.has_standbys  # a standby may be restarting after a loss
         if (

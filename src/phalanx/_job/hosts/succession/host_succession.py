@@ -1,4 +1,4 @@
-"""`HostSuccession` is what a follower does so that it stays in the job when the leader is lost.
+"""`HostSuccession` keeps a follower in the job when the leader is lost.
 
 leader lost ──┬─ its ranks run ────────► `FollowerSuccession`: the ranks wait for the result of the election
               ├─ its ranks have ended ─► await_leader: this host votes, and follows the elected leader
@@ -151,7 +151,7 @@ class HostSuccession:
         self._successor = self._make_successor()
 
     def lead(self, attempt: Attempt) -> int:
-        """Lead the job, of which this host has led an attempt to its end, to its own end; return the exit code."""
+        """Lead the job to its end, after this host has led an attempt to its end; return the exit code."""
         membership, handover = self._membership, self._successor.handover
         job = membership.job_spec.rendezvous
         link, report = attempt.link, None if self._newest is None else self._newest.report

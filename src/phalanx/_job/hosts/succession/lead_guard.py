@@ -27,9 +27,9 @@ class LeadGuard:
     """`LeadGuard` has the leader's proposer, and the lost hosts whose removal is not agreed on yet.
 
     Arguments:
-        followers: those of this host's coordinator; None: the job ends with its leader.
+        followers: this host's coordinator's; None: the job ends with its leader.
         witness: the job's witness, if it has one.
-        proposer: that of an elected host.
+        proposer: an elected host's.
     """
 
     def __init__(

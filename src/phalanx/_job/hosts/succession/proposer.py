@@ -44,9 +44,9 @@ class Proposer:
     """`Proposer` is the leader's side of the protocol.
 
     Arguments:
-        followers: those of this host's coordinator.
+        followers: this host's coordinator's.
         witness: one more voter, which `close` closes.
-        primary, voter: those of an elected host; by default this host leads first, alone until `set_voters`.
+        primary, voter: an elected host's; by default this host leads first, alone until `set_voters`.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class Proposer:
         return f"{hosts}, and {'the' if WITNESS in agreed else 'not the'} witness: of these, {needed} are needed"
 
     def set_voters(self, members: Collection[int]) -> None:
-        """Let these hosts, of which this is one, vote, and appoint some of them as standbys."""
+        """Let these hosts vote, this one included, and appoint some of them as standbys."""
         is_witnessed = self._witness is not None and len(members) > 1
         self._wanted_voters = (*members, *((WITNESS,) if is_witnessed else ()))
         for member in set(self._tickets) - set(members):

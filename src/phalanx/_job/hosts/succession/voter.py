@@ -1,4 +1,4 @@
-"""A `Voter` accepts the configs of one term, and never again those of an earlier term. It is pure data.
+"""A `Voter` accepts the configs of one term, and then no config of an earlier term. It is pure data.
 
 The primary proposes configs, and a candidate solicits promises; a voter never withdraws a promise or an acceptance:
 

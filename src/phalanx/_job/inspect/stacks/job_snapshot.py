@@ -74,8 +74,8 @@ class JobSnapshot:
 class SnapshotAnswer(NamedTuple):
     """A `SnapshotAnswer` is a snapshot and its descriptors.
 
-    The stacks' descriptors are in the order of `ranks` (none if not requested), the control memories' in that of
-    `groups`, and the pages' in that of `pages`.
+    The stacks' descriptors are in the order of `ranks` (none if not requested), the control memories' in the order of
+    `groups`, and the pages' in the order of `pages`.
     """
 
     snapshot: JobSnapshot
@@ -110,7 +110,7 @@ def _file(data: bytes) -> Iterator[int]:
 
 
 class HostAnswer(NamedTuple):
-    """A `HostAnswer` is another host's answer; its clock is `offset_s` behind that of the first host."""
+    """A `HostAnswer` is another host's answer; its clock is `offset_s` behind the first host's."""
 
     name: str
     text: str

@@ -11,7 +11,7 @@ _SCHEMES = ("", "etcd", "etcds")
 
 
 def is_etcd(address: str) -> bool:
-    """Return whether an address is that of an etcd: etcd://HOST:PORT, or etcds:// with TLS."""
+    """Return whether an address leads to an etcd: etcd://HOST:PORT, or etcds:// with TLS."""
     return address.partition("://")[0] in ("etcd", "etcds")
 
 

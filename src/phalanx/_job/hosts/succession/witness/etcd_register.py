@@ -113,7 +113,7 @@ class EtcdLogin:
 def find_login(user: str, variables: Mapping[str, str]) -> EtcdLogin | None:
     """Return the login of the address's user, or else of ETCDCTL_USER; None if neither is given.
 
-    The password is that of PHALANX_WITNESS_PASSWORD_FILE's file, of ETCDCTL_PASSWORD, or behind ETCDCTL_USER's colon.
+    The password comes from PHALANX_WITNESS_PASSWORD_FILE's file, ETCDCTL_PASSWORD, or ETCDCTL_USER behind its colon.
 
     Raises:
         CoordinationError: there is a user without a password.
