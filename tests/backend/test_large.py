@@ -32,7 +32,6 @@ def _seen(tensor):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.skipif(_free_bytes() < 10 * 2**30, reason="needs 10 GiB of free memory")
 @on_ranks(2, timeout=280)
 def test_tensors_over_two_gib_arrive_whole_at_both_sides_of_the_limit(rank):

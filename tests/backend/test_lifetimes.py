@@ -220,7 +220,6 @@ if how == "raise":
 """
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.slow
 def test_a_process_ends_at_once_and_as_it_wants_while_a_daemon_thread_is_inside(tmp_path):
     """It died of SIGSEGV, or waited for the group's timeout, here an hour, because the exit hook wanted the lock."""

@@ -12,7 +12,6 @@ from tests.documents.followed import PAGES
 from tests.documents.typed import run
 
 
-@pytest.mark.timeout(600)  # a page starts Python and PyTorch some ten times
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 @pytest.mark.slow
 def test_its_commands_print_what_the_page_shows(page, tmp_path):

@@ -14,7 +14,7 @@ from tests.system.phalanx_command import start
 from phalanx.testing import why_no_hosts
 from phalanx.testing.namespaces import hosts
 
-pytestmark = [pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts()), pytest.mark.timeout(240)]
+pytestmark = pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts())
 TUTORIALS = ROOT / "docs" / "tutorials"
 
 

@@ -9,7 +9,7 @@ from tests.documents.blocks import ROOT, blocks
 from tests.system.phalanx_command import start
 from tests.system.sshd import ssh_hosts, why_no_sshd
 
-pytestmark = [pytest.mark.skipif(bool(why_no_sshd()), reason=why_no_sshd()), pytest.mark.timeout(240)]
+pytestmark = pytest.mark.skipif(bool(why_no_sshd()), reason=why_no_sshd())
 TUTORIALS = ROOT / "docs" / "tutorials"
 
 

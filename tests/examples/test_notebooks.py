@@ -42,7 +42,6 @@ def run(tmp_path):
     return carry_out
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.slow
 def test_the_first_steps_start_ranks_train_and_fail_as_the_notebook_says(run):
     hello, trained, failed = run("first_steps.ipynb")
@@ -53,7 +52,6 @@ def test_the_first_steps_start_ranks_train_and_fail_as_the_notebook_says(run):
     assert "raised here: the data of rank 1 are wrong" in failed
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.slow
 def test_the_report_names_the_rank_that_waits_for_its_data(run):
     _, told, shares, compared, page = run("look_at_a_report.ipynb")

@@ -9,7 +9,7 @@ from tests.report.measured import measured, rank
 from phalanx._job.report.findings import find
 from phalanx._job.report.page import render
 
-pytestmark = [pytest.mark.skipif(find_chromium() is None, reason="there is no Chromium"), pytest.mark.timeout(120)]
+pytestmark = pytest.mark.skipif(find_chromium() is None, reason="there is no Chromium")
 
 PICTURE = "document.querySelector('svg[data-scale]')"
 TOLD = f"{PICTURE}.querySelector('.told').textContent"

@@ -23,8 +23,6 @@ import phalanx
 from phalanx.strategies import ParameterServerStrategy, SingleDeviceStrategy
 from phalanx.testing import run_ranks
 
-pytestmark = pytest.mark.timeout(300)  # seconds on an idle machine; whole jobs of several processes on a busy one
-
 EXAMPLE = Path(__file__).parents[2] / "examples" / "strategies.py"
 
 

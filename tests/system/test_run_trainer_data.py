@@ -7,8 +7,6 @@ import re
 import pytest
 from tests.system.trainer_runs import PHALANX, run
 
-pytestmark = pytest.mark.timeout(300)  # seconds on an idle machine; whole jobs of several processes on a busy one
-
 TRAIN = """
 import hashlib, os, signal, sys, torch, phalanx
 from torch import nn

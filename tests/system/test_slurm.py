@@ -16,7 +16,6 @@ from tests.system.slurm import Cluster, cluster, why_not
 
 pytestmark = [
     pytest.mark.skipif(bool(why_not()), reason=why_not() or "Slurm is here"),
-    pytest.mark.timeout(300),
 ]
 PHALANX = (sys.executable, "-m", "phalanx")
 SCRIPT = """

@@ -19,8 +19,6 @@ from tests.report.chromium import chromium, find_chromium
 from tests.system.hanging import _HANG
 from tests.system.phalanx_command import BATCHES, start, write_script
 
-pytestmark = pytest.mark.timeout(240)
-
 # Rank 1 is the slow one.
 _TRAIN = f"""
 import os, sys, time, torch, torch.distributed as dist, phalanx
