@@ -21,7 +21,8 @@ from phalanx.testing import run_ranks
 
 ADVICE = (
     "A call under `if rank == 0`, or another condition that not every rank meets, is one that only some ranks ever "
-    "reach.\nTake it out of there, or give those ranks a group of their own (dist.new_group)."
+    "reach.\nTake it out of there, or give those ranks a group of their own (dist.new_group). If every rank makes "
+    "these calls, give them one order: a loop over a set has none."
 )
 
 
