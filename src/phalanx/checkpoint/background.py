@@ -38,7 +38,7 @@ class SaveWork:
     commit     on rank 0: give the checkpoint its name, once all `parts` are written
     parts      on rank 0: the names by which other ranks report that their parts are written
     missing    on rank 0: the names not reported yet; and the longest pause between two checks
-    discard    on rank 0: remove what was written
+    discard    on rank 0: remove the files
     """
 
     step: int
@@ -84,7 +84,7 @@ class Saving:
     def abort(self) -> None:
         """Abort the save when this rank's part is written: the checkpoint gets no name, unless it already has one.
 
-        Remove what was written, even if another rank was still writing when the thread removed it.
+        Remove the files, also if another rank was still writing when the thread removed them.
         """
         self._aborted.set()
         self._finished.wait()

@@ -238,7 +238,7 @@ def _as_named_by(mine: Mapping[str, Any], saved: Mapping[str, Any], prefixes: Se
 
 
 def _state_keys(module: nn.Module) -> list[str]:
-    """Return the keys of `module_state`; if the model is split between ranks, those of all parts."""
+    """Return the keys of `module_state`; if the model is split between ranks, the keys of all parts."""
     return module.state_names if isinstance(module, PartOwner) else list(module_state(module))
 
 

@@ -11,7 +11,7 @@
     files, written into a folder here   put each   parts of all ranks   put checkpoint.json   latest   remove old ones
     |________________ killed here: objects without a manifest are left __________________|  |__ killed here: it is saved
 
-The only requirement is that an object store puts an object atomically. The next save removes what a dead writer left:
+The only requirement is that an object store puts an object atomically. The next save removes a dead writer's objects:
 at once if its process is known to have ended, otherwise once nothing has been put there for an hour.
 """
 
@@ -277,7 +277,7 @@ class DownloadError(CheckpointError):
 def download(address: str, retry_s: float) -> Iterator[tuple[Path, str, tuple[str, ...]]]:
     """Download a checkpoint; yield its local path, its own address, and the names of the folder's older checkpoints.
 
-    The address is that of a checkpoint, of a folder of checkpoints (the latest is used), or of a single object.
+    The address leads to a checkpoint, to a folder of checkpoints (the latest is used), or to a single object.
 
     Raises:
         CheckpointError: there is no checkpoint, or it cannot be read.

@@ -381,7 +381,7 @@ class CheckpointManager:
         strict: bool = True,
         fallback: bool = False,
     ) -> RestoredCheckpoint | None:
-        """Load into `parts` the latest checkpoint, that of `step`, or the best one. All ranks call it.
+        """Load into `parts` the latest checkpoint, the one of `step`, or the best one. All ranks call it.
 
         Return the loaded checkpoint; None if there is no checkpoint at all.
 
@@ -520,7 +520,7 @@ def choose(peers: Peers, history: History | RemoteHistory, place: object, step: 
 class CollectedState:
     """`CollectedState` is the state that a rank saves.
 
-    `pinned` has the names of the values of which rank 0's are saved if ranks differ.
+    `pinned` names the values that rank 0 saves for all if ranks differ.
     """
 
     state: dict[str, Any]

@@ -80,7 +80,7 @@ def read_tensors(
 ) -> tuple[dict[str, Tensor], str | None]:
     """Return the named tensors, whole or filled into `shards`, and the problems of reading them. All ranks call it.
 
-    `shards` are tensors to fill, of which this rank has a part. `readers` are the ranks that see the folder;
+    `shards` are tensors to fill; this rank has a part of each. `readers` are the ranks that see the folder;
     `on_one_machine`: all ranks do, on one machine with one page cache.
     """
     alone = set(names) if on_one_machine else set(shards) if peers.rank in readers else set()

@@ -13,11 +13,11 @@ from phalanx.data.stream import Stream
 from phalanx.errors import DataError
 
 _MOST_OPEN = 64  # the most open chunks of a process; litData keeps one, or four
-_ROWS = 1024  # the rows of a shard, if the sizes of chunks differ from those of the dataset
+_ROWS = 1024  # the rows of a shard, if the chunks' sizes differ from the dataset's
 
 
 def from_litdata(dataset: Any, **options: Any) -> Stream:
-    """Return a stream over the output of `litdata.optimize`; samples are those of `litdata.StreamingDataset`.
+    """Return a stream over the output of `litdata.optimize`; samples are as from `litdata.StreamingDataset`.
 
     Arguments:
         dataset: a `litdata.StreamingDataset`, or the folder or address of one. Its `shuffle` has no effect.

@@ -49,7 +49,7 @@ class Partition:
 def plan_partition(
     length: int, world_size: int, rank: int, *, consumed: int = 0, padding: bool = True, drop_last: bool = False
 ) -> Partition:
-    """Return the partition of `rank` in the rest of an epoch of `length` samples, of which `consumed` are done.
+    """Return the partition of `rank` in the rest of an epoch of `length` samples after `consumed` of them.
 
     With `drop_last` every rank reads the same number and the remainder is left out; otherwise with `padding` every
     rank reads the same number and the first samples are repeated; without, the first ranks read one more.

@@ -11,7 +11,7 @@ Every round is invertible for any F, so the whole is a permutation of [0, a b). 
 until it is below n ("cycle walking"), which makes it a permutation of [0, n). Fewer than one in b results need this.
 
 Source: Black and Rogaway (2002), Ciphers with arbitrary finite domains, sections 4 and 5; the use of such a cipher to
-shuffle is that of Mitchell, Stokes, Frank and Holmes (2022), Bandwidth-optimal random shuffling for GPUs.
+shuffle is from Mitchell, Stokes, Frank and Holmes (2022), Bandwidth-optimal random shuffling for GPUs.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class WindowPermutations:
         self._round_keys = _derive_round_keys(key, SMALL_ROUNDS)
 
     def take(self, positions: Indices, lengths: Indices, windows: Indices) -> Indices:
-        """Return the results at `positions`, each of which is below the length of its window.
+        """Return the results at `positions`; each is below the length of its window.
 
         Shape: all three (n), and the result.
         """

@@ -215,7 +215,7 @@ def _length_of(dataset: Dataset[Any]) -> int:
 
 
 def _place(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
-    """Return both arguments; missing ones come from the default process group, or are those of a job of one rank."""
+    """Return both arguments; missing ones come from the default process group, or mean a job of one rank."""
     if dist.is_available() and dist.is_initialized():
         return (
             dist.get_world_size() if num_replicas is None else num_replicas,

@@ -47,7 +47,7 @@ class Stream(OrderedDataset):
     for each open shard without an index. Resuming inside a shard costs nothing with an index; otherwise its beginning
     is read again, or skipped, if its iterator has `skip`. If the number of ranks divides `interleave`, the number of
     workers per rank divides `readers`, and a step has `block` samples in all, each shard is read by one worker of one
-    rank; otherwise by up to all workers, each of which uses its part.
+    rank; otherwise by up to all workers; each uses its part.
 
     Arguments:
         shards: names, addresses, numbers, or any other arguments of `read`.

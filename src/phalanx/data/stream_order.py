@@ -90,7 +90,7 @@ class StreamOrder:
         self._windows = None if key is None else WindowPermutations(f"{key}, windows")
 
     def take(self, positions: Indices) -> Indices:
-        """Return the indices at `positions`, all of which are below `length`.
+        """Return the indices at `positions`; all are below `length`.
 
         Shape: (n), and so is the result.
         """

@@ -25,7 +25,7 @@ from phalanx.data.permutation import Indices, Permutation
 
 @dataclass(frozen=True)
 class JoinedDataset:
-    """`JoinedDataset` is a dataset of which a step of all ranks has `batch_size` samples."""
+    """`JoinedDataset` is a dataset that gives `batch_size` samples to each step of all ranks."""
 
     dataset: Any
     batch_size: int

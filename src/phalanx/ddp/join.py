@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class JoinStatus:
-    """A `JoinStatus` is what a rank does in one forward."""
+    """A `JoinStatus` says how a rank takes part in one forward."""
 
     active: bool
     """Whether this rank is in the context; a rank that has left it shadows the others."""
@@ -210,7 +210,7 @@ class JoinInterface(nn.Module, Joinable):
             self._reducer.shadow_step()
 
     def _broadcast_last(self, is_last: bool) -> None:
-        """Overwrite the model on all ranks, at the end of a Join context, with that of a rank that left last."""
+        """Overwrite the model on all ranks, at the end of a Join context, with the model of a rank that left last."""
         source = find_last(is_last, self.process_group, self.device)
         broadcast_tensors(self._state(), self.process_group, source)
         self._reducer.rescale = 1.0

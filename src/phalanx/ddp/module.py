@@ -68,7 +68,7 @@ class DistributedDataParallel(JoinInterface, TorchInterface):
     this off.
 
     Names follow the module tree, as in PyTorch: the wrapped module is the child `module`, and the keys of
-    `state_dict()` begin with `module.`; those of `ddp.module.state_dict()` do not. `load_state_dict` accepts both.
+    `state_dict()` begin with `module.`; the keys of `ddp.module.state_dict()` do not. `load_state_dict` accepts both.
 
     Numerics: all ranks have the same bits, in every run; two ranks with half a batch each train like one process with
     the whole batch, up to rounding, if the loss is a mean over samples.
@@ -452,7 +452,7 @@ def refuse(**given: object) -> None:
 
 
 def decide_caps(bucket_cap_mb: float | None, bucket_cap_mb_list: Sequence[float] | None) -> tuple[float, ...]:
-    """Return the caps of the first, second, ... bucket in MiB; the last cap is also that of all later buckets.
+    """Return the caps of the first, second, ... bucket in MiB; the last cap holds for all later buckets.
 
     Raises:
         ValueError: a cap is not above zero.

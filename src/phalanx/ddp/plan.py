@@ -93,7 +93,7 @@ def plan_buckets(
 
     `order` lists positions in `parameters`; the default is the reverse of registration, the usual order of backward.
     The parameter that reaches the cap completes a bucket; the k-th bucket of a dtype and device has the k-th of
-    `caps_mb` (MiB), and the last cap is also that of all later buckets. A gradient of `alone_bytes` or more has its own
+    `caps_mb` (MiB), and the last cap holds for all later buckets. A gradient of `alone_bytes` or more has its own
     bucket. Buckets are numbered in the order in which their last gradients become ready.
 
     Raises:

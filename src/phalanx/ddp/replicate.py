@@ -29,7 +29,7 @@ _SHOWN = 8  # the most tensors in a message
 
 
 def broadcast_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup, src: int = 0) -> None:
-    """Overwrite `tensors` on every rank with those of rank `src`, bit by bit.
+    """Overwrite `tensors` on every rank with rank `src`'s, bit by bit.
 
     They are sent as bytes, so one message carries any mixture of dtypes; on the CPU with a digest of their forms. The
     widest elements come first, which keeps each tensor in the message aligned for its dtype. Version counters do not

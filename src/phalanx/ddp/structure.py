@@ -22,7 +22,7 @@ _SHOWN = 8  # the most differences in a message; more would hide the first
 class TensorEntry:
     """A `TensorEntry` has the properties of one parameter or buffer on which all ranks must agree.
 
-    strides   of its gradient, if they are not those of a contiguous tensor
+    strides   of its gradient, if it is not contiguous
     beside    names of other parameters in the same memory
     """
 

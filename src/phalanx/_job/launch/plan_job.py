@@ -36,7 +36,7 @@ def plan_job(
     Arguments:
         command_environment: the environment of this command.
         environment: the environment that the ranks inherit; by default this command's environment and --env.
-        problems: the problems of the command line, which are raised together with those of this host.
+        problems: the problems of the command line, which are raised together with this host's.
 
     Raises:
         LaunchError: lists all problems.

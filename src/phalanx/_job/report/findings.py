@@ -34,7 +34,7 @@ class ReportFinding:
 
 
 def find(run: Measurements) -> list[ReportFinding]:
-    """Return all that is worth telling of a run; there is at least one finding."""
+    """Return the findings on a run, at least one."""
     found = [finding for check in _CHECKS for finding in check(run)]
     if not any(finding.severity in ("bad", "warn") for finding in found) and run.steps >= _FEW_STEPS:
         found.append(ReportFinding("good", _nothing_wrong(run)))

@@ -38,7 +38,7 @@ def find_job(folder: str, files: Sequence[RankFile]) -> JobRecord:
 
 
 def of_ranks(job: JobRecord, files: Sequence[RankFile]) -> list[RankFile]:
-    """Return the files of this run, without those of other processes of a rank, which trained nothing."""
+    """Return the files of this run, without a rank's other processes, which trained nothing."""
     files = [file for file in files if is_of_run(job, file)]
     trains = {(_attempt(file), file.facts.get("rank")) for file in files if file.steps_done}
     return [file for file in files if file.steps_done or (_attempt(file), file.facts.get("rank")) not in trains]
@@ -251,7 +251,7 @@ def _mean_loss(files: Sequence[RankFile]) -> Curve:
 
 
 def _broken(files: Sequence[RankFile]) -> tuple[int | None, bool]:
-    """Return the first step whose loss is not finite, and whether all that came later on that rank are not, either."""
+    """Return the first step whose loss is not finite, and whether all later losses of that rank are not, either."""
     broken = [file.first_broken for file in files if file.first_broken is not None]
     first = min(broken, default=None)
     return first, any(file.first_broken == first and file.last_finite < (first or 0) for file in files)

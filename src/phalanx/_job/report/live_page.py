@@ -28,7 +28,7 @@ from phalanx._job.report.units import percent, seconds, size, three_digits
 
 _HTML = "text/html; charset=utf-8"
 _AGAIN_S = 1.0  # a look is not older than that, and looks are not made more often
-_REPORT_EVERY_S = 5.0  # reading all that the ranks have written takes longer than a look
+_REPORT_EVERY_S = 5.0  # reading all of the ranks' files takes longer than a look
 _MOST_POINTS = 600
 _MOST_RANKS = 64  # of more ranks those that wait least are shown
 _COLOURS = {

@@ -111,7 +111,7 @@ class Measurements:
     ranks: tuple[RankRun, ...] = ()
     loss: Curve = ()  # step, mean over the ranks
     broken_step: int | None = None  # the first whose loss is not finite
-    stays_broken: bool = False  # and so are all that came later
+    stays_broken: bool = False  # and all later losses are not finite, either
     throughput: Curve = ()  # time, samples per second of all ranks
     has_samples: bool = False
     collectives: tuple[CollectiveTimes, ...] = ()

@@ -1,4 +1,4 @@
-"""Record this process's steps for a report: begin, find out which rank of which job it is, and end."""
+"""Record this process's steps for a report: begin, find its rank and job, and end."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def remove_records(folder: str, may_go: Callable[[RankFile], bool]) -> None:
 
 
 def remove_old_records(folder: str, run: str = "") -> None:
-    """Remove the records of finished runs in `folder`, but not those of the run `run`, which begins or continues."""
+    """Remove the records of finished runs in `folder`, except of the run `run`, which begins or continues."""
     job = JobRecord.read(folder)
     over = job.run if job is not None and not is_running(job) and job.host == socket.gethostname() else ""
 

@@ -11,7 +11,7 @@ from phalanx.errors import LaunchError
 
 
 def find_lsf(environ: Mapping[str, str], hostname: str) -> Allocation | None:
-    """Return LSF's allocation on several hosts, on each of which `blaunch` or `jsrun` starts this command once."""
+    """Return LSF's allocation on several hosts; `blaunch` or `jsrun` starts this command once on each."""
     if not environ.get("LSB_JOBID"):
         return None
     index = environ.get("LSB_JOBINDEX", "0")
@@ -52,7 +52,7 @@ def _of_jsrun(environ: Mapping[str, str], job: str) -> Allocation | None:
 
 
 def find_pbs(environ: Mapping[str, str], hostname: str) -> Allocation | None:
-    """Return PBS's or Torque's allocation on several hosts, on each of which `pbsdsh` starts this command once.
+    """Return PBS's or Torque's allocation on several hosts; `pbsdsh` starts this command once on each.
 
     Raises:
         LaunchError: this host cannot read the list of hosts, or is not in it.
@@ -106,7 +106,7 @@ def _compute_hosts(hosts: list[str]) -> list[str]:
 
 
 def _is_same(host: str, hostname: str) -> bool:
-    """Return whether two names can be those of one host: one of them may lack its domain."""
+    """Return whether two names can belong to one host: one of them may lack its domain."""
     if "." in host and "." in hostname:
         return host == hostname
     return host.partition(".")[0] == hostname.partition(".")[0]

@@ -1,4 +1,4 @@
-"""`PipeChannel` sends messages through two pipes: those of an ssh process, or those of a command that sshd runs."""
+"""`PipeChannel` sends messages through two pipes: an ssh process's, or the pipes of a command that sshd runs."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class _Pipes:
 
 
 class PipeChannel:
-    """A `Channel` over two pipes, both of which it owns.
+    """A `Channel` over two pipes. It owns both.
 
     The end on the host marks where its messages begin (`marks`), and the end here skips everything before the mark.
     """

@@ -15,7 +15,7 @@ from phalanx.errors import LaunchError
 
 
 def exec_on_host(host: str, words: Sequence[str], *, ssh: str | None = None, python: str | None = None) -> NoReturn:
-    """Replace this process by ssh, which runs `phalanx WORDS` on `host`; the exit code is that of the command there.
+    """Replace this process by ssh, which runs `phalanx WORDS` on `host`; the exit code is the remote command's.
 
     If this process has a terminal, the remote command gets one, which ends it when the connection breaks. Otherwise its
     standard input is empty: this process's may belong to a script.

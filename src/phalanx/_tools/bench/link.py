@@ -102,7 +102,7 @@ def slowest(measured: Sequence[LinkMeasurement]) -> Link:
 
 
 def is_slow(one: LinkMeasurement, measured: Sequence[LinkMeasurement]) -> bool:
-    """Return whether a link carries less than half of what the fastest one does."""
+    """Return whether a link has less than half of the fastest one's throughput."""
     return one.link.bytes_per_s < max(each.link.bytes_per_s for each in measured) / 2
 
 

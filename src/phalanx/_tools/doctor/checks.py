@@ -1,4 +1,4 @@
-"""Check the facts: pure functions, one per topic, each of which returns a finding with advice."""
+"""Check the facts: one pure function per topic returns a finding with advice."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def check_core(facts: DoctorFacts) -> CheckResult:
 
 
 def check_kernel(facts: DoctorFacts) -> CheckResult:
-    """Return whether the kernel offers what the core is built on."""
+    """Return whether the kernel has the calls that the core needs."""
     kernel = facts.kernel
     if kernel.proc is not None and not kernel.proc.works:
         return CheckResult(

@@ -1,4 +1,4 @@
-"""Find the jobs of this user that run on this host by their agents' sockets: all, or the one that a command is about.
+"""Find the jobs of this user that run on this host by their agents' sockets: all, or a command's one.
 
 `command` is named in messages.
 """
@@ -67,7 +67,7 @@ def choose_job(wanted: str | None, command: str) -> RunningJob:
     """Return the only job of this user, or the newest whose process number or script is `wanted`.
 
     Arguments:
-        wanted: what the user typed; None for nothing.
+        wanted: the user's word for the job; None for none.
         command: the calling command, for the messages.
 
     Raises:

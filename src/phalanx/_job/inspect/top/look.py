@@ -45,7 +45,7 @@ class MemberSnapshot:
 
 @dataclass(frozen=True)
 class GroupSnapshot:
-    """A `GroupSnapshot` is a group; `members` are those of this host."""
+    """A `GroupSnapshot` is a group; `members` are on this host."""
 
     name: str
     world_size: int

@@ -70,7 +70,7 @@ class Looker:
 
 
 class _Screen:
-    """`_Screen` knows what is drawn, and how."""
+    """`_Screen` draws the rows."""
 
     def __init__(self, console: Console) -> None:
         self.console = console

@@ -17,7 +17,7 @@ _FOLDER = re.compile(r"\([^()]*/")
 _LAST_WIDTH = 16  # the width of the last column, before others make way for it
 _WHY = 100  # so many characters of a reason are shown
 _MOSTLY = 0.5  # a rank must be idle for this share of the time to be shown as idle
-_LONG_S = 1.0  # an operation that takes longer is told with its time
+_LONG_S = 1.0  # the time of a longer operation is shown
 
 _STATES = {
     "T": "stopped (SIGSTOP or Ctrl-Z)",

@@ -5,7 +5,7 @@
                         │     waiting      │ moving │
                                         the last one has entered
 
-An operation that runs beside the program (an asynchronous one) counts as long as it runs, and is not computing.
+An operation that runs beside the program (an asynchronous one) counts while it runs, and is not computing.
 Messages between two ranks are left out: a receive may be posted long before a rank waits for it.
 
 Outside of operations a rank computes, or it is idle: it uses no CPU, as it waits for its DataLoader, a disk or a
@@ -123,7 +123,7 @@ def measure(
         known = lateness.get(who, LatenessOfRank(0, 0))
         lateness[who] = LatenessOfRank(known.times + 1, known.lead_ns + last_ns - max(before_ns, begin_ns))
     times = {who: _divide(spans[who], begin_ns, now_ns) for who in living if who in spans}
-    if begin_ns == since_ns:  # otherwise the CPU time is that of a longer span
+    if begin_ns == since_ns:  # otherwise the CPU time covers a longer span
         for who, now in processor_times(hosts).items():
             if who in times and who in before:
                 times[who] = _with_idle(times[who], now - before[who])
