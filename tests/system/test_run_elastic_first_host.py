@@ -316,7 +316,7 @@ def test_another_command_at_the_address_where_a_job_began_begins_a_job_of_its_ow
         end = made.ended_one(0)
         assert end.code == 0
         assert "another job" in end.out.splitlines()[-1]
-        assert "This command begins a job of its own" in end.out
+        assert "This command starts a job of its own" in end.out
         assert f"the host at {address_of(made.jobs[leader])} leads it" in end.out
         finish(made, leader, 3 - leader)
 

@@ -1,7 +1,7 @@
 """`Departure` is how the leader of an elastic job leaves it on SIGTERM, so that another host leads.
 
 SIGTERM ──2 s──┬─ all other hosts receive SIGTERM, too ──► the job ends
-               └─ they do not ──► the ranks of this host finish their step and end ──► another host is elected
+               └─ they do not ──► the ranks of this host finish their step and exit ──► another host is elected
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Departure:
                 for rank in attempt.place.ranks:
                     attempt.links.send(rank, LEAVE)
                 self._display.print(
-                    "phalanx run: the ranks of this host finish their step and end; the others continue, and one of "
+                    "phalanx run: the ranks of this host finish their step and exit; the others continue, and one of "
                     "their hosts leads the job (SIGTERM again: stop the job)"
                 )
                 return

@@ -37,8 +37,8 @@ def report_stacks(wanted: str | None) -> str:
     parts = [text, *(f"On {host.name}:\n\n{host.text}" for host in answers)]
     if not answers:
         parts.append(
-            f"Ranks of {num_others} other host{'s' * (num_others > 1)} are shown on the host that leads the job, the "
-            "first one if it is there."
+            f"Ranks of {num_others} other host{'s' * (num_others > 1)} are shown on the host that leads the job, "
+            "usually the first."
         )
     return "\n\n".join(parts)
 
