@@ -74,5 +74,5 @@ def test_our_own_lines_are_not_shown_and_causes_without_the_users_lines_neither(
 
 
 def test_frames_in_the_message_of_an_exception_from_c_plus_plus_are_left_out(tmp_path) -> None:
-    text = "It failed.\\n\\nAt:\\n  /x/session.py(158): check\\n  /x/work.py(4): <lambda>\\n"
+    text = "It failed.\\n\\nAt:\\n  /a place/session.py(158): check\\n  /x/work.py(4): <lambda>\\n"
     assert _lines_of(f"raise RuntimeError('{text}')\n", str(tmp_path)).endswith("RuntimeError: It failed.\n")

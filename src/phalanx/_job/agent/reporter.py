@@ -26,7 +26,7 @@ _NO_GUARD = (
 )
 _LIBRARY_FRAMES_HEAD = "Traceback (most recent call last; --traceback shows the lines of libraries):\n"
 # PyTorch's C++ appends Python frames to the message of an exception that it rethrows.
-_FRAMES_IN_MESSAGE = re.compile(r"\n\nAt:\n(  \S+\(\d+\): .+\n)+\n*")
+_FRAMES_IN_MESSAGE = re.compile(r"\n\nAt:\n(  .+\(\d+\): .+\n)+\n*")
 _CAUSE = "\nThe exception above caused this one:\n\n"
 
 
