@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterable
+from types import ModuleType
 from typing import Any
 
 from torch import nn
@@ -14,6 +15,7 @@ from phalanx.data import DistributedSampler
 from phalanx.elastic.rebind import WRAPPERS, averaging_modules
 
 _KINDS = (*WRAPPERS, Optimizer, DistributedSampler)
+_MOST = 1000  # a longer list holds data
 
 
 def find_forgotten(things: Iterable[Any], modules: Iterable[nn.Module]) -> list[Any]:
@@ -52,14 +54,22 @@ def updated_by(optimizer: Optimizer) -> set[int]:
 
 
 def _held_by(things: Iterable[Any]) -> set[int]:
-    """Return the ids of `things`, and of what objects of the user's own hold as an attribute, or in a list of one."""
+    """Return the ids of `things`, and of what they hold: as attributes, and inside lists and dicts of these."""
     held: set[int] = set()
     level = list(things)
     for _ in range(4):
         held.update(map(id, level))
-        level = [one for one in level if not isinstance(one, (nn.Module, LRScheduler, type))]
-        level = [one for one in gc.get_referents(*level) if id(one) not in held]
+        level = [inner for one in level for inner in _parts(one) if id(inner) not in held]
     return held
+
+
+def _parts(one: Any) -> Iterable[Any]:
+    kind = type(one)
+    if issubclass(kind, (nn.Module, LRScheduler, ModuleType, type)):  # a scheduler has no part of its optimizer's state
+        return ()
+    if issubclass(kind, (list, tuple, dict)):
+        return () if len(one) > _MOST else one.values() if issubclass(kind, dict) else one
+    return getattr(one, "__dict__", {}).values()
 
 
 def _with_subclasses(kinds: Iterable[type]) -> set[type]:
