@@ -20,6 +20,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 import phalanx
 from phalanx import elastic
 from phalanx.elastic.objects import Objects
+from phalanx.elastic.step import StepTracker
 from phalanx.testing import run_ranks
 
 
@@ -141,50 +142,33 @@ def test_a_model_whose_wrapper_state_does_not_have_is_refused_by_name(wrapper: A
         assert found.startswith("phalanx.elastic: 'model' is wrapped by a DistributedDataParallel that State does not")
 
 
-class _Holder:
-    """An object of a user's own that keeps an optimizer, and its state."""
+class _Around(torch.optim.SGD):
+    """An optimizer that lets another one make the update, as wrappers do."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizers = {"generator": [optimizer]}
+    inner: torch.optim.Optimizer
 
-    def state_dict(self) -> dict[str, Any]:
-        return self.optimizers["generator"][0].state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.optimizers["generator"][0].load_state_dict(state)
+    def step(self, closure: Any = None) -> None:
+        self.inner.step()
 
 
-def test_an_optimizer_that_state_does_not_have_is_refused_by_name() -> None:
+def test_an_optimizer_that_steps_and_that_state_does_not_have_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     """A replacement trained with new momenta: other parameters than its peers', and exit code 0."""
-
-    def message(**things: Any) -> str:
-        try:
-            Objects(things).refuse_what_is_not_kept(2)
-        except ValueError as error:
-            return str(error)
-        return ""
-
     net, other = nn.Linear(2, 2), nn.Linear(2, 2)
-    optimizer = torch.optim.Adam(net.parameters())
-    assert message(net=net, optimizer=optimizer) == message(net=net, holder=_Holder(optimizer)) == ""
-    assert message(other=other) == ""
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    assert message(net=net, schedule=schedule).startswith("phalanx.elastic: 'net' is trained by the optimizer Adam")
-    del optimizer, schedule
-    assert message(net=net) == "", "nobody uses it any more"
-
-
-def test_a_sampler_that_state_does_not_have_is_warned_of(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """After a loss the ranks read different epochs, silently."""
-    monkeypatch.setattr("phalanx._base.log._logged", set())  # another test may have been warned
-    sampler = phalanx.DistributedSampler(range(8), 1, 0)  # type: ignore[arg-type]
-    Objects({"sampler": sampler}).refuse_what_is_not_kept(2)
-    assert not caplog.messages
-    Objects({}).refuse_what_is_not_kept(2)
-    assert "State has no sampler, but the program has a phalanx.DistributedSampler" in caplog.text
-    del sampler
+    for parameter in (*net.parameters(), *other.parameters()):
+        parameter.grad = torch.ones_like(parameter)
+    around = _Around(net.parameters(), lr=0.1)
+    around.inner = torch.optim.Adam(net.parameters())
+    forgotten = torch.optim.Adam(net.parameters())
+    watch = StepTracker(Objects({"net": net, "around": around}), None).watch_other_optimizers()
+    around.step()
+    torch.optim.SGD(other.parameters(), lr=0.1).step()
+    assert not caplog.messages, "one is inside another, one updates no model of State, one does not step"
+    forgotten.step()
+    forgotten.step()
+    watch.remove()
+    torch.optim.AdamW(net.parameters()).step()
+    (said,) = caplog.messages
+    assert said.startswith("phalanx.elastic: Adam updates parameters of 'net', and State does not have this optimizer.")
 
 
 def _train_sharded() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import logging
 import sys
 import types
 from collections.abc import Iterator, Mapping
@@ -19,19 +18,16 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Sampler
 
-from phalanx._base.log import warn_once
 from phalanx._base.partition.owners import owner_of
 from phalanx._comm.backend.skeleton import split
 from phalanx.data import DistributedSampler
 from phalanx.ddp import DistributedDataParallel
-from phalanx.elastic.forgotten import find_forgotten, updated_by
-from phalanx.elastic.rebind import averaging_modules
+from phalanx.elastic.rebind import averaging_modules, find_wrappers_outside
 from phalanx.elastic.state_transfer import ModulePart, OptimizerPart, StatefulPart, StatePart
 from phalanx.optim import ZeroRedundancyOptimizer
 from phalanx.optim.rounds import Rounds
 from phalanx.pipeline import Pipeline
 
-_logger = logging.getLogger(__name__)
 _SMALL = 1 << 20
 
 
@@ -61,7 +57,7 @@ class Objects:
         if len(samplers) > 1:
             raise ValueError("State: only one sampler can define the job's position, and there are several")
         self.sampler = samplers[0] if samplers else None
-        optimized = {key for optimizer in self.optimizers for key in updated_by(optimizer)}
+        optimized = {id(p) for o in self.optimizers for g in o.param_groups for p in g["params"]}
         known = (nn.Module, Optimizer, LRScheduler, GradScaler, Rounds, DistributedSampler)
         others = {name: thing for name, thing in things.items() if not isinstance(thing, known)}
         self.small = {name: thing for name, thing in others.items() if _is_small(thing.state_dict())}
@@ -88,9 +84,9 @@ class Objects:
         """Refuse objects whose state a replacement could not receive, before a job of `world_size` ranks trains.
 
         Raises:
-            ValueError: a Pipeline; a model without its wrapper or its optimizer; a comm hook with a state of its own;
-                a buffer with overlapping elements; an optimizer whose state is sharded over ranks that do not share
-                memory, or over some ranks only.
+            ValueError: a Pipeline; a model without its wrapper; a comm hook with a state of its own; a buffer with
+                overlapping elements; an optimizer whose state is sharded over ranks that do not share memory, or over
+                some ranks only.
         """
         for name, thing in self.things.items():
             if isinstance(thing, Pipeline):
@@ -109,15 +105,7 @@ class Objects:
                     "of its state, so no replacement could receive it. Use the optimizer itself, or restart the whole "
                     "job (no elastic.run, --max-restarts)."
                 )
-        forgotten = find_forgotten(self.things.values(), self.modules)
-        outside = [one for one in forgotten if isinstance(one, nn.Module)]
-        optimizers = [one for one in forgotten if isinstance(one, Optimizer)]
-        if self.sampler is None and any(isinstance(one, DistributedSampler) for one in forgotten):
-            warn_once(
-                _logger,
-                "phalanx.elastic: State has no sampler, but the program has a phalanx.DistributedSampler. If training "
-                "reads through it, pass it to State: after a loss the ranks would read different epochs.",
-            )
+        outside = find_wrappers_outside(self.modules)
         for name, module in self.named_modules.items():
             parameters = {id(p) for p in module.parameters()}
             if wrapper := next((one for one in outside if not parameters.isdisjoint(map(id, one.parameters()))), None):
@@ -125,12 +113,6 @@ class Objects:
                     f"phalanx.elastic: {name!r} is wrapped by a {type(wrapper).__name__} that State does not have, so "
                     "the wrapper could not join the group that is formed after a loss. Pass the wrapper to State "
                     "instead of the model, or make it in the function that elastic.run decorates."
-                )
-            if optimizer := next((one for one in optimizers if not parameters.isdisjoint(updated_by(one))), None):
-                raise ValueError(
-                    f"phalanx.elastic: {name!r} is trained by the optimizer {type(optimizer).__name__}, which State "
-                    "does not have. A replacement would begin without its state, and train other parameters than the "
-                    "other ranks. Pass it to State, or make it in the function that elastic.run decorates."
                 )
             for layer in averaging_modules([module]):
                 for hook, state in _comm_hooks(layer):

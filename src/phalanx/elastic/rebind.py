@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import gc
+from collections.abc import Iterable, Set
 from typing import Any
 
 from torch import nn
@@ -11,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 from phalanx._comm.backend.torch_integration.groups import is_listed
 from phalanx.ddp import DistributedDataParallel
 
-WRAPPERS = (DistributedDataParallel, TorchDistributedDataParallel)
+_WRAPPERS = (DistributedDataParallel, TorchDistributedDataParallel)
 
 
 def rebind_module(module: nn.Module, old: Any, new: Any) -> None:
@@ -54,4 +55,24 @@ def _rebind_torch(ddp: Any, old: Any, new: Any) -> None:
 
 def averaging_modules(modules: Iterable[nn.Module]) -> list[nn.Module]:
     """Return the wrappers that average gradients, ours and PyTorch's."""
-    return [layer for module in modules for layer in module.modules() if isinstance(layer, WRAPPERS)]
+    return [layer for module in modules for layer in module.modules() if isinstance(layer, _WRAPPERS)]
+
+
+def find_wrappers_outside(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """Return the wrappers that average gradients of parameters of `modules`, and are in none of them.
+
+    Cost: a look at each object of the process, if no wrapper in `modules` has all parameters.
+    """
+    modules = list(modules)
+    averaged = {id(p) for wrapper in averaging_modules(modules) for p in wrapper.parameters()}
+    parameters = {id(p) for module in modules for p in module.parameters()} - averaged
+    if not parameters or not _find_wrappers(parameters):
+        return []
+    gc.collect()  # a wrapper that nobody uses may still exist
+    return _find_wrappers(parameters)
+
+
+def _find_wrappers(parameters: Set[int]) -> list[nn.Module]:
+    # isinstance may run an object's code
+    wrappers = [one for one in gc.get_objects() if any(kind in _WRAPPERS for kind in type(one).__mro__)]
+    return [one for one in wrappers if not parameters.isdisjoint(map(id, one.parameters()))]

@@ -153,12 +153,12 @@ class ElasticJob:
 
     def _run(self, train: Train[_Result], world: Any, membership: Generations) -> _Result:
         commits = self._commits
-        is_new = rehearses(world)
-        if not is_new:  # a replacement runs the same script
-            commits.objects.refuse_what_is_not_kept(world.size())
+        commits.objects.refuse_what_is_not_kept(world.size())
         group = commits.tracker.runner = ElasticGroup(commits, world, membership, _name(train))
         del world  # an old group is released when the next one is formed
+        is_new = rehearses(group.process_group)
         has_begun = False
+        watch = commits.tracker.watch_other_optimizers()
         try:
             if is_new:
                 commits.latest.number = -1
@@ -194,6 +194,7 @@ class ElasticJob:
             leave_all_groups()
             raise SystemExit(0) from None
         finally:
+            watch.remove()
             commits.tracker.runner = None
             membership.close()
 

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
 
 from phalanx._base.log import get_logger
 from phalanx._base.torch_names import find
@@ -104,6 +106,31 @@ class StepTracker:
         self.forget_backward()
         self.wait_history = True, False, 0
         self._forward_changes.forget()
+
+    def watch_other_optimizers(self) -> RemovableHandle:
+        """Warn of optimizers that `State` lacks, once they step parameters of its models, until the handle is removed.
+
+        An optimizer inside another one (a sharded one's, a wrapper's) steps during the other's step.
+        """
+        known = {id(one) for one in self._objects.optimizers}
+
+        def after_step(optimizer: Optimizer, *_: Any) -> None:
+            if id(optimizer) in known or self.stepped == 1 or self._objects.rounds:
+                return
+            known.add(id(optimizer))
+            updated = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            for name, module in self._objects.named_modules.items():
+                if any(id(p) in updated for p in module.parameters()):
+                    _logger.warning(
+                        "phalanx.elastic: %s updates parameters of %r, and State does not have this optimizer. When a "
+                        "rank is lost, its replacement makes a new one, so the ranks may train different parameters. "
+                        "Pass it to State.",
+                        type(optimizer).__name__,
+                        name,
+                    )
+                    return
+
+        return register_optimizer_step_post_hook(after_step)
 
     # -- hooks ---------------------------------------------------------------------------------------------------
 
