@@ -145,7 +145,7 @@ class _Cycle:
         return self
 
 
-@pytest.mark.parametrize("kind", [_Slots, _List, _Own, _Cycle])
+@pytest.mark.parametrize("kind", [_Slots, _List, _Own, _Cycle, type(None), type(...), object, complex])
 def test_an_object_with_more_state_than_its_dict_is_replaced(kind: Any) -> None:
     values = {"thing": kind()}
     saved = {"thing": kind()}

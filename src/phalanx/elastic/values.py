@@ -93,5 +93,10 @@ def _is_pickled_by_dict(kind: type) -> bool:
     """Return whether `__dict__` is the whole state of an object of this kind: it has no slots and no base in C."""
     has_hooks = any(getattr(kind, hook, None) is not getattr(object, hook, None) for hook in _HOOKS)
     has_slots = any(vars(base).get("__slots__") for base in kind.__mro__)
-    is_plain = (kind.__basicsize__, kind.__itemsize__) == (_Plain.__basicsize__, _Plain.__itemsize__)
+    like = _Plain
+    is_plain = (kind.__basicsize__, kind.__itemsize__, kind.__dictoffset__) == (
+        like.__basicsize__,
+        like.__itemsize__,
+        like.__dictoffset__,
+    )
     return is_plain and not has_slots and not has_hooks and kind not in copyreg.dispatch_table
