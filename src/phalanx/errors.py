@@ -1,4 +1,4 @@
-"""This module has every exception that Phalanx raises for events outside of the program, named by their cause.
+"""This module has every exception that Phalanx raises at run time, named by who caused it.
 
     RuntimeError
     └── PhalanxError

@@ -15,14 +15,14 @@ from phalanx._comm.diagnostics.divergence import (
     describe_earlier_divergence,
     describe_left_alone,
 )
+from phalanx._comm.diagnostics.failure_report import ORDER_ADVICE
 from phalanx._comm.diagnostics.flight_recorder import Record, read
 from phalanx.errors import DeadlineError, MismatchError, PeerLostError
 from phalanx.testing import run_ranks
 
 ADVICE = (
     "A call under `if rank == 0`, or another condition that not every rank meets, is one that only some ranks ever "
-    "reach.\nTake it out of there, or give those ranks a group of their own (dist.new_group). If every rank makes "
-    "these calls, give them one order: a loop over a set has none."
+    "reach.\nTake it out of there, or give those ranks a group of their own (dist.new_group)."
 )
 
 
@@ -88,7 +88,7 @@ def test_the_others_wait_in_a_barrier(world_size):
             f"\nRank 0 is in all_reduce #n (test_divergence.py), which {who} not reached: "
             f"{they_are} in barrier #n (test_divergence.py).\nA call under `if rank == 0`"
         ) in message
-        assert message.endswith(f"\n{ADVICE} The group can no longer be used.")
+        assert message.endswith(f"\n{ADVICE} {ORDER_ADVICE} The group can no longer be used.")
 
 
 def train_and_meet(model):

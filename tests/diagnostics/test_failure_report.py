@@ -8,6 +8,7 @@ from phalanx._comm.diagnostics.divergence import DIVERGENCE_ADVICE, JOIN_ADVICE
 from phalanx._comm.diagnostics.failure_report import (
     KILLED,
     NOTHING_CALLED,
+    ORDER_ADVICE,
     QUIET_END,
     FailedOperation,
     FailureReport,
@@ -35,14 +36,14 @@ REPORTS = {
         f"  rank 0: {OTHER.text}\n  rank 1: {ONE.text}\n  rank 2: {ONE.text}\n"
         "Rank 0 is in barrier #42 (eval.py:7), which ranks 1, 2 have not reached: they are in all_reduce #42 "
         "(train.py:88).\n"
-        f"{DIVERGENCE_ADVICE}",
+        f"{DIVERGENCE_ADVICE} {ORDER_ADVICE}",
     ),
     "a rank that called nothing": (
         FailureReport("mismatch", calls={0: ONE, 1: NOTHING_CALLED}),
         MismatchError,
         f"the ranks called different things; no tensor was changed.\n  rank 0: {ONE.text}\n  rank 1: nothing yet\n"
         "Rank 0 is in all_reduce #42 (train.py:88), which rank 1 has not reached: it has called nothing yet.\n"
-        f"{DIVERGENCE_ADVICE}",
+        f"{DIVERGENCE_ADVICE} {ORDER_ADVICE}",
     ),
     "lines that are not known": (
         FailureReport("mismatch", calls={0: RankCall("all_to_all that sends 8 bytes to rank 1"), 1: ONE}),

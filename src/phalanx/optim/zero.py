@@ -478,7 +478,7 @@ def make_host_group(group: dist.ProcessGroup, ranks: Sequence[int]) -> dist.Proc
 
 
 def broadcast_parameters(parameters: Iterable[Tensor], group: dist.ProcessGroup) -> None:
-    """Overwrite `parameters` with rank 0's of `group`. All its ranks call this."""
+    """Overwrite `parameters` with the parameters of rank 0 of `group`. All its ranks call this."""
     for parameter in parameters:
         dist.broadcast(parameter.detach(), group=group, group_src=0)
 

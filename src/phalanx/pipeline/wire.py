@@ -398,7 +398,7 @@ class Wire:
         """Return the gradients of `like`, which was sent in the other direction; None for missing ones.
 
         Raises:
-            StageFailedError: the sending stage failed; the message is its error's.
+            StageFailedError: the sending stage failed; the message repeats its error.
         """
         header, _, parts = self._header(edge)
         grads: list[Tensor | None] = []

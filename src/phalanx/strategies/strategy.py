@@ -394,7 +394,7 @@ class Strategy(ABC):
             axis: reduce over this axis, or these axes, as well; its size may differ between replicas; each element
                 counts once.
 
-        Shape: one replica's value's, without `axis`.
+        Shape: a replica's value without `axis`.
 
         Raises:
             TypeError, ValueError: a value is not a number, or has no such axis; nothing was sent.

@@ -402,7 +402,7 @@ class Trainer:
         return True
 
     def _after_step(self, state: elastic.State, loss: Tensor, update_loss: Tensor, *, ends_epoch: bool) -> None:
-        """Do the work after the commit; a lost rank repeats none of it."""
+        """Do the work after the commit; no rank repeats it after a loss."""
         if self.strategy.scaler is not None and (recorder := recording.current()) is not None:
             recorder.note_loss(recorder.read_loss(update_loss))  # the backward began from the scaled loss
         if self._scalars.loggers and state.step % self._log_every == 0:

@@ -9,8 +9,7 @@ from phalanx._comm.diagnostics.rank_list import name_ranks
 
 DIVERGENCE_ADVICE = (
     "A call under `if rank == 0`, or another condition that not every rank meets, is one that only some ranks ever "
-    "reach.\nTake it out of there, or give those ranks a group of their own (dist.new_group). If every rank makes "
-    "these calls, give them one order: a loop over a set has none."
+    "reach.\nTake it out of there, or give those ranks a group of their own (dist.new_group)."
 )
 
 EVEN_ADVICE = "Give every rank the same number of batches: phalanx.DistributedSampler does, and drop_last=True"

@@ -23,6 +23,7 @@ THREAD_ADVICE = (
     "A thread of a library calls collectives of this group while the program does: each rank may have them in another "
     "order.\nGive the library a group of its own, as in dcp.async_save(..., process_group=dist.new_group())."
 )
+ORDER_ADVICE = "If every rank makes these calls, give them one order: a loop over a set has none."
 MESSAGE_ADVICE = "Make the receiver's tensor as large as the sender's, with the same dtype."
 LATE_ADVICE = "Read the log of the missing rank first; if it is only slow, raise the timeout of the group."
 SILENT = "does not answer: it hangs, is stopped, or is cut off"
@@ -135,20 +136,22 @@ class FailureReport:
         divergence = describe_divergence({rank: call.operation for rank, call in self.calls.items()}) if known else ""
         # PyTorch's DDP averages gradients with all_reduce; so does a loop the losses of an epoch, in another line.
         trains = in_round or (divergence and all(call.text.startswith("all_reduce") for call in self.calls.values()))
+        advice = self._advice(is_divergence=bool(divergence))
+        may_have_no_data = trains and not self.remarks and advice != THREAD_ADVICE
         return [
             f"the ranks called different things; {changed}.",
             self._called(),
             *self.remarks,
             divergence,
             self.earlier if divergence else "",
-            self._advice(is_divergence=bool(divergence)),
-            f"If a rank has run out of data instead: {JOIN_ADVICE}" if trains and not self.remarks else "",
+            advice,
+            f"If a rank has run out of data instead: {JOIN_ADVICE}" if may_have_no_data else "",
         ]
 
     def _advice(self, *, is_divergence: bool) -> str:
         if any(IN_THREAD in call.text for call in self.calls.values()):
             return THREAD_ADVICE
-        return DIVERGENCE_ADVICE if is_divergence else MISMATCH_ADVICE
+        return f"{DIVERGENCE_ADVICE} {ORDER_ADVICE}" if is_divergence else MISMATCH_ADVICE
 
     def _message_mismatch(self) -> list[str]:
         changed = next(iter(self.remarks), "the tensor was not changed")

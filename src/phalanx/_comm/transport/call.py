@@ -120,7 +120,7 @@ def _same_call(
 
 
 def foreign_head(call: RankCall) -> bytes:
-    """Return a head that matches no other call, for a rank that has left nothing but records."""
+    """Return a head that matches no other call, for a rank whose call is known only from its records."""
     digest = hashlib.blake2b(call.text.encode(), digest_size=_DIGEST_BYTES).digest()
     room = HEAD_BYTES - _DIGEST_BYTES
     text, _, place = call.text.partition(" at ")

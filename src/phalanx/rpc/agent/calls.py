@@ -166,7 +166,7 @@ def why_failed(peer: Callee, call: Call) -> Callable[[], BaseException]:
     if not peer.lost:
         text = f"{call.what}({call.name}) to {peer.member}: this worker was shut down before the answer came."
         return partial(ClosedError, text)
-    if call.what.startswith("RRef."):
+    if call.what in ("RRef.to_here", "RRef._get_type"):  # which ask for the object alone
         return partial(owner_lost, peer)
     text = f"{call.what}({call.name}) to {peer.member}: the worker is lost: {peer.lost}"
     if call.number:

@@ -58,7 +58,7 @@ def context() -> Iterator[int]:
 def backward(context_id: int, roots: Sequence[Tensor], retain_graph: bool = False) -> None:
     """Run the backward pass from `roots` through all workers of the context, and gather gradients in the context.
 
-    It returns when the pass has ended on all workers. Gradients are added to the context's earlier passes.
+    It returns when the pass has ended on all workers. Gradients of all passes in the context are added up.
     Any worker of the context can call it, also several at a time.
 
     Numerics: as in one process; where a tensor has several uses, the order in which gradients are added may differ.

@@ -175,7 +175,7 @@ def broadcast(group: PhalanxProcessGroup, tensors: Any, opts: Any = None) -> Wor
 
 
 def broadcast_buffers(group: PhalanxProcessGroup, tensor: Tensor, root: int, *, number: int = 0) -> None:
-    """Overwrite `tensor` with rank `root`'s, which does not wait; the others wait only for the root.
+    """Overwrite `tensor` with the tensor of rank `root`, which does not wait; the others wait only for it.
 
     This is for a frequent broadcast, for example of a module's buffers before each forward: no rank waits for the
     slowest one. The group's next collective checks that all ranks called it, so a mismatch, or a lost or late rank, is

@@ -27,7 +27,7 @@ class LeadGuard:
     """`LeadGuard` has the leader's proposer, and the lost hosts whose removal is not agreed on yet.
 
     Arguments:
-        followers: this host's coordinator's; None: the job ends with its leader.
+        followers: the coordinators that follow this host's; None: the job ends with its leader.
         witness: the job's witness, if it has one.
         proposer: an elected host's.
     """

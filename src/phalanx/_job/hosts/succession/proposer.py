@@ -44,7 +44,7 @@ class Proposer:
     """`Proposer` is the leader's side of the protocol.
 
     Arguments:
-        followers: this host's coordinator's.
+        followers: the coordinators that follow this host's.
         witness: one more voter, which `close` closes.
         primary, voter: an elected host's; by default this host leads first, alone until `set_voters`.
     """

@@ -1,4 +1,4 @@
-"""Find the jobs of this user that run on this host by their agents' sockets: all, or a command's one.
+"""Find the jobs of this user that run on this host by their agents' sockets: all, or the one that the user names.
 
 `command` is named in messages.
 """
@@ -67,7 +67,7 @@ def choose_job(wanted: str | None, command: str) -> RunningJob:
     """Return the only job of this user, or the newest whose process number or script is `wanted`.
 
     Arguments:
-        wanted: the user's word for the job; None for none.
+        wanted: the user's word for the job, or None.
         command: the calling command, for the messages.
 
     Raises:
