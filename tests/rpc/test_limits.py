@@ -8,6 +8,7 @@ import os
 import random
 import resource
 import signal
+import sys
 import threading
 from pathlib import Path
 
@@ -253,6 +254,10 @@ def _alarms():
     assert current.agent().num_in_flight == 0
 
 
+@pytest.mark.skipif(
+    sys.version_info[:2] == (3, 14),
+    reason="in Python 3.14 a signal handler that raises may leave a lock acquired",
+)
 def test_an_exception_of_a_signal_handler_ends_a_call_and_nothing_else():
     """Where it came while the main thread read, the other worker counted as lost from then on."""
     run_caller(_alarms, 2)
