@@ -192,3 +192,8 @@ def _list(folder: str) -> list[str]:
         return os.listdir(folder)
     except FileNotFoundError:
         return []
+
+
+def files_in_shm() -> list[str]:
+    """Return the names in /dev/shm that may be ours, and not those of other libraries in tests beside this one."""
+    return sorted(name for name in os.listdir("/dev/shm") if not name.startswith(("sem.", "torch_", "mpich_", "psm_")))

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from tests.backend.default_group import join_by_file
 from tests.containers import contained, why_no_containers
+from tests.leaks import files_in_shm
 from tests.logs import logged
 from tests.seccomp import UNIX_SOCKETS, forbid, why_no_seccomp
 
@@ -46,12 +47,12 @@ def _results(tmp_path, world_size, forbidden):
 
 
 def test_without_memfd_the_memory_is_an_unlinked_file_and_the_first_rank_says_so_once(tmp_path) -> None:
-    before = sorted(os.listdir("/dev/shm"))
+    before = files_in_shm()
     groups, lines = _results(tmp_path, 3, {r: ("memfd_create",) for r in range(3)})
     assert groups == ["SharedMemoryTransport"] * 3
     said = "shared memory lies in files without a name in /dev/shm, because memfd_create: Operation not permitted"
     assert lines == [[said], [], []]
-    assert sorted(os.listdir("/dev/shm")) == before
+    assert files_in_shm() == before
 
 
 @pytest.mark.parametrize("ranks", [(0, 1), (1,)])

@@ -6,6 +6,7 @@ import resource
 
 import pytest
 from tests.containers import contained, why_no_containers
+from tests.leaks import files_in_shm
 from tests.seccomp import forbid, why_no_seccomp
 
 from phalanx._comm.symmetric_memory.memfd import memory, obstacle, sparse_memory
@@ -30,9 +31,9 @@ def test_memory_is_nameless_sparse_and_closed_on_exit():
 
 def _without_memfd(rank, world_size):
     forbid("memfd_create")
-    before = sorted(os.listdir("/dev/shm"))
+    before = files_in_shm()
     with memory("test", 10000) as fd, sparse_memory("other", 1 << 40) as sparse, memory("empty", 0) as empty:
-        assert sorted(os.listdir("/dev/shm")) == before
+        assert files_in_shm() == before
         sparse.reserve(1 << 39, 4096)
         sizes = [os.fstat(f).st_blocks * 512 for f in (fd, sparse.fd, empty)]
         os.pwrite(fd, b"hello", 9000)
