@@ -58,14 +58,14 @@ def _all_places(rank, world_size, n, dtype):
 @pytest.mark.slow(but=("2-4",))
 @pytest.mark.parametrize(("world_size", "n"), [(2, 4), (3, 3), (2, 20_000)])
 def test_tensors_that_share_memory_are_read_as_they_were(world_size, n):
-    ours = assert_same_as_gloo(_all_places, world_size, n, torch.int64, timeout=120)
+    ours = assert_same_as_gloo(_all_places, world_size, n, torch.int64)
     assert len(ours[0]) > 100
 
 
 @pytest.mark.slow
 def test_tensors_that_share_memory_are_read_as_they_were_without_the_core(monkeypatch):
     monkeypatch.setattr(create, "_core", None)
-    assert_same_as_gloo(_all_places, 2, 4, torch.int64, timeout=120)
+    assert_same_as_gloo(_all_places, 2, 4, torch.int64)
 
 
 # name -> the operation in its message, the list there, and the call with a list of outputs.

@@ -89,7 +89,7 @@ def test_a_rank_that_leads_its_host_and_cannot_open_a_connection_is_told_the_lim
             finally:
                 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
-    assert run_ranks(lead, 1, backend=None, timeout=60) == [errno.EMFILE]
+    assert run_ranks(lead, 1, backend=None) == [errno.EMFILE]
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, None])

@@ -33,7 +33,7 @@ def _seen(tensor):
 
 @pytest.mark.slow
 @pytest.mark.skipif(_free_bytes() < 10 * 2**30, reason="needs 10 GiB of free memory")
-@on_ranks(2, timeout=280)
+@on_ranks(2)
 def test_tensors_over_two_gib_arrive_whole_at_both_sides_of_the_limit(rank):
     tensor = torch.empty(SIZE, dtype=torch.uint8)  # one for everything: new pages are most of the time
     odd = tensor[:-1]

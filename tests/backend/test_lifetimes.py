@@ -65,7 +65,7 @@ def _backward(group, rank, size):
 
 @pytest.mark.slow(but=("_collectives",))
 @pytest.mark.parametrize("calls", [_collectives, _messages, _backward])
-@on_ranks(2, timeout=30)
+@on_ranks(2)
 def test_destroying_a_group_while_a_thread_is_inside_ends_its_operation_and_not_the_process(rank, world_size, calls):
     """The other thread died of SIGSEGV in a backward and in point to point, and a fast all_reduce got a ValueError.
 
@@ -133,7 +133,7 @@ def test_a_thread_in_a_collective_that_nobody_joins_is_told_when_its_group_is_de
             with pytest.raises(PeerLostError, match="while its operations were in flight"):
                 dist.all_reduce(torch.ones(1), group=group)
 
-    run_ranks(check, 2, timeout=60)
+    run_ranks(check, 2)
 
 
 ENDING = """

@@ -74,7 +74,7 @@ def test_a_receive_from_anybody_says_who_sent(rank, world_size):
         assert tensor[0] == -r
 
 
-@on_ranks(2, timeout=30)
+@on_ranks(2)
 def test_a_receive_from_anybody_may_follow_one_that_still_waits(rank):
     """Receives from anybody look into every channel, so they share a thread with all others: it must not wait in
     the caller for a receive whose message is sent only later."""
@@ -118,7 +118,7 @@ def test_messages_flow_while_a_collective_waits(rank):
         dist.barrier()
 
 
-@on_ranks(2, timeout=30)
+@on_ranks(2)
 def test_a_receive_that_still_waits_holds_up_no_other_tag(rank):
     """Receives from one peer once ran in the order of posting: the second waited for the first until the timeout."""
     if rank == 0:
@@ -136,7 +136,7 @@ def test_a_receive_that_still_waits_holds_up_no_other_tag(rank):
 
 
 @pytest.mark.parametrize("any_first", [False, True])
-@on_ranks(2, timeout=30)
+@on_ranks(2)
 def test_receives_from_anybody_and_from_somebody_match_in_the_order_of_posting(rank, any_first):
     if rank == 1:
         dist.recv(torch.zeros(1), 0)

@@ -156,7 +156,7 @@ def _run(call, rank, tensors, group, *, async_op):
         work.wait()
 
 
-@on_ranks(P, timeout=120)
+@on_ranks(P)
 def test_every_kind_in_every_place_gives_what_gloo_gives_for_the_plain_values(rank):
     gloo = dist.new_group(backend="gloo")
     for name, (ins, outs, call) in OPERATIONS.items():

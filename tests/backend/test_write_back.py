@@ -111,21 +111,21 @@ def _every_layout(rank, world_size, n):
 @pytest.mark.slow(but=("2-4",))
 @pytest.mark.parametrize(("world_size", "n"), [(2, 4), (3, 6), (2, 20_000)])
 def test_every_operation_writes_every_layout(world_size, n):
-    ours = assert_same_as_gloo(_every_layout, world_size, n, timeout=120)
+    ours = assert_same_as_gloo(_every_layout, world_size, n)
     assert len(ours[0]) > 150
 
 
 @pytest.mark.slow
 def test_every_operation_writes_every_layout_without_the_core(monkeypatch):
     monkeypatch.setattr(create, "_core", None)
-    assert_same_as_gloo(_every_layout, 2, 4, timeout=120)
+    assert_same_as_gloo(_every_layout, 2, 4)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts())
 def test_every_operation_writes_every_layout_between_hosts():
     ours = on_hosts((2, 1), _between_hosts, run_s=120)
-    compare(ours, run_ranks(_every_layout, 3, 6, backend="gloo", timeout=120), 0.0)
+    compare(ours, run_ranks(_every_layout, 3, 6, backend="gloo"), 0.0)
 
 
 def _between_hosts(rank, world_size, machines):

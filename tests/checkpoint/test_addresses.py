@@ -32,7 +32,7 @@ def names_at(address):
 
 def alone(function, *args, **options):
     """Run in a process of its own: the threads and sockets of a file system end with it."""
-    return run_ranks(lambda rank, world_size: function(*args), 1, backend=None, timeout=120, **options)[0]
+    return run_ranks(lambda rank, world_size: function(*args), 1, backend=None, **options)[0]
 
 
 @pytest.mark.slow
@@ -60,14 +60,14 @@ def test_ranks_save_and_any_number_of_ranks_goes_on(s3, form, world_size, tmp_pa
         assert_whole(manager.load(step=2))
         return restored.step, restored.path
 
-    told, names = run_ranks(save, world_size, timeout=120)[0]
+    told, names = run_ranks(save, world_size)[0]
     assert [path.startswith(f"{folder}/0000000{number}-step-{number}-") for number, path in enumerate(told, 1)] == [
         True
     ] * 3
     folders = {name.partition("/")[0] for name in names}
     assert folders == {told[1].rpartition("/")[2], told[2].rpartition("/")[2], "latest"}
     assert not [name for name in names if ".writing" in name or ".part" in name]
-    assert run_ranks(load, 3, timeout=120) == [(3, told[2])] * 3
+    assert run_ranks(load, 3) == [(3, told[2])] * 3
     assert not list(tmp_path.glob("phalanx-*"))  # every rank but the first left an empty folder for each save
 
 
@@ -161,7 +161,7 @@ def test_what_fails_for_longer_is_an_error_on_every_rank_and_changes_nothing(s3,
         manager.save(3, state_of(3, 10))
         return manager.load().step
 
-    assert run_ranks(save, 2, timeout=120) == [3, 3]
+    assert run_ranks(save, 2) == [3, 3]
 
 
 def test_a_bucket_that_is_not_there_is_told_at_once(s3):

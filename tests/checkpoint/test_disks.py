@@ -44,7 +44,7 @@ def on_a_small_disk(act, folder, nbytes):
         reason = mount_small_disk(folder, nbytes)
         return reason, None if reason else act()
 
-    (reason, result), = run_ranks(inside, 1, backend=None, timeout=100)  # fmt: skip
+    (reason, result), = run_ranks(inside, 1, backend=None)  # fmt: skip
     if reason:
         pytest.skip(reason)
     return result
@@ -81,7 +81,7 @@ def test_a_full_disk_is_told_on_every_rank_and_the_job_goes_on(tmp_path):
             assert [path.name for path in manager.checkpoints()] == ["00000002-step-5", "00000001-step-1"]
         return told
 
-    first, second = on_a_small_disk(lambda: run_ranks(save, 2, timeout=80), tmp_path, 3 << 20)
+    first, second = on_a_small_disk(lambda: run_ranks(save, 2), tmp_path, 3 << 20)
     assert first == second
     for step, text in zip((2, 3, 2, 3), first, strict=True):
         assert f"step {step} to " in text

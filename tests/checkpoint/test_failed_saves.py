@@ -70,7 +70,7 @@ def test_of_steps_1_to_5_with_only_2_failing_the_others_are_saved(tmp_path, shar
         assert manager.wait() is None
         return steps(manager), lines.texts
 
-    (found, told), (theirs, nothing) = run_ranks(train, 2, timeout=100)
+    (found, told), (theirs, nothing) = run_ranks(train, 2)
     assert found == theirs == [5, 4, 3, 1]
     assert nothing == []
     (text,) = told
@@ -82,7 +82,7 @@ def test_of_steps_1_to_5_with_only_2_failing_the_others_are_saved(tmp_path, shar
 @pytest.mark.slow(but=("save-whole", "async_save-sharded"))
 @KINDS
 @HOW
-@on_ranks(2, timeout=100)
+@on_ranks(2)
 def test_more_failures_in_a_row_than_are_allowed_end_the_training_on_every_rank(rank, tmp_path, sharded, how):
     Lines()
     manager = CheckpointManager(tmp_path, sharded=sharded, max_failures=2)
@@ -171,7 +171,7 @@ def test_a_save_that_takes_longer_than_the_timeout_of_the_group_is_named_and_wai
         manager.wait()
         return lines.texts
 
-    told, nothing = run_ranks(train, 2, timeout=100)
+    told, nothing = run_ranks(train, 2)
     assert nothing == []
     assert told[0].startswith(
         "CheckpointManager.async_save: training waits for the checkpoint of step 20, which rank 0 still writes, for 0 s"

@@ -41,7 +41,7 @@ def test_a_saver_killed_at_a_random_moment_leaves_the_latest_whole(tmp_path, for
                 if step == 3:
                     die_after(delay)
 
-    run_ranks(save, 1, backend=None, lost=[0], timeout=60)
+    run_ranks(save, 1, backend=None, lost=[0])
     lines = [line.split() for line in log.read_text().splitlines()]
     saving, saved = (max(int(step) for word, step in lines if word == said) for said in ("saving", "saved"))
     manager = CheckpointManager(folder, keep=2)
@@ -84,7 +84,7 @@ def test_a_rank_killed_while_ranks_save_leaves_the_latest_whole_and_the_others_g
         assert manager.wait().name.endswith("-step-1000")
         return step
 
-    reached = run_ranks(save, 2, lost=[victim], timeout=60)[1 - victim]
+    reached = run_ranks(save, 2, lost=[victim])[1 - victim]
     manager = CheckpointManager(tmp_path)
     steps = [int(path.name.rpartition("-")[2]) for path in manager.checkpoints()]
     assert steps[0] == 1000

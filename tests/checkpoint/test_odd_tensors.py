@@ -76,7 +76,7 @@ def _describe(value):
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-@on_ranks(timeout=100)
+@on_ranks()
 def test_sparse_and_nested_tensors_come_back_from_either_form(world_size, tmp_path):
     """The sharded form failed with "Cannot access storage of SparseTensorImpl", and others of torch's own errors."""
     problems = []

@@ -80,7 +80,7 @@ CASES = [
 @pytest.mark.slow(but=("2-cases0",))
 @pytest.mark.parametrize(("world_size", "cases"), [(2, [CASES[0], *CASES[-4:]]), (1, CASES), (2, CASES)])
 def test_no_sample_is_lost_and_none_comes_twice(tmp_path, world_size, cases):
-    ended = run_ranks(_all_cases, world_size, str(tmp_path), cases, timeout=200)
+    ended = run_ranks(_all_cases, world_size, str(tmp_path), cases)
     for number, case in enumerate(cases):
         *_, drop_last, _, _, _ = case
         found = [sample for rank in ended for sample in (*rank[number][0], *rank[number][1])]

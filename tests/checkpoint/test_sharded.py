@@ -1,6 +1,5 @@
 """Checkpoints of several ranks: written by all or by one, over any backend, and read by any number."""
 
-import functools
 import os
 
 import pytest
@@ -21,12 +20,10 @@ from phalanx.checkpoint import CheckpointManager, RandomState
 from phalanx.checkpoint.peers import Peers
 from phalanx.checkpoint.sharded_read import LoadedPieces
 from phalanx.errors import CheckpointError
-from phalanx.testing import run_ranks as run_ranks_for
+from phalanx.testing import run_ranks
 
 # torch's planner and its state_dict of optimizers still call parts of torch that it deprecates itself.
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning")
-# torch's optimizers bring in its compiler, in every rank anew: seconds, and many more on a busy machine.
-run_ranks = functools.partial(run_ranks_for, timeout=110)
 BACKENDS = pytest.mark.parametrize("backend", ["phalanx", "gloo"])
 
 
@@ -386,5 +383,5 @@ def test_ranks_read_the_pieces_that_they_hand_on_at_the_same_time(tmp_path, monk
         assert_equal({name: loaded[name] for name in state}, state)
         return met
 
-    run_ranks_for(save, 2)
-    assert run_ranks_for(load, 2, timeout=20) == [["a"], ["b"]]
+    run_ranks(save, 2)
+    assert run_ranks(load, 2) == [["a"], ["b"]]

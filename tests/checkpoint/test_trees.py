@@ -45,7 +45,7 @@ def test_random_states_come_back_as_from_torch_save(tmp_path, effort, seed, monk
         return problems
 
     for world_size in (1, 2):
-        assert run_ranks(save, world_size, timeout=100) == [[]] * world_size
+        assert run_ranks(save, world_size) == [[]] * world_size
 
 
 def test_memory_that_is_shared_in_the_state_is_shared_in_what_is_loaded(tmp_path):

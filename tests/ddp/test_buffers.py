@@ -280,7 +280,7 @@ class WithView(nn.Module):
         return self.linear(inputs).sum()
 
 
-@on_ranks(2, timeout=200)
+@on_ranks(2)
 def test_views_of_all_kinds_are_made_rank_0s(rank):
     """Rank 1 raised on an expanded or a negative view, and rank 0 heard of a lost peer; a conjugate raised on both."""
     wrong = []

@@ -184,7 +184,7 @@ def test_two_backwards_that_share_the_parameters_between_them_make_one_round(ran
 
 
 @pytest.mark.parametrize("options", [{"find_unused_parameters": True}, {"static_graph": True}], ids=str)
-@on_ranks(2, timeout=30)
+@on_ranks(2)
 def test_a_rank_whose_backward_reaches_no_parameter_does_not_keep_the_others_waiting(rank, backend, options):
     # It took no part in the round, and the others waited for it until time was up; in PyTorch they still do.
     class Skips(nn.Module):
@@ -202,7 +202,7 @@ def test_a_rank_whose_backward_reaches_no_parameter_does_not_keep_the_others_wai
     assert ddp.module.layer.weight.grad.flatten().tolist() == [0.5] * 4
 
 
-@on_ranks(2, timeout=30)
+@on_ranks(2)
 def test_gradients_that_are_only_asked_for_make_no_round(rank):
     ddp, x = DistributedDataParallel(Experts(), find_unused_parameters=True), torch.ones(2, 3, requires_grad=True)
     if rank == 0:  # alone: a round would wait for the other

@@ -171,7 +171,7 @@ def _others(layers: list[rpc.RRef], parameters: list[rpc.RRef], x: torch.Tensor)
 
 
 def test_steps_are_those_of_one_process_and_leave_grad_as_it_was():
-    run_workers(_steps, 3, timeout=120)
+    run_workers(_steps, 3)
 
 
 def _weight() -> torch.Tensor:

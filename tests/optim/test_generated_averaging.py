@@ -169,7 +169,7 @@ def test_what_is_trained_apart_is_what_the_papers_say_and_goes_on_from_what_was_
             assert_equal(floats(model), results[-1], case)
         return results
 
-    ended = run_ranks(fn, world_size, backend=backend, timeout=60 + 20 * effort)
+    ended = run_ranks(fn, world_size, backend=backend, timeout=300 + 20 * effort)
     for number, case in enumerate(cases):
         for values in ended:
             assert_equal(values[number], ended[0][number], case)

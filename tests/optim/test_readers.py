@@ -65,11 +65,11 @@ def _swap_averages(rank, world_size, seed, offload):
 @pytest.mark.parametrize(("seed", "world_size"), [(0, 2), (1, 3), (2, 2)])
 def test_averages_are_swapped_in_and_out_as_with_parameters_of_ones_own(seed, world_size):
     """A rank that was late kept the averages of the first one as its backup, and wrote them over the weights."""
-    assert run_ranks(_swap_averages, world_size, seed, False, timeout=120) == [(True, True)] * world_size
+    assert run_ranks(_swap_averages, world_size, seed, False) == [(True, True)] * world_size
 
 
 def test_offloaded_parameters_are_each_ranks_own():
-    assert run_ranks(_swap_averages, 2, 5, True, timeout=120) == [(True, True)] * 2
+    assert run_ranks(_swap_averages, 2, 5, True) == [(True, True)] * 2
 
 
 @pytest.mark.parametrize("loads", [1, 3])

@@ -112,7 +112,7 @@ def test_a_trainer_that_is_lost_is_replaced_and_nothing_is_pushed_twice(synchron
     Where the other trainer had computed until the replacement had the lost one's name, the server took the two for the
     same trainer: the survivor waited for its push, and the replacement for the survivor.
     """
-    output = run_workers(_work, 3, synchronous, computes, timeout=110)[2]
+    output = run_workers(_work, 3, synchronous, computes)[2]
     assert "dense [-40.0, -40.0, -40.0] rows [-40.0, -40.0, -40.0, 0.0, -20.0, -20.0, 0.0]" in output
 
 

@@ -154,4 +154,4 @@ def _beside(rank, folder):
 
 @pytest.mark.slow
 def test_dense_layers_in_ddp_and_rows_on_servers_train_as_in_one_process():
-    run_workers(_beside, 5, timeout=120)
+    run_workers(_beside, 5)

@@ -92,7 +92,7 @@ def _compare(rank, folder, num_trainers, kinds, sparse):
 def test_every_optimizer_on_servers_trains_as_in_one_process(kinds, sparse, num_trainers):
     """Also asynchronously with one trainer. Options that a scheduler set stayed with the trainer, and there were no
     groups, no later ones, and no norm of the mean over servers."""
-    problems = run_workers(_compare, num_trainers + len(SERVERS), num_trainers, kinds, sparse, timeout=120 * _NUM_SEEDS)
+    problems = run_workers(_compare, num_trainers + len(SERVERS), num_trainers, kinds, sparse, timeout=300 * _NUM_SEEDS)
     assert not any(problems), "\n".join(line for each in problems for line in each)
 
 

@@ -37,7 +37,7 @@ def _train(group, rank, world_size, *, from_group):
     return losses, [p.full_tensor() for p in model.parameters()]
 
 
-@on_ranks(2, timeout=250)
+@on_ranks(2)
 def test_fsdp_trains_in_memory_of_the_group_as_it_does_over_gloo(rank, world_size):
     gloo = dist.new_group(backend="gloo")
     expected = _train(gloo, rank, world_size, from_group=False)

@@ -29,7 +29,7 @@ _gloos = {}
 
 def _gloo(world_size):
     if world_size not in _gloos:
-        _gloos[world_size] = run_ranks(_every_call, world_size, backend="gloo", timeout=120)
+        _gloos[world_size] = run_ranks(_every_call, world_size, backend="gloo")
     return _gloos[world_size]
 
 
@@ -63,8 +63,8 @@ def test_gloo_itself_takes_what_torch_says_it_takes():
 @pytest.mark.slow(but=("2",))
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_every_overload_does_what_it_does_with_gloo(world_size):
-    _assert_as_gloo(run_ranks(_every_call, world_size, timeout=120), world_size)
+    _assert_as_gloo(run_ranks(_every_call, world_size), world_size)
 
 
 def test_every_overload_with_tensors_of_a_device_through_the_host(tmp_path):
-    _assert_as_gloo(run_ranks(_staged, 2, str(tmp_path / "s"), init=False, timeout=120), 2)
+    _assert_as_gloo(run_ranks(_staged, 2, str(tmp_path / "s"), init=False), 2)

@@ -175,7 +175,7 @@ def test_what_torch_compiles_gives_what_it_gives_uncompiled():
 
 
 def _run_all(compilers, folder):
-    run_ranks(_compile_all, 2, compilers, f"{folder}/torch", timeout=280)
+    run_ranks(_compile_all, 2, compilers, f"{folder}/torch")
 
 
 @pytest.mark.slow

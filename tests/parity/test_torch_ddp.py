@@ -142,4 +142,4 @@ def test_ranks_with_different_models_hear_of_it_at_construction():
             DistributedDataParallel(nn.Linear(4 + rank, 2))
         return dist.get_rank()
 
-    assert run_ranks(build, 2, timeout=30) == [0, 1]
+    assert run_ranks(build, 2) == [0, 1]

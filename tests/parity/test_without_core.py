@@ -93,7 +93,7 @@ def call(rank, world_size, path):
     rpc.shutdown()
     return result
 
-for rank, result in enumerate(run_ranks(call, 2, sys.argv[1], init=False, timeout=60)):
+for rank, result in enumerate(run_ranks(call, 2, sys.argv[1], init=False)):
     assert result == ([n * (1.0 + rank) for n in (0, 1, 3, 70_000)], 42, True, [5.0] * 3 + ["divided"]), result
 print("called")
 """

@@ -139,7 +139,7 @@ def test_over_gloo_a_failure_in_any_cell_is_reported_on_every_rank_and_leaves_no
     every = list(_cells(world_size, 3))
     last = [cell for cell in every if cell[2:] == (0, True, 2)]  # the last backward of the first stage
     cells = last + random.Random(world_size + steps).sample(every, min(len(every), 4 * effort))
-    results = run_ranks(_fail_in, world_size, cells, 3, steps, backend="gloo", timeout=110)
+    results = run_ranks(_fail_in, world_size, cells, 3, steps, backend="gloo")
     for wrong, losses in results:
         assert not wrong, f"{len(wrong)} of the cells: {wrong[:3]}"
         assert losses == results[0][1]

@@ -61,7 +61,7 @@ def test_two_pipelines_in_a_mesh_train_as_one_process_with_all_data(backend):
 
     model = _transformer()
     losses = _train_unsplit(model)
-    for ours, state in run_ranks(train, 4, backend=backend, timeout=100):
+    for ours, state in run_ranks(train, 4, backend=backend):
         torch.testing.assert_close(ours, losses, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(dict(state), dict(model.state_dict()), rtol=1e-3, atol=1e-4)
 

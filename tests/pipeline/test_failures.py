@@ -201,7 +201,7 @@ def test_other_pipelines_detect_a_rank_lost_after_its_part_of_a_step(place, tmp_
             pipe.step(x, target=x)
         return isinstance(caught.value, phalanx.PeerLostError), str(caught.value)
 
-    for rank, (lost, text) in enumerate(run_ranks(train, 4, lost=[3], timeout=100)[:3]):
+    for rank, (lost, text) in enumerate(run_ranks(train, 4, lost=[3])[:3]):
         assert lost, text
         assert "is gone" in text or (rank == 0 and "a replica has lost a rank of its pipeline" in text)
 

@@ -135,7 +135,7 @@ def test_drawn_models_train_as_in_one_process(world_size, effort):
     wrong, refused = {}, 0
     for begin in range(0, count, 40):
         cases = [draw_case(seed, world_size) for seed in range(begin, min(begin + 40, count))]
-        by_rank = run_ranks(train_all, world_size, cases, timeout=110)
+        by_rank = run_ranks(train_all, world_size, cases)
         for case, ranks in zip(cases, zip(*by_rank, strict=True), strict=True):
             results = differences(case, ranks)
             refused += results == "refused"

@@ -101,9 +101,7 @@ def _lose(rank, world_size, lost, schedule, place, evaluates, path):
 
 def _check(world_size, lost, schedule, place, folder, *, evaluates=False):
     path = str(folder / f"store_{world_size}_{lost}_{schedule}_{place}".replace(" ", ""))
-    texts = run_ranks(
-        _lose, world_size, lost, schedule, place, evaluates, path, backend="gloo", lost=[lost], timeout=120
-    )
+    texts = run_ranks(_lose, world_size, lost, schedule, place, evaluates, path, backend="gloo", lost=[lost])
     own = plan_schedule(schedule, world_size, MICRO_BATCHES).stages_of(lost)
     for rank, text in enumerate(texts):
         if rank != lost:

@@ -114,7 +114,7 @@ def _close(ours, theirs, what):
 
 @pytest.mark.slow
 def test_the_state_of_stages_optimizers_is_that_of_one_and_loads_into_any_split(tmp_path):
-    saved = run_ranks(_save, 2, tmp_path, timeout=100)
+    saved = run_ranks(_save, 2, tmp_path)
     undisturbed = {name: weights for name, (_, weights) in saved[0].items()}
     for name, make in OPTIMIZERS.items():
         model = _model()
@@ -138,12 +138,12 @@ def test_the_state_of_stages_optimizers_is_that_of_one_and_loads_into_any_split(
         optimizer.load_state_dict(torch.load(tmp_path / f"{name}.pt")["optimizer"])
         _train_whole(model, optimizer, range(STEPS, 2 * STEPS))
         _close(model.state_dict(), undisturbed[name], name)
-    for rank in run_ranks(_load, 2, tmp_path, ["blocks.1"], timeout=100):  # the same split: the same bits
+    for rank in run_ranks(_load, 2, tmp_path, ["blocks.1"]):  # the same split: the same bits
         for name, weights in rank.items():
             assert all(torch.equal(weights[key], value) for key, value in undisturbed[name].items()), name
     for world_size, balance in ((2, ["blocks.2"]), (3, "auto"), (1, "auto")):
         for suffix in ("", "-plain") if world_size == 3 else ("",):
-            for rank in run_ranks(_load, world_size, tmp_path, balance, suffix, timeout=100):
+            for rank in run_ranks(_load, world_size, tmp_path, balance, suffix):
                 for name, weights in rank.items():
                     _close(weights, undisturbed[name], f"{name} on {world_size} ranks{suffix}")
 
@@ -197,7 +197,7 @@ def _load_by_manager(rank, world_size, folder):
 @pytest.mark.parametrize(("backend", "sharded"), [("phalanx", None), ("phalanx", False), ("gloo", True)])
 def test_a_sharded_optimizer_of_replicas_is_saved_as_that_of_the_whole_model(backend, sharded, tmp_path):
     """The manager refused it by name: every rank's optimizer updates other parameters."""
-    ranks = run_ranks(_save_in_mesh, 4, tmp_path, sharded, backend=backend, timeout=100)
+    ranks = run_ranks(_save_in_mesh, 4, tmp_path, sharded, backend=backend)
     model = _model()
     optimizer = torch.optim.AdamW(_by_kind(model, 0.1), lr=0.01)
     _train_whole(model, optimizer, range(STEPS))
@@ -207,7 +207,7 @@ def test_a_sharded_optimizer_of_replicas_is_saved_as_that_of_the_whole_model(bac
         assert whole["state"].keys() == plain.keys()
         for number, entry in plain.items():
             _close(whole["state"][number], entry, str(number))
-    for weights in run_ranks(_load_by_manager, 3, tmp_path, timeout=100):
+    for weights in run_ranks(_load_by_manager, 3, tmp_path):
         _close(weights, ranks[0][1], "three stages")
     state = phalanx.load_checkpoint(tmp_path)  # three stages' own, into one process
     optimizer.load_state_dict(state["optimizer"])

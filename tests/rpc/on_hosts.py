@@ -44,4 +44,4 @@ def on_hosts(
         return result
 
     with hosts(len(sizes), network="10.79.0") as machines:
-        return run_ranks(main, len(owner), machines, init=False, lost=lost, timeout=60)
+        return run_ranks(main, len(owner), machines, init=False, lost=lost)

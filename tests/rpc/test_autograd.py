@@ -204,7 +204,7 @@ def _one_by_one() -> None:
 
 
 def test_backward_waits_for_no_gradient_that_never_comes_and_runs_each_node_once():
-    run_caller(_one_by_one, 3, timeout=120)
+    run_caller(_one_by_one, 3)
 
 
 def _losses(rank: int, folder: str) -> None:
@@ -245,7 +245,7 @@ def test_a_worker_lost_during_backward_is_named_at_the_caller_and_the_others_con
     from phalanx.testing import RankFailed
 
     with pytest.raises(RankFailed, match="SIGKILL") as caught:
-        run_workers(_losses, 3, timeout=120)
+        run_workers(_losses, 3)
     assert "Traceback" not in str(caught.value), caught.value
 
 

@@ -59,7 +59,7 @@ def _arrays() -> None:
 
 def test_arrays_of_every_shape_arrive():
     """One of two dimensions without elements raised a TypeError of memoryview's, and its call was never over."""
-    run_caller(_arrays, 2, timeout=120)
+    run_caller(_arrays, 2)
 
 
 def _refuse(view_bytes: Any) -> Any:
@@ -105,4 +105,4 @@ def _fails(rank: int, folder: str) -> None:
 def test_a_call_that_cannot_be_sent_is_not_under_way():
     """`shutdown` waited for its answer: for ever, where calls have no time limit. One of a worker to itself left a
     reference in its table."""
-    run_workers(_fails, 2, timeout=100)
+    run_workers(_fails, 2)

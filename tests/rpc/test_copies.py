@@ -97,4 +97,4 @@ def _copies() -> None:
 
 def test_a_change_on_one_worker_does_not_reach_the_other():
     """A call to oneself shared its tensors with who called: `t.add_()` there changed the caller's."""
-    run_caller(_copies, 2, timeout=60)
+    run_caller(_copies, 2)

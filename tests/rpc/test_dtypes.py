@@ -94,4 +94,4 @@ def _all(rank: int, folder: str) -> None:
 @pytest.mark.slow
 def test_tensors_of_every_dtype_arrive_with_the_same_bits():
     """Tensors of float8, uint16 to uint64 and complex32 could not be sent: torch pickles none of them."""
-    run_workers(_all, 2, timeout=100)
+    run_workers(_all, 2)

@@ -90,4 +90,4 @@ def test_all_calls_fail_at_the_end_of_a_worker_in_whatever_state_they_are():
     """A call waited for ever if its worker was lost while the end began (its failure was queued, and dropped with the
     queue); so did the end itself, where one call's callback waited for another call, which was to fail next; and who
     began to wait in the midst of it got a ValueError of a closed epoll object."""
-    run_workers(_end_in_the_midst, 3, lost=[1, 2], timeout=120)
+    run_workers(_end_in_the_midst, 3, lost=[1, 2])

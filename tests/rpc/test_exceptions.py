@@ -206,7 +206,7 @@ def _call_all() -> None:
 def test_an_exception_of_any_class_is_answered():
     """One whose text or pickle raises was never answered, causes in a circle were walked for ever, and one that raised
     SystemExit as it was unpickled ended who called; so did such a result, or argument."""
-    run_caller(_call_all, 2, timeout=100)
+    run_caller(_call_all, 2)
 
 
 def _backward_all() -> None:
@@ -218,4 +218,4 @@ def _backward_all() -> None:
 
 
 def test_an_exception_of_any_class_ends_a_backward_pass():
-    run_caller(_backward_all, 2, timeout=100)
+    run_caller(_backward_all, 2)

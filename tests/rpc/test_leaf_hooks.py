@@ -63,7 +63,7 @@ def _raises() -> None:
 
 
 def test_a_hook_that_raises_on_another_worker_ends_the_pass_with_its_error():
-    run_caller(_raises, 3, timeout=120)
+    run_caller(_raises, 3)
 
 
 def triple_gradient(x: torch.Tensor, way: str) -> torch.Tensor:
@@ -104,7 +104,7 @@ def _hooks_of_arrived() -> None:
 
 def test_hooks_of_the_node_of_a_tensor_that_arrived_are_called_in_every_pass():
     """They were called in passes that took long, and not in short ones, where the engine does not run that node."""
-    run_caller(_hooks_of_arrived, 2, timeout=120)
+    run_caller(_hooks_of_arrived, 2)
 
 
 def scale(factor: float, x: torch.Tensor) -> torch.Tensor:
@@ -154,7 +154,7 @@ def _at_once() -> None:
 
 
 def test_hooks_of_passes_that_run_at_once_each_see_their_own_context():
-    run_caller(_at_once, 3, timeout=120)
+    run_caller(_at_once, 3)
 
 
 class RunsEngine(torch.autograd.Function):
@@ -192,7 +192,7 @@ def what_came(context_id: int) -> Any:
 
 
 def test_a_backward_inside_of_a_pass_does_not_gather_in_the_context():
-    run_caller(_inside, 3, timeout=120)
+    run_caller(_inside, 3)
 
 
 # -- hooks that find the gradient in .grad -----------------------------------------------------------------------------
@@ -266,4 +266,4 @@ def _cross() -> None:
 
 def test_passes_whose_ways_cross_do_not_keep_each_other_from_grad():
     """Each held the lock on `.grad` of one worker as it waited for gradients of the other: both hung."""
-    run_caller(_cross, 3, timeout=60)
+    run_caller(_cross, 3)

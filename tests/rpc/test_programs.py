@@ -198,7 +198,7 @@ def _compare(rank: int, folder: str, seed: int, count: int) -> None:
 def test_gradients_and_hooks_of_generated_programs_are_those_of_one_process():
     """Hooks of the nodes that add to `.grad` were never called: nothing here adds to `.grad`. Hooks of a tensor that
     another worker was given and did not use were called with None."""
-    run_workers(_compare, 3, 7000, 40, timeout=200)
+    run_workers(_compare, 3, 7000, 40)
 
 
 def pick(numbers: list[int], tensors: list[torch.Tensor]) -> torch.Tensor:
@@ -222,4 +222,4 @@ def _many() -> None:
 
 
 def test_of_a_hundred_tensors_those_that_are_used_have_gradients():
-    run_caller(_many, 3, timeout=60)
+    run_caller(_many, 3)

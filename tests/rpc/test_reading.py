@@ -359,7 +359,7 @@ def test_frames_that_make_no_sense_lose_the_worker_whoever_reads_them(over_line)
 
 @pytest.mark.slow
 def test_the_waiting_thread_reads_and_a_stuck_one_delays_no_other():
-    run_caller(_all, 2, timeout=120)
+    run_caller(_all, 2)
 
 
 def test_a_function_is_found_by_name_as_long_as_it_is_there(monkeypatch):

@@ -173,4 +173,4 @@ def _comes_home_early():
 
 def test_a_reference_may_come_home_before_the_request_that_makes_its_object():
     """Its entry was given up with the first use, and the object was put into another one: the next use hung."""
-    run_caller(_comes_home_early, 2, timeout=120, options=dict(rpc_timeout=20))
+    run_caller(_comes_home_early, 2, options=dict(rpc_timeout=20))

@@ -69,7 +69,7 @@ def _segments(rank: int, folder: str) -> int:
 @pytest.mark.slow
 def test_a_freed_segment_is_unmapped_by_all_receivers():
     """Only the worker that had a segment last heard that it was given back; others kept it mapped, without bound."""
-    assert run_workers(_segments, 3, timeout=60)[0] > 20
+    assert run_workers(_segments, 3)[0] > 20
 
 
 def _lost(rank: int, folder: str) -> None:
@@ -92,7 +92,7 @@ def _lost(rank: int, folder: str) -> None:
 
 def test_memory_that_a_lost_worker_had_is_unmapped_by_the_others():
     """It was given up, as that worker might still write to it; the others kept it mapped."""
-    run_workers(_lost, 3, lost=[2], timeout=60)
+    run_workers(_lost, 3, lost=[2])
 
 
 def filled(value, count):

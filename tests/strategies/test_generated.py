@@ -141,7 +141,7 @@ def test_generated_loops_train_under_each_strategy_as_in_one_process(world_size,
         torch.set_num_threads(1)
         return [{str(word): loop.train(*word) for word in loop.words(world_size)} for loop in loops]
 
-    for seen in run_ranks(fn, world_size, timeout=60 + 10 * effort):
+    for seen in run_ranks(fn, world_size, timeout=300 + 10 * effort):
         for loop, expected, by_word in zip(loops, alone, seen, strict=True):
             tolerance = 2e-4 if loop.precision == "32-true" else 2e-2
             for word, losses in by_word.items():

@@ -125,7 +125,7 @@ def test_settings_outside_of_groups_and_hooks_are_kept_under_every_strategy():
         return {f"{word}: {what}": train(strategies.get(word[0], **word[1]), of) for word, (what, of) in pairs}
 
     alone = {what: train(strategies.SingleDeviceStrategy("cpu"), of) for what, of in functions().items()}
-    for seen in run_ranks(run, 2, timeout=120):
+    for seen in run_ranks(run, 2):
         assert len(seen) == len(WORDS) * len(alone)
         for name, (losses, calls) in seen.items():
             expected, its_calls = alone[name.split(": ", 2)[-1]]
@@ -197,7 +197,7 @@ class Weighed(nn.Module):
         return F.mse_loss(output, target) * torch.exp(-self.weight) + self.weight
 
 
-@on_ranks(2, timeout=120)
+@on_ranks(2)
 def test_parameters_of_the_loss_are_refused_where_nothing_would_average_them():
     """Under `mirrored` and the strategies with rounds each rank trained a loss' parameters alone, without a word."""
     words = [*WORDS, ("multi_worker_mirrored", {}), ("local_sgd", {"sync_every": 2}), ("diloco", {})]

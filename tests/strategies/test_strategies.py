@@ -64,7 +64,7 @@ def alone():
 
 
 @pytest.mark.slow
-@on_ranks(4, timeout=120)
+@on_ranks(4)
 def test_pipelines_beside_each_other_share_the_batch(rank, alone):
     strategy = strategies.PipelineStrategy(data=2, micro_batches=2)
     assert (strategy.num_replicas_in_sync, strategy.replica_id_in_sync_group) == (2, rank % 2)

@@ -45,7 +45,7 @@ def test_a_plain_script_trains_alike_with_each_word(tmp_path, word):
     ((name, number),) = re.findall(r"(\w+)Strategy, (\d+) replicas", output)  # one rank has printed it
     assert name.lower() == word.replace("_", "")
     assert int(number) == len(os.sched_getaffinity(0))
-    expected = run_ranks(_mirrored, int(number), timeout=100)[0]
+    expected = run_ranks(_mirrored, int(number))[0]
     assert _loss(output) == pytest.approx(_loss(expected), rel=1e-4)
     assert os.listdir(tmp_path) == []
 
@@ -106,13 +106,13 @@ def test_training_on_servers_resumes_as_if_it_had_not_ended(tmp_path, num_ranks)
         store = os.memfd_create("store", os.MFD_CLOEXEC)
         try:
             path = f"/proc/{os.getpid()}/fd/{store}"
-            ends.append(run_ranks(_serve_and_train, num_ranks, path, tmp_path / folder, epochs, init=False, timeout=90))
+            ends.append(run_ranks(_serve_and_train, num_ranks, path, tmp_path / folder, epochs, init=False))
         finally:
             os.close(store)
     whole, cut, resumed = ends
     with tempfile.TemporaryFile() as store:
         path = f"/proc/{os.getpid()}/fd/{store.fileno()}"
-        alone = run_ranks(_serve_and_train, 1, path, tmp_path / "alone", 2, init=False, timeout=90)
+        alone = run_ranks(_serve_and_train, 1, path, tmp_path / "alone", 2, init=False)
     assert whole[0] == pytest.approx(alone[0], rel=1e-4)
     assert whole[0][:2] == (2, 12)
     assert cut[0][:2] == (1, 6)
@@ -161,7 +161,7 @@ def test_servers_have_an_optimizers_own_settings_or_refuse_it():
     """The servers made the optimizer of its class and its `defaults`: the scale became 1 there."""
     with tempfile.TemporaryFile() as store:
         path = f"/proc/{os.getpid()}/fd/{store.fileno()}"
-        served = run_ranks(_serve_a_setting, 2, path, init=False, timeout=90)
+        served = run_ranks(_serve_a_setting, 2, path, init=False)
     alone = _serve_a_setting(0, 1, "")
     torch.testing.assert_close(served[0], alone)
 

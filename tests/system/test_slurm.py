@@ -14,9 +14,7 @@ from pathlib import Path
 import pytest
 from tests.system.slurm import Cluster, cluster, why_not
 
-pytestmark = [
-    pytest.mark.skipif(bool(why_not()), reason=why_not() or "Slurm is here"),
-]
+pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "Slurm is here")
 PHALANX = (sys.executable, "-m", "phalanx")
 SCRIPT = """
 import os, sys, json, torch, torch.distributed as dist, phalanx

@@ -339,7 +339,7 @@ def test_metrics_are_those_of_one_process_under_every_strategy(world_size):
             found.append((word, size, got, {name: one for name, one in expected.items() if one is not None}))
         return found
 
-    for rank in run_ranks(measure, world_size, timeout=150):
+    for rank in run_ranks(measure, world_size):
         for word, size, got, expected in rank:
             assert got == pytest.approx(expected, rel=1e-4), (word, size)
 

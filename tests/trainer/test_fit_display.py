@@ -184,7 +184,7 @@ def test_the_line_of_an_epoch_counts_the_samples_that_forward_received(tmp_path,
             told.append((Counting.seen, re.findall(r"epoch 1/1: (\d+) samples", out.getvalue())))
         return told
 
-    told = run_ranks(train, ranks, timeout=100)
+    told = run_ranks(train, ranks)
     for number in range(2):
         seen = sum(of_rank[number][0] for of_rank in told)
         assert told[0][number][1] == [str(seen)]

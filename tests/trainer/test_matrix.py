@@ -82,7 +82,7 @@ def test_every_strategy_ends_with_the_metrics_of_one_process():
             trainer.strategy.close()
         return seen
 
-    for seen in run_ranks(train, 2, timeout=150):
+    for seen in run_ranks(train, 2):
         for (number, word), (step, metrics) in seen.items():
             case, expected = cases[number], alone[number]
             rough = case["precision"] != "32-true"
@@ -109,11 +109,11 @@ def test_every_strategy_resumes_inside_of_an_epoch_to_the_same_bits(tmp_path):
             assert torch.equal(ends[word, "cut"], ends[word, "whole"]), word
         return ends
 
-    first, second = run_ranks(train, 2, timeout=150)
+    first, second = run_ranks(train, 2)
     assert_equal(first, second)
 
 
-@on_ranks(2, timeout=150)
+@on_ranks(2)
 def test_every_strategy_stops_early_on_all_ranks():
     ends = {}
     for word in {**ALIKE, **APART}:
@@ -125,7 +125,7 @@ def test_every_strategy_stops_early_on_all_ranks():
 
 
 @pytest.mark.slow
-@on_ranks(2, timeout=150)
+@on_ranks(2)
 def test_each_rank_goes_on_with_its_own_where_each_writes_its_shards(rank, tmp_path):
     """Rank 0 went on with another rank's model: the parts "model" of all were taken for replicas of one.
 

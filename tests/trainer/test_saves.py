@@ -179,9 +179,9 @@ def test_a_run_at_an_address_ends_with_the_bits_of_one_that_never_ended(s3, tmp_
         trainer = train(folder, strategy="mirrored", **best)
         return weights(trainer), trainer.best_checkpoint, steps_of(trainer)
 
-    run_ranks(begin, 2, timeout=120)
-    (found, path, steps), _ = run_ranks(go_on, 2, timeout=120)
-    straight = run_ranks(lambda rank, world_size: weights(train(tmp_path, strategy="mirrored", **best)), 2, timeout=120)
+    run_ranks(begin, 2)
+    (found, path, steps), _ = run_ranks(go_on, 2)
+    straight = run_ranks(lambda rank, world_size: weights(train(tmp_path, strategy="mirrored", **best)), 2)
     assert torch.equal(found, straight[0])
     assert path.startswith(f"{folder}/00000002-step-")
     assert len(steps) == 3
@@ -213,7 +213,7 @@ def test_the_options_of_a_manager_are_not_given_twice(tmp_path):
 
 @pytest.mark.slow(but=("False",))
 @pytest.mark.parametrize("dry_run", [False, True])
-@on_ranks(2, timeout=120)
+@on_ranks(2)
 def test_a_bucket_that_is_not_there_is_reported_before_the_first_step(s3, dry_run):
     """It was reported after the whole first epoch, and not at all by a dry run."""
 

@@ -114,7 +114,7 @@ def test_a_run_that_was_ended_anywhere_goes_on_to_the_same_bits(tmp_path, end, a
     assert finished.step == 18
 
 
-@on_ranks(3, timeout=120)
+@on_ranks(3)
 def test_a_validation_is_exact_on_ranks_that_have_nothing_and_where_ranks_evaluate_together(rank, world_size):
     found = []
     for name, options in (("mirrored", {}), ("sharded", {"shard": "model"}), ("pipeline", {"micro_batches": 3})):

@@ -29,14 +29,14 @@ def _killed(rank, world_size, *_):
 
 @pytest.mark.slow
 def test_shared_memory_keeps_the_contract():
-    assert run_ranks(_all, WORLD, timeout=100) == ["SharedMemoryTransport"] * WORLD
+    assert run_ranks(_all, WORLD) == ["SharedMemoryTransport"] * WORLD
 
 
 @pytest.mark.slow
 def test_gloo_keeps_the_contract(monkeypatch):
     """Without the C core a group was torch's own, which compares nothing and names nobody."""
     monkeypatch.setattr(create, "_core", None)
-    assert run_ranks(_all, WORLD, timeout=100) == ["GlooTransport"] * WORLD
+    assert run_ranks(_all, WORLD) == ["GlooTransport"] * WORLD
 
 
 @pytest.mark.slow

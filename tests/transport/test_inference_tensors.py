@@ -71,10 +71,10 @@ def test_several_hosts_write_tensors_of_inference_mode(sizes):
 
 
 def test_shared_memory_writes_tensors_of_inference_mode():
-    assert all(run_ranks(_check_all, 2, timeout=100))
+    assert all(run_ranks(_check_all, 2))
 
 
 @pytest.mark.slow
 def test_gloo_writes_tensors_of_inference_mode(monkeypatch):
     monkeypatch.setattr(create, "_core", None)
-    assert all(run_ranks(_check_all, 2, timeout=100))
+    assert all(run_ranks(_check_all, 2))
