@@ -93,10 +93,9 @@ def _is_pickled_by_dict(kind: type) -> bool:
     """Return whether `__dict__` is the whole state of an object of this kind: it has no slots and no base in C."""
     has_hooks = any(getattr(kind, hook, None) is not getattr(object, hook, None) for hook in _HOOKS)
     has_slots = any(vars(base).get("__slots__") for base in kind.__mro__)
-    like = _Plain
-    is_plain = (kind.__basicsize__, kind.__itemsize__, kind.__dictoffset__) == (
-        like.__basicsize__,
-        like.__itemsize__,
-        like.__dictoffset__,
-    )
+    is_plain = _layout(kind) == _layout(_Plain)
     return is_plain and not has_slots and not has_hooks and kind not in copyreg.dispatch_table
+
+
+def _layout(kind: type) -> tuple[int, int, int]:
+    return kind.__basicsize__, kind.__itemsize__, kind.__dictoffset__  # None has no dict, and on 3.12 the same size

@@ -134,10 +134,10 @@ class FailureReport:
             changed = "some buffers may be the root's already"
         known = all(call.operation or call.text == NOTHING_CALLED.text for call in self.calls.values())
         divergence = describe_divergence({rank: call.operation for rank, call in self.calls.items()}) if known else ""
-        # PyTorch's DDP averages gradients with all_reduce; so does a loop the losses of an epoch, in another line.
-        trains = in_round or (divergence and all(call.text.startswith("all_reduce") for call in self.calls.values()))
         advice = self._advice(is_divergence=bool(divergence))
-        may_have_no_data = trains and not self.remarks and advice != THREAD_ADVICE
+        # PyTorch's DDP averages gradients with all_reduce; so does a loop the losses of an epoch, in another line.
+        averages = divergence and all(call.text.startswith("all_reduce") for call in self.calls.values())
+        may_have_no_data = (in_round or averages) and not self.remarks and advice != THREAD_ADVICE
         return [
             f"the ranks called different things; {changed}.",
             self._called(),

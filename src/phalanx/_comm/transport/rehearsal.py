@@ -2,7 +2,7 @@
 
 Its constructors (of DistributedDataParallel, of optimizers) call collectives that the others called long ago. Here each
 collective returns at once, with the result that it would have if every rank passed this rank's data. The state of the
-training replaces the constructors' results; of collectives that the script itself calls, this is unknown: it is warned.
+training replaces what constructors get. It may not replace what the script's own collectives get: they give a warning.
 """
 
 from __future__ import annotations

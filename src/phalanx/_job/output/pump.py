@@ -81,7 +81,7 @@ class Pump:
         return min(times, default=None)
 
     def show_due(self, before_it: Callable[[], object] = lambda: None) -> None:
-        """Show output that has waited for more in vain. `before_it` is as in `read`."""
+        """Show text that has waited for the rest of its line. `before_it` is as in `read`."""
         now = time.monotonic()
         for fd in self.pipes:
             rank, stream, splitter = self._pipes[fd]
