@@ -38,8 +38,8 @@ from phalanx._job.coordinator.store_requests import StoreRequests
 MAX_WAITING_BYTES = 8 * OUTBOX_BYTES
 MAX_SESSIONS = 1 << 16
 MAX_ROUTE_BYTES = 64
-FORGOTTEN_AFTER_S = 600.0  # a session that is silent for this long, waits for nothing and is not a member, is forgotten
-UNPARKED_AFTER_S = 60.0  # a waiting client reports every few seconds
+FORGOTTEN_AFTER_S = 600.0  # a session that is silent for this long and is not a member is forgotten
+UNPARKED_AFTER_S = 60.0  # a client that waits repeats its request every few seconds
 SWEEP_EVERY_S = 5.0
 MAX_OUTGOING_BYTES = 4 * MAX_VALUE_BYTES  # the most bytes that wait for a client that does not read its answers
 _PAGE_BYTES = 4 << 20
@@ -50,7 +50,7 @@ _CHANGES = frozenset({
     Op.JOIN, Op.LEAVE, Op.POST, Op.REPORT, Op.BARRIER, Op.ADD_ITEMS,
 })  # fmt: skip
 
-# Requests that read the whole state. A frame may have one of them: no member delays the others for long.
+# Requests that read the whole state. A frame may have only one of them, so that no member delays the others for long.
 _LONG = frozenset({Op.LIST_KEYS, Op.DELETE_PREFIX, Op.MEMBERS, Op.REPORTS})
 
 
@@ -222,7 +222,7 @@ class Coordinator(StoreRequests):
     def lose_disconnected(self, route: Route, silent_since: float) -> list[str]:
         """Declare the member behind a route lost, if there is one: its process closed the connection. Return log lines.
 
-        If nothing was received since that time, the connection has ended by silence, which is judged separately.
+        If nothing was received since `silent_since`, the connection was closed for its silence, which `tick` judges.
         """
         session = self.sessions.get(route)
         if session is None or session.member is None or session.received_at <= silent_since:
@@ -309,7 +309,7 @@ class Coordinator(StoreRequests):
         waiter = self._unpark(session, number)
         if waiter is not None and waiter.owner[1].what == Op.BARRIER:
             self.journal.add(EntryKind.UNPARK, session.route, number)
-        self.requeue_item(session, number)  # if the item crossed the notice that the client waits for it no longer
+        self.requeue_item(session, number)  # if the item has crossed this cancellation
 
     def _join(self, session: ClientSession, message: WireMessage) -> Answer:
         facts, watches = message.fields
@@ -347,7 +347,7 @@ class Coordinator(StoreRequests):
             return pack(AnswerStatus.UNKNOWN, 0, (session.gone or "it has not joined").encode(), message.fields[1])
         taken, seen = message.number, unpack_number(message.fields[0])
         session.member.acknowledge(taken)
-        if seen < session.member.sent:  # on their way, or lost with a connection; twice does no harm
+        if seen < session.member.sent:  # in flight, or lost with a connection; repeating them does no harm
             session.member.rewind(seen)
             self.outgoing[session] = None
         beat_s = heartbeat_s(self.members.lost_after_s, len(self.members))

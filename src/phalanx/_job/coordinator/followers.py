@@ -40,7 +40,7 @@ class Followers:
 
     required: tickets of the standbys that must acknowledge before an answer is sent.
     leader: the member whose answers never wait.
-    confirmed_members: the members that are only suspected to be lost until another member has confirmed it.
+    confirmed_members: the members whose loss another member must confirm; until then they are only suspected.
     on_stalled: called with the ticket of a required standby that delays answers.
     """
 
@@ -103,7 +103,7 @@ class Followers:
             self._reported.discard(ticket)
 
     def lose(self, session: ClientSession) -> bool:
-        """Remove the standby to which nothing can be delivered; return whether this client was one."""
+        """Remove the standby behind `session`, which cannot be reached; return whether the session was a standby's."""
         lost = [ticket for ticket, stream in self._streams.items() if stream.session is session]
         for ticket in lost:
             del self._streams[ticket]

@@ -214,7 +214,7 @@ class HostRequests:
             self._kept.popitem(last=False)
 
     def resume(self) -> None:
-        """Make `ask_again` repeat the questions in flight at once: they may be lost."""
+        """Make the next `ask_again` repeat all questions in flight, because they may be lost."""
         for question in self._under_way.values():
             question.asked_at, question.num_asked, question.is_parked = -math.inf, 0, False
 

@@ -23,7 +23,7 @@ class EntryKind(enum.IntEnum):
     # A state, part by part.
     BEGIN = 1  # the copy discards its state: epoch, job, limits; `number`: the next member's
     KEYS = 2  # keys with their values
-    QUEUE = 3  # the name of a queue, and items behind those that it has
+    QUEUE = 3  # the name of a queue, and items to append to it
     GONE = 4  # why member `number` has left
     MEMBER = 5  # member `number`: facts, whom it watches, the number of its last event
     EVENT = 6  # an event that member `number` has not acknowledged: its number, and the event
@@ -35,7 +35,7 @@ class EntryKind(enum.IntEnum):
     OPENED = 12  # a relay, which member `number` has opened
     SUSPECTED = 13  # member `number` is suspected to be lost: why; its watchers were notified
 
-    # A change of it.
+    # A change of the state.
     REQUEST = 20  # request `number` was granted: its operation and fields
     UNPOP = 21  # the item that request `number` popped is back in its queue
     UNPARK = 22  # request `number` does not wait at a barrier any more

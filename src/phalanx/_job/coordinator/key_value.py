@@ -1,4 +1,4 @@
-"""A `KeyValueStore` has a job's keys, values and queues, as c10d's Store, without a clock or a network.
+"""A `KeyValueStore` has a job's keys, values and queues, like c10d's Store, without a clock or a network.
 
 The caller keeps a waiting request as a `Waiter`, which is returned when its keys exist.
 """
@@ -92,7 +92,7 @@ class KeyValueStore:
     def add_items(self, counter: bytes, prefix: bytes, values: Sequence[bytes]) -> tuple[int, list[Waiter]]:
         """Add the number of `values` to `counter`, and set the keys that `prefix` and those numbers make.
 
-        All of it is done, or nothing. Return the number of the first value, too.
+        Either everything is set or nothing. Also return the number of the first value.
         """
         total = self._sum(counter, len(values))
         first = total - len(values)
@@ -138,7 +138,7 @@ class KeyValueStore:
         return value is not None
 
     def keys(self, prefix: bytes = b"") -> list[bytes]:
-        """Return the keys that start with `prefix`, in the order in which they came."""
+        """Return the keys that start with `prefix`, in the order of their creation."""
         return [key for key in self._values if key.startswith(prefix)]
 
     def push(self, queue: bytes, value: bytes) -> list[Waiter]:
@@ -148,7 +148,10 @@ class KeyValueStore:
         return self._pop_ready(queue) if queue in self._waiters else []
 
     def push_back(self, queue: bytes, value: bytes) -> list[Waiter]:
-        """Undo a `pop` whose caller never got the item; otherwise it does what `push` does."""
+        """Put an item that its caller did not receive back at the front of its queue, even beyond the limit.
+
+        Return the waiters that became ready, as `push` does.
+        """
         self.num_bytes += len(queue) + len(value) + _OVERHEAD_BYTES
         self._queues.setdefault(queue, deque()).appendleft(value)
         return self._pop_ready(queue) if queue in self._waiters else []

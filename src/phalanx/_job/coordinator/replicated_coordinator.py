@@ -1,4 +1,4 @@
-"""Copy a coordinator's state to other hosts, as entries; a copy follows those, and can take over.
+"""Copy a coordinator's state to other hosts, as journal entries; a copy replays them, and can take over.
 
 primary ── snapshot ──► entries ──► replay ── copy
    │                                             │

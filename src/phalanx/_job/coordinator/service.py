@@ -54,7 +54,7 @@ _NOBLOCK, _POLLIN, _RCVMORE = int(zmq.NOBLOCK), int(zmq.POLLIN), int(zmq.RCVMORE
 _MANY_MEMBERS, _BEATS_S, _QUIET_S = 32, 0.02, 0.1
 _VERY_MANY_MEMBERS, _REQUESTS_S = 256, 0.01
 _HEARTBEAT = bytes((Op.HEARTBEAT,))
-_MAX_RELAYED = 1024  # frames in one message to a relay
+_MAX_RELAYED = 1024  # the most frames in one message to a relay
 _UNBROKEN_S = 3.5  # a connection that received something more recently was not closed for silence
 _MAX_YOUNG = 2048  # connections without a message yet; each of a thousand hosts opens two
 

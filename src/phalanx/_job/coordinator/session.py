@@ -78,7 +78,7 @@ class ClientSession:
     num_parked_keys: int = 0
     outgoing: list[Answer] = field(default_factory=list)
     outgoing_bytes: int = 0
-    # by request: the queue and the item that it popped lately
+    # by number of a recent request: the queue and the item that it has popped
     popped: OrderedDict[int, tuple[bytes, bytes]] = field(default_factory=OrderedDict)
     popped_bytes: int = 0
     _answers: OrderedDict[int, bytes] = field(default_factory=OrderedDict)
@@ -101,7 +101,7 @@ class ClientSession:
             self._answer_bytes -= len(self._answers.popitem(last=False)[1])
 
     def record_popped(self, number: int, queue: bytes, item: bytes) -> None:
-        """Record that a request has popped an item; another client gets the item if it does not reach this one."""
+        """Record that a request has popped an item, which another client receives if it does not reach this client."""
         self.popped[number] = queue, item
         self.popped_bytes += len(item)
         while len(self.popped) > MAX_POPPED or (self.popped_bytes > MAX_POPPED_BYTES and len(self.popped) > 1):

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 FIRST = 0  # the first host's member: it joins before anybody else can
-_POST_S = 5.0  # the duration of one attempt; while the link is interrupted the next one follows
+_POST_S = 5.0  # the time limit of one attempt to send; an interrupted link is tried again and again
 MAX_WAITING_BYTES = 1 << 20
 _FLUSH_PAUSE_S = 0.005
 _FULL_PAUSE_S = 0.005  # before repeating messages to a full outbox
@@ -86,7 +86,7 @@ class ControlChannel:
         self._lock = threading.Condition()
         self._is_closing = False
         self._number = 0
-        self._received: dict[int, int] = {}  # member -> number of its last message: one may come twice after a cut
+        self._received: dict[int, int] = {}  # member -> number of its last message, which may arrive twice after a cut
         self._put_back: list[ControlMessage | Change] = []
         self._offsets: dict[int, float] = {}  # by member: how much its clock is behind this host's, at most
         self._thread = threading.Thread(target=self._send, name="phalanx-control", daemon=True)
@@ -130,7 +130,7 @@ class ControlChannel:
         self._client.send_datagram(member, json.dumps(body).encode())
 
     def expel(self, member: int) -> None:
-        """Expel `member` from the job, after the messages put for it before."""
+        """Expel `member` from the job, after the messages that are already queued for it."""
         with self._lock:
             self._queue.put(member, b"")
             self._lock.notify()
@@ -180,7 +180,7 @@ class ControlChannel:
         return at + self._offsets.get(member, 0.0)
 
     def join_again(self, facts: Mapping[str, Any], timeout_s: float, watch: Collection[int]) -> None:
-        """Join as a new member, after this one was abandoned; unsent messages and those put back are dropped.
+        """Join as a new member, after the old membership has ended; drop unsent messages and received changes.
 
         Raises:
             PhalanxError: the coordinator does not answer within the time.
@@ -199,7 +199,9 @@ class ControlChannel:
         return self._client.is_removed
 
     def redirect(self, first: int, address: Address, epoch: bytes, timeout_s: float) -> None:
-        """Continue with the coordinator that has taken over, led by `first`. Unsent messages are dropped, except lines.
+        """Continue with the coordinator of the new leader, member `first`.
+
+        Unsent messages are dropped, except those with lines of ranks' output, which go to the new leader.
 
         Raises:
             PhalanxError: that coordinator is not reached within `timeout_s`.
@@ -251,7 +253,7 @@ class ControlChannel:
         return [message for message in waiting if message["kind"] == kind]
 
     def pop_own_lines(self) -> list[dict[str, Any]]:
-        """Return the unsent messages with lines for the leader, which this host now is."""
+        """Return, once, the messages with output lines that were unsent when this host became the leader."""
         lines, self._own_lines = self._own_lines, []
         return [json.loads(data) for data in lines]
 
@@ -334,10 +336,10 @@ def _read_change(event: Event) -> Change:
 
 
 def _decode(data: bytes) -> Any:
-    """Read JSON, and refuse numbers that are none, whether by name (Infinity) or by size (1e999).
+    """Decode JSON; refuse numbers that are not finite, whether by name (Infinity) or by size (1e999).
 
     Raises:
-        ValueError: it is none.
+        ValueError: the data is not JSON, or has such a number.
     """
     return json.loads(data, parse_constant=_finite, parse_float=_finite)
 
@@ -355,7 +357,7 @@ def encode_lines(lines: Sequence[bytes]) -> list[str]:
 
 
 def decode_lines(lines: Sequence[str]) -> list[bytes]:
-    """Read what `encode_lines` wrote."""
+    """Return the lines that `encode_lines` has encoded."""
     return [str(line).encode("utf-8", "surrogateescape") for line in lines]
 
 

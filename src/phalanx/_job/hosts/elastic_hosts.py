@@ -153,7 +153,7 @@ class ElasticHosts(Elastic):
         return self._start_spares(now)
 
     def on_host_lost(self, member: int, label: str, why: str, now: float) -> list[ElasticAction] | None:
-        """Process the loss of a host; None: it is an ordinary failure."""
+        """Process the loss of a host; return None if the loss is an ordinary failure."""
         if self._drop_newcomer(member):
             return self._start_spares(now)
         host = self._find_host(member)
@@ -167,7 +167,7 @@ class ElasticHosts(Elastic):
         return self._decide(now)
 
     def on_host_leaves(self, member: int, name: str, now: float) -> list[ElasticAction] | None:
-        """Process a host's request to leave while its ranks run; None: the job cannot continue without it."""
+        """Process a host's request to leave while its ranks run; return None if the job cannot continue without it."""
         if self._drop_newcomer(member):
             return self._start_spares(now)
         host = self._find_host(member)
@@ -262,7 +262,7 @@ class ElasticHosts(Elastic):
             del self.spares[candidate.member]
             slots = self._find_slots(candidate)
             self.arrivals[candidate.member] = JoiningHost(slots)
-            # Its ranks need numbers to start with: those that they would have if it were accepted now.
+            # Its ranks start with the numbers that they would have if the host were accepted now.
             generation = plan_generation(self.generation.number + 1, self._with_arrivals())
             actions.append(PrepareHost(slots, BeginGeneration(generation, (), ())))
         return actions
@@ -274,7 +274,7 @@ class ElasticHosts(Elastic):
             return []
         number = self.generation.number
         if not self.is_waiting and any(member.generation != number for member in self.members.values()):
-            return []  # they form a group, and are notified of the next one afterwards
+            return []  # some ranks still form the current group; they are notified of the next one afterwards
         joining = {"kind": "joining", "generation": number + 1}
         actions: list[ElasticAction] = [SendToRank(slot, joining) for slot in self.members]
         for arrival in ready:

@@ -1,4 +1,4 @@
-"""`connect` finds the first host at one of the given addresses, with the key, as soon as it serves."""
+"""`connect` reaches the job's coordinator at one of the given endpoints, as soon as the first host serves it."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ def connect(
     is_over: Callable[[], bool],
     log: Callable[[str], None],
 ) -> JoinedJob:
-    """Connect to the coordinator of `job` at the first endpoint that answers; it may start later than this host.
+    """Connect to the coordinator of `job` at the first endpoint that answers.
 
-    If that coordinator reports that the job has moved, connect to the current leader.
+    The coordinator may start later than this host. If it reports that the job has moved, connect to the current leader.
 
     Raises:
         LaunchError: the coordinator cannot be reached in time, or has another key or version; the message says which.
@@ -106,7 +106,7 @@ def _open(endpoint: str, key: Key | None, limit_s: float, job: str) -> Client:
 
 
 def join_first_host(plan: JobPlan, rendezvous: Rendezvous, host: HostResources) -> JoinedJob:
-    """Call `connect`; signals end it.
+    """Find the job's key and connect to the job at its rendezvous; a signal interrupts the wait.
 
     Raises:
         LaunchError: as `connect`; there is no key; or a signal arrived.
@@ -123,7 +123,7 @@ def join_first_host(plan: JobPlan, rendezvous: Rendezvous, host: HostResources) 
 
 
 def join_leader(host: HostResources, endpoints: Sequence[str], key: Key | None, timeout_s: float) -> JoinedJob:
-    """Call `connect` with the job's key; signals end it.
+    """Connect to the job's leader at one of `endpoints`, with the job's key; a signal interrupts the wait.
 
     Raises:
         LaunchError: as `connect`; or a signal arrived.
@@ -133,9 +133,9 @@ def join_leader(host: HostResources, endpoints: Sequence[str], key: Key | None, 
 
 
 def _find_key(plan: JobPlan, rendezvous: Rendezvous, over: threading.Event, log: Callable[[str], None]) -> Key:
-    """Return the job's key; wait for it for some seconds.
+    """Return the job's key; wait up to 20 s until it exists.
 
-    Hosts with a shared home that start together for the first time find the key once one of them has created it.
+    Hosts that share a home may start together for the first time: one of them creates the key, and the others find it.
 
     Raises:
         LaunchError: there is no key, or it may not be used.
@@ -174,7 +174,11 @@ def run_interruptibly(
 ) -> T:
     """Return the result of the blocking `work`, which runs in a thread, so that this thread handles signals.
 
-    `work` is called with a function that prints a line. A signal sets `over`; the error says that it came `when`.
+    `work` is called with a function that prints a line.
+
+    Raises:
+        LaunchError: a signal arrived, which also sets `over`; `when` ends the message.
+        BaseException: the exception of `work`.
     """
     results: list[T] = []
     errors: list[BaseException] = []

@@ -303,7 +303,7 @@ class FollowerLink(HostLink):
 
     def _pack_report(self, folder: str) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield the messages with this host's part of the job's report; remove each file after it."""
-        from phalanx._job.report.copy_speed import measure_copy_speed  # here, because most jobs write none
+        from phalanx._job.report.copy_speed import measure_copy_speed  # here, because most jobs write no report
         from phalanx._job.report.job_record import RANKS
         from phalanx._job.report.transfer import pack_files
 
@@ -361,7 +361,10 @@ class FollowerLink(HostLink):
                 self._attempt.do(state.sweep())
 
     def _send_stacks(self, request: Any, what: Any) -> None:
-        """Send the leader the stacks of this host's ranks; run in a thread, because the ranks may take a second."""
+        """Send the leader the stacks of this host's ranks, or their state for `phalanx top`.
+
+        This runs in a thread, because the ranks may take a second to answer.
+        """
         text = read_own_host(self._memory) if what == "top" else report_own_stacks()
         self._channel.put(self._channel.first, "stacks", attempt=self._number, request=request, text=text)
 
@@ -384,7 +387,7 @@ class FollowerLink(HostLink):
         others = [rank for rank in range(now.world_size) if rank not in now.ranks]
         self._notify_ranks(others, f"this host and the first one have lost their connection ({why})")
         actions = self.supervision.on_leader_lost(why, time.monotonic())
-        # Elastic ranks without a leader cannot continue: the others do, or the job is lost.
+        # Elastic ranks without a leader cannot continue: the other hosts continue without them, or the job is lost.
         self._attempt.do(self.supervision.sweep() if self.supervision.is_elastic else actions)
 
     def _notify_ranks(self, ranks: Sequence[int], reason: str) -> None:

@@ -310,7 +310,9 @@ class Gathering:
         self._channel.put(member, "end", code=1, why=f"phalanx run: {why}")
 
     def _try_reach(self, nodes: Sequence[Node]) -> bool:
-        """Have each host test whether it reaches the others, or some of many; return False if a host has left.
+        """Have each host test whether it reaches the others (some of them, if they are many).
+
+        Return False if a host has left.
 
         Raises:
             LaunchError: some host cannot reach another.

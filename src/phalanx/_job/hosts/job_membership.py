@@ -1,4 +1,4 @@
-"""`JobMembership` is a follower's membership in its job, with the way of its ranks to the job's store."""
+"""`JobMembership` is a follower's membership in its job, with the relay by which its ranks reach the job's store."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class JobMembership:
         self.update()
 
     def update(self) -> None:
-        """Tell the zygote of a new membership, or of another coordinator: orphaned ranks report it."""
+        """Send the zygote the current membership and coordinator, so that it can report the agent's death there."""
         self._host.zygote.send_membership(describe_membership(self._client))
 
     def open_store(self) -> tuple[str, str, str]:

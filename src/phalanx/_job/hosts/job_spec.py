@@ -17,7 +17,7 @@ from phalanx._job.output.logs import Streams
 KEY = "launch/job_spec"  # the key of the job spec in the coordinator's store
 VERSION = 5
 
-# The first host passes these variables on unasked; a host's own values replace them.
+# The first host passes these variables on by default; a host's own values override them.
 _PASSED = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "PYTHONHASHSEED", "PYTHONPATH", "GLIBC_TUNABLES")
 _PASSED_PREFIXES = ("NCCL_", "TORCH_", "PYTORCH_")
 _OF_EVERY_HOST = ("127.0.0.1", "::1", "localhost", "0.0.0.0", "::")  # addresses
@@ -29,7 +29,8 @@ class JobSpec:
     """A `JobSpec` is the job as it was requested on the first host.
 
     Arguments:
-        settings: what holds for all hosts; of the rendezvous, the number of hosts and the time limits.
+        settings: the settings that hold for all hosts, without their rendezvous.
+        rendezvous: the number of hosts and the time limits.
         folder: where the job runs on the first host.
         env: the values of --env on the first host.
         passed: the variables that the first host passes on by default.
@@ -124,7 +125,7 @@ class JobSpec:
 
 
 def _to_tuples(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a dataclass that JSON has turned into lists: tuples, and tuples of tuples."""
+    """Return the fields of a dataclass with the lists that JSON has made of its tuples turned back, nested or not."""
     return {name: _to_tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
 
 
@@ -133,7 +134,10 @@ def _to_tuple(values: list[Any]) -> tuple[Any, ...]:
 
 
 def choose_metrics(metrics: tuple[str, int] | None) -> tuple[str, int] | None:
-    """Return where each host serves its numbers, if the first does at `metrics`; None if that is its address alone."""
+    """Return where every host serves its metrics if the first host serves them at `metrics`.
+
+    Return None if only the first host has that address.
+    """
     return metrics if metrics is not None and metrics[0] in _OF_EVERY_HOST else None
 
 
@@ -143,7 +147,7 @@ def is_passed(name: str) -> bool:
 
 
 def name_own_address(address: str, interface: str) -> dict[str, str]:
-    """Return variables by which ranks and the engines between hosts use the address that was tried."""
+    """Return the variables by which ranks, Gloo and NCCL use `address` and its interface, which were tested."""
     variables = {"PHALANX_ADDRESS": address}
     if interface:
         variables |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), interface)

@@ -52,9 +52,9 @@ def follow(
     joined: JoinedJob,
     on_moved: Callable[[str], object],
 ) -> int:
-    """Run this host's ranks in the job of `joined`; return the leader's exit code.
+    """Run this host's ranks in the job of `joined`; return the job's exit code.
 
-    `on_moved` is called with the address of each host that comes to lead the job.
+    `on_moved` is called with the address of each host that becomes the leader.
 
     Raises:
         LaunchError: the leader is lost, or has rejected this host.
@@ -137,7 +137,7 @@ class FollowedJob:
             attempt, link = self._begin(message.body)
             with contextlib.closing(attempt):
                 attempt.run()
-                if attempt.link is not link:  # this host has come to lead the job
+                if attempt.link is not link:  # this host leads the job now
                     return self._succession.lead(attempt)
             if attempt.ranks.zygote_lost and not attempt.ranks.zygote_killed:
                 why = "the process from which its ranks are forked (the zygote) has ended"
@@ -151,9 +151,9 @@ class FollowedJob:
                 self._raise_lost(link.supervision.abandoned_by)
 
     def _rejoin(self, link: FollowerLink) -> bool:
-        """Rejoin an elastic job after this host's ranks were abandoned, if its leader answers in time.
+        """Rejoin an elastic job after this host's ranks were abandoned, if the job's leader answers in time.
 
-        The others may have continued without this host, or wait for it; the state of its ranks is useless.
+        The other hosts have continued without this host, or wait for it. Either way its ranks start without state.
         """
         if self._succession.await_leader(link.supervision.abandoned_by):
             return True
@@ -204,7 +204,7 @@ class FollowedJob:
         return int(body["code"])
 
     def _await_orders(self) -> ControlMessage:
-        """Wait for the next start, or the end; meanwhile, take part in the trial of which hosts reach each other."""
+        """Wait for the leader's order to start or to end; meanwhile, help to test which hosts reach each other."""
         orders: list[ControlMessage] = []
 
         def receive(ready: set[int]) -> None:
@@ -213,8 +213,8 @@ class FollowedJob:
             for number, message in enumerate(messages):
                 order = self._read(message)
                 if first != self._channel.first:
-                    return  # the rest came from a lost leader, which has printed it
-                if order is not None:  # messages after it are for the ranks that it starts
+                    return  # the other messages are from the lost leader, which has shown their contents itself
+                if order is not None:  # later messages are for the ranks that this order starts
                     self._channel.put_back(messages[number + 1 :])
                     orders.append(order)
                     return

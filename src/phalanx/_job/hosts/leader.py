@@ -138,7 +138,7 @@ class LeaderLink(HostLink):
             self._start(node, action.begun)
 
     def on_given_up(self) -> None:
-        """Fail the job because of the lost hosts on which nothing was decided yet."""
+        """Fail the job because of the lost hosts whose loss no decision has covered yet."""
         state, gone = self._attempt.state, self._elastic.gone
         for member, why in self._peers.lost.items():
             node = self._peers.others[member]
@@ -224,11 +224,11 @@ class LeaderLink(HostLink):
 
     @property
     def is_leaving(self) -> bool:
-        """Return whether the job continues without this process of a rank of this host, which leaves."""
+        """Return whether the job continues without the ranks of this host, which leaves."""
         return self._succession.is_leaving
 
     def remind(self, rank: int, message: dict[str, Any]) -> None:
-        """Repeat to a rank of this host, which was not connected before, that it leaves."""
+        """Repeat the order to leave to a rank of this host that was not connected before."""
         if message.get("kind") in ("elastic", "waiting"):
             self._attempt.links.send(rank, LEAVE)
 
@@ -250,7 +250,7 @@ class LeaderLink(HostLink):
         return self.has_left or all(node.facts.member in self._swept_hosts for node in self._peers.present)
 
     def request_stacks(self, request: ClientRequest) -> None:
-        """Request the stacks of the other hosts, and answer when these have arrived."""
+        """Request the other hosts' stacks, or their state for `phalanx top`; answer when all have arrived."""
         self._stacks_requests.send(request)
 
     def close(self) -> None:
@@ -313,7 +313,7 @@ class LeaderLink(HostLink):
                 self.lose(member, f"the coordinator on this host has failed: {change.why}")
 
     def on_rank_message(self, rank: int, pid: int, message: dict[str, Any]) -> None:
-        """Tell waiting hosts why they wait, once a rank has reported that the job is elastic."""
+        """Notify waiting hosts again of what they wait for, once a rank has reported that the job is elastic."""
         if message.get("kind") == "elastic" and self._elastic.active:  # hosts may have joined before that
             self._succession.on_elastic_rank()
             self._late.notify_again(is_spare=self._attempt.state.phase == "running")
@@ -407,7 +407,7 @@ class HostRecords:
         self.ended_ns: dict[int, int] = {}  # when processes ended, by process number
 
     def add(self, message: ControlMessage, offset_s: float, attempt: Attempt) -> None:
-        """Store a message of a host whose clock was zero at `offset_s` of this host's.
+        """Store a message of a host whose clock was zero when this host's clock was `offset_s`.
 
         Raises:
             KeyError, TypeError, ValueError: the message is invalid.
@@ -461,7 +461,7 @@ class LateHosts:
             self._display.print(f"phalanx run: {where}, which waited to join, is lost: {change.why}")
 
     def notify(self, member: int, *, is_spare: bool) -> None:
-        """Tell a waiting host why it waits: for the place of a lost host, or for the next start."""
+        """Notify a waiting host of what it waits for: the place of a lost host, or the job's next start."""
         if member not in self._peers.late:
             return
         if is_spare:
@@ -469,7 +469,7 @@ class LateHosts:
         self._peers.channel.put(member, "late", spare=is_spare)
 
     def notify_again(self, *, is_spare: bool) -> None:
-        """Tell hosts that joined before the job was known to be elastic why they wait."""
+        """Notify the hosts that joined before the job was known to be elastic of what they wait for now."""
         for member in set(self._peers.late) - self._peers.spares:
             self.notify(member, is_spare=is_spare)
 
@@ -478,7 +478,7 @@ _RANK_KINDS = ("started", "abandoned", "exit", "rank message", "report")
 
 
 class RemoteRanks:
-    """`RemoteRanks` handles these messages during one attempt."""
+    """`RemoteRanks` processes the other hosts' messages about their ranks during one attempt."""
 
     def __init__(self, peers: PeerHosts, elastic: ElasticHosts, display: Display) -> None:
         self._peers = peers
@@ -551,7 +551,7 @@ class _Pending:
 
 
 class StacksRequests:
-    """`StacksRequests` has the pending requests for stacks during one attempt."""
+    """`StacksRequests` has the pending requests for all hosts' stacks (or `phalanx top`'s data) in one attempt."""
 
     def __init__(self, peers: PeerHosts, attempt: int) -> None:
         self._peers, self._attempt = peers, attempt

@@ -29,7 +29,7 @@ class PeerHosts:
         self.others = {node.facts.member: node for node in nodes if node is not own}
         self.lost: dict[int, str] = {}  # member -> why
         self.late: dict[int, Change] = {}  # by member: hosts that have joined since, and are still there
-        self.spares: set[int] = set()  # late hosts that wait for the place of a lost host, and know it
+        self.spares: set[int] = set()  # late hosts that were notified that they wait for the place of a lost host
         self.accepted: dict[int, Change] = {}  # the late hosts that an elastic job has accepted
 
     @property
@@ -61,7 +61,7 @@ class PeerHosts:
         return fill_template(template, rank=rank, local_rank=local_rank, role=facts.role, host=facts.name)
 
     def lose(self, member: int, why: str) -> Node | None:
-        """Remove a host that has left; None if it is not in this attempt, or was removed before."""
+        """Remove and return a host that has left; return None if it is not in this attempt, or was removed before."""
         node = self.others.get(member)
         if node is None or member in self.lost:
             return None

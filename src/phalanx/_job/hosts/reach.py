@@ -2,9 +2,10 @@
 
 Among up to 33 hosts each tries every other one. Among more it tries some, so that each host is tried from many places.
 
-Each agent answers, at a port of that address, a client's nonce with a proof that requires the job's key; so an address
-of some other machine (two networks may use the same numbers) does not count. The port serves nothing else. It is open
-only while hosts try each other: from the first host's request, when all have joined, until this host's ranks start.
+Each agent opens a port at its address, and answers a client's nonce with a proof that requires the job's key. So
+another machine with the same address (two networks may use the same numbers) does not count. The port serves nothing
+else. It is open only while hosts try each other: from the first host's request, when all have joined, until this host's
+ranks start.
 
     first host ── answer ──▶ every other one, which opens its port ── answering: port ──▶ first host
                ── reach: all ports ──▶ every other one, which tries them ── reached: what came back ──▶
@@ -71,7 +72,7 @@ def choose_targets(node: int, nodes: Sequence[int]) -> set[int]:
     """Return which of `nodes`, in ascending order, host `node` tries: all other hosts, if they are few.
 
     With more than 32 it tries those that are 1, 2, 4, ... places behind it in the row. So each is tried by as many
-    others, in all parts of the row, and a job of a thousand hosts makes ten thousand trials and not a million.
+    others, in all parts of the row. A job of a thousand hosts makes ten thousand trials instead of a million.
     """
     behind = bisect.bisect_right(nodes, node)
     num_others = len(nodes) - (behind > 0 and nodes[behind - 1] == node)

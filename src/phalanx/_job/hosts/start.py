@@ -34,7 +34,7 @@ _CONNECTIONS_OF_HOST = 2
 
 
 def run_with_other_hosts(plan: JobPlan, zygote: ZygoteProcess, signals: int, joined: JoinedJob | None = None) -> int:
-    """Run this host's part of the job to its end; returns the exit code. `joined` is the result of `phalanx join`.
+    """Run this host's part of the job to its end; return the exit code. `joined` is the result of `phalanx join`.
 
     Raises:
         LaunchError: no key, an address of another machine, no coordinator at the endpoint, or too few hosts in time.
@@ -96,7 +96,7 @@ def _follow(
     joined: JoinedJob,
     on_moved: Callable[[str], object] = lambda address: None,
 ) -> int:
-    """Call `follow` at the host that leads the job, as often as the job moves."""
+    """Follow the job's leader to the job's end; if the job moves, join the new leader and follow it instead."""
     while True:
         environment = joined.job_spec.plan_environment(plan.environment, plan.settings.env)
         if environment != plan.environment:
@@ -138,7 +138,7 @@ def _first_member(
 
 
 def _find_shortage(num_hosts: int) -> str:
-    """Return why the coordinator cannot have the connections of `num_hosts` hosts; "" if it can.
+    """Return why the coordinator cannot accept the connections of `num_hosts` hosts; "" if it can.
 
     Each other host has two connections: its agent's and its ranks'.
     """
@@ -157,8 +157,8 @@ def _open_service(
 ) -> tuple[Service, list[OwnAddress]] | None:
     """Return the coordinator of the job, and the addresses at which other hosts find it.
 
-    Return None if another process of this host listens at the endpoint, and the user has not said which host is the
-    first: torchrun's command, typed twice on one host, is a job of two agents.
+    Return None if another process of this host listens at the endpoint, and no option decides which host is the first:
+    as with torchrun, the same command, typed twice on one host, is a job of two agents.
     """
     if rendezvous.is_local:
         service = Service(job=plan.run_id, lost_after_s=rendezvous.host_timeout_s, log=notices.put_refusal)
@@ -182,7 +182,7 @@ def _open_service(
 
 
 def find_or_make_key(plan: JobPlan, rendezvous: Rendezvous) -> Key:
-    """Return the job's key, as passed or stored on this host; else create one in the user's usual place.
+    """Return the job's key, as passed or stored on this host; otherwise create one at the default path.
 
     Raises:
         LaunchError: the key may not be used, or none can be created.

@@ -136,6 +136,9 @@ def _share_gpus(environ: Mapping[str, str], found: Allocation) -> dict[str, str]
 
 
 def _without_process(environ: Mapping[str, str], found: Allocation) -> dict[str, str]:
-    """Return the variables without those that identify only this process, which include RANK only under Kubeflow."""
+    """Return the variables without those that identify only this process.
+
+    RANK and WORLD_SIZE are among those only under Kubeflow, where they number the pods.
+    """
     names = _OF_ONE_PROCESS if found.scheduler == "Kubeflow" else _OF_ONE_PROCESS[:-2]
     return {name: value for name, value in environ.items() if not name.startswith(names) or name == "RANKS"}

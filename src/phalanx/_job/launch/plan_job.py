@@ -21,7 +21,7 @@ _NO_PROC = (
     "memory."
 )
 _NO_GPU = "this host has no GPU for CUDA (the driver finds none, or CUDA_VISIBLE_DEVICES hides them). "
-_RANKS_PER_CORE = 64  # more is a typing error: each rank is a process that needs memory and time
+_RANKS_PER_CORE = 64  # more is probably a typing error: each rank is a process that needs memory and time
 
 
 def plan_job(

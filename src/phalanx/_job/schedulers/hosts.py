@@ -11,7 +11,11 @@ from phalanx.errors import LaunchError
 
 
 def find_lsf(environ: Mapping[str, str], hostname: str) -> Allocation | None:
-    """Return LSF's allocation on several hosts; `blaunch` or `jsrun` starts this command once on each."""
+    """Return LSF's allocation on several hosts; `blaunch` or `jsrun` starts this command once on each.
+
+    Raises:
+        LaunchError: this host is not in LSF's list of hosts.
+    """
     if not environ.get("LSB_JOBID"):
         return None
     index = environ.get("LSB_JOBINDEX", "0")
@@ -31,7 +35,10 @@ def find_lsf(environ: Mapping[str, str], hostname: str) -> Allocation | None:
 
 
 def _of_jsrun(environ: Mapping[str, str], job: str) -> Allocation | None:
-    """Return the allocation of `jsrun`, which numbers its processes; the list of hosts has their hosts."""
+    """Return the allocation of `jsrun`, which numbers its processes; None if it has only one.
+
+    The first of LSF's hosts is the host of process 0.
+    """
     rank, size = int(environ["JSM_NAMESPACE_RANK"]), int(environ["JSM_NAMESPACE_SIZE"])
     if size == 1:
         return None
@@ -83,7 +90,11 @@ def find_pbs(environ: Mapping[str, str], hostname: str) -> Allocation | None:
 def _of_list(
     scheduler: str, job: str, hosts: Sequence[str], hostname: str, variables: tuple[str, ...], hint: str
 ) -> Allocation | None:
-    """Return one node on each of `hosts`; None if there is only one."""
+    """Return the allocation of one node on each of `hosts`, of which `hostname` is one; None if there is only one host.
+
+    Raises:
+        LaunchError: `hostname` is none of `hosts`.
+    """
     if len(hosts) < 2:
         return None
     here = [i for i, host in enumerate(hosts) if _is_same(host, hostname)]

@@ -1,6 +1,6 @@
-"""Read the variables of Kubernetes: an indexed Job with a headless Service, or Kubeflow's; each pod is a node.
+"""Read the variables of Kubernetes: an indexed Job with a headless Service, or Kubeflow's PyTorchJob and Trainer.
 
-Kubeflow has PyTorchJob and Trainer.
+Each pod is a node.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _EQUAL = (  # variables with the same meaning, which must be equal
 def find_kubeflow(environ: Mapping[str, str]) -> Allocation | None:
     """Return the allocation of PyTorchJob or Trainer, whose RANK is the pod's number, not a process's.
 
-    They do not set LOCAL_RANK: if it is set, a launcher has started this process.
+    Neither sets LOCAL_RANK: if it is set, a launcher inside the pod has started this process.
     """
     if "KUBERNETES_SERVICE_HOST" not in environ or environ.get("LOCAL_RANK"):
         return None
@@ -48,9 +48,10 @@ def find_kubeflow(environ: Mapping[str, str]) -> Allocation | None:
 
 
 def find_indexed_job(environ: Mapping[str, str], fqdn: str, nnodes: int = 0) -> Allocation | None:
-    """Return an indexed Job's allocation. Its number of pods is in its file: `nnodes`, the option's, or PET_NNODES.
+    """Return the allocation of an indexed Job; None outside one.
 
-    `fqdn` is this host's full name, NAME-INDEX.SERVICE.NAMESPACE.svc… where the pods have a headless service.
+    Kubernetes does not publish the number of pods: it is `nnodes`, the value of --nnodes, or else PET_NNODES. `fqdn` is
+    this host's full name, NAME-INDEX.SERVICE.NAMESPACE.svc… where the pods have a headless service.
 
     Raises:
         LaunchError: the number of pods, or the name of the first one, is unknown.

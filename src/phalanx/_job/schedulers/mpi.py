@@ -28,7 +28,7 @@ def find(environ: Mapping[str, str]) -> Allocation | None:
         # The process that has started all of this host's processes identifies the job.
         job, is_named = f"mpiexec-{os.getppid()}-{read_start_ticks(os.getppid())}", True
     else:
-        # MPICH has no name for it. Two jobs at the same address and port are indistinguishable anyway.
+        # MPICH does not name the job. Two jobs at the same address and port are indistinguishable anyway.
         job, is_named = f"mpiexec-{address}:{port}", bool(address and port)
     return Allocation(
         launch.launcher,

@@ -39,7 +39,7 @@ def broadcast(words: bytes, environ: Mapping[str, str], deadline: Deadline) -> b
 
 
 def main() -> None:
-    """Be one process of MPI."""
+    """Take part in MPI as this process of the `mpiexec`, and print the standard input of process 0."""
     from phalanx._comm.engines.mpi.runtime import Launcher, start
     from phalanx._comm.rendezvous.launchers import mpi_launch
 

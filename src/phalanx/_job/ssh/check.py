@@ -11,7 +11,7 @@ import phalanx
 from phalanx._comm.control.address import Address
 from phalanx._job.ssh.facts import Facts
 
-# ssh's messages, their meaning, and advice. HOST stands for the host.
+# ssh's messages, their meaning, and advice. HOST and PYTHON stand for the host and the Python there.
 _SSH_MESSAGES = (
     ("IDENTIFICATION HAS CHANGED", "its host key has changed",
      "If the machine was reinstalled: ssh-keygen -R HOST, then ssh HOST once. If not, another machine answers."),

@@ -41,7 +41,7 @@ def is_this_machine(entry: HostEntry) -> bool:
 class SshConnection:
     """A `SshConnection` starts ssh at once. The loop with its sources calls `on_message` and `on_lost`.
 
-    The ssh process is in a session of its own: Ctrl-C does not reach it, and it has no terminal to ask anything at.
+    The ssh process is in a session of its own: Ctrl-C does not reach it, and it has no terminal for a prompt.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class SshConnection:
         self.port = 0  # the port at which the first host answers the others
         self.reached: dict[int, str] | None = None
         self.code: int | None = None
-        self.agent = 0  # the process there, once all ranks have started, of a job that is to detach
+        self.agent = 0  # with --detach: the agent's pid on the host, once all its ranks have started
         self.is_detached = False
         self.agent_stderr = b""  # the agent's output on stderr that was not shown
         self.began = self.received_at = time.monotonic()
@@ -70,7 +70,7 @@ class SshConnection:
         command = [python, "-m", "phalanx._job.ssh"]
         if not self.is_here:
             command = make_command(ssh, ("-T", "-o", "BatchMode=yes"), entry.destination, command)
-        folder, pipe = "/" if self.is_here else None, subprocess.PIPE  # an ssh command may be a path from here
+        folder, pipe = "/" if self.is_here else None, subprocess.PIPE  # the ssh command may be a relative path
         self._process = subprocess.Popen(
             command, stdin=pipe, stdout=pipe, stderr=pipe, cwd=folder, start_new_session=True
         )
@@ -137,7 +137,7 @@ class SshConnection:
         """End the connection, which is broken or silent for too long."""
         self._channel.close()
         self._wait_process(_EXIT_S)
-        # Another process may still have the other end: a control socket's master that ssh has left behind.
+        # Read no further: a ControlMaster process that ssh has left behind may keep the other end open.
         self._read_stderr({self._stderr})
         self.phase = Phase.LOST
         self._on_lost(self)
@@ -145,7 +145,7 @@ class SshConnection:
     def close(self, limit_s: float) -> None:
         """Close the connection, which ends the job on the host, and wait `limit_s` for ssh to end.
 
-        A detached job continues: ssh, which would wait for it, is ended. On this machine there is no ssh.
+        A detached job continues: ssh, which would wait for it, is terminated. On this machine there is no ssh.
         """
         self._channel.close()
         if self.is_detached and not self.is_here:

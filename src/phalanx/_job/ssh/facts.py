@@ -46,7 +46,7 @@ class Facts:
         """Return the facts in a message.
 
         Raises:
-            KeyError, TypeError, ValueError: the message has none.
+            KeyError, TypeError, ValueError: the message has no valid facts.
         """
         facts = cls(**{field.name: fields[field.name] for field in dataclasses.fields(cls)})
         return replace(facts, addresses=tuple((str(at), str(on), int(rate)) for at, on, rate in facts.addresses))

@@ -34,7 +34,7 @@ def parse_hosts(text: str, problems: list[str]) -> list[HostEntry]:
 
 
 def parse_hostfile(text: str, name: str, problems: list[str]) -> list[HostEntry]:
-    """Return the hosts of a file of MPI's or DeepSpeed's: `host slots=N` or `host:N`, comments, blank lines."""
+    """Return the hosts of an MPI or DeepSpeed hostfile: `host slots=N` or `host:N`, comments, blank lines."""
     entries = []
     for number, line in enumerate(text.splitlines(), start=1):
         words = line.partition("#")[0].split()

@@ -231,7 +231,7 @@ class SshJob:
     def _detach(self) -> bool:
         """Wait until all ranks have started, and detach from the hosts; return whether they continue.
 
-        A host that has not confirmed ends its part, and so the job, with the connection.
+        A host that has not confirmed ends its part of the job when the connection ends, and so the whole job.
         """
         connections, rendezvous = self._connections, self._request.settings.rendezvous
         num_wanted = min(len(connections), rendezvous.max_nodes if rendezvous is not None else 1)  # others are spares
@@ -354,7 +354,7 @@ class SshJob:
             connection.agent_stderr = (connection.agent_stderr + data)[-_MAX_STDERR_BYTES:]
 
     def _show_all(self) -> None:
-        """Show the output of all agents from now on: the first host is lost, and may return as any other."""
+        """Show the output of all agents from now on: the first host has ended or is lost, and another host may lead."""
         self._shows_all = True
         for connection in self._connections[1:]:
             self._err.put(connection.agent_stderr)
@@ -363,7 +363,7 @@ class SshJob:
     def _on_lost(self, connection: SshConnection) -> None:
         if not self._has_started or self._is_stopping:
             return
-        if connection.facts is not None:  # otherwise this was another attempt, which has failed
+        if connection.facts is not None:  # without facts, this was a failed attempt to reach a lost host again
             what = explain_ssh(
                 connection.name, connection.error_output, connection.exit_code, self._request.python
             ).what

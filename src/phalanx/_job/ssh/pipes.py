@@ -18,7 +18,7 @@ AS_TEXT = "latin-1"  # the encoding of a rank's output in messages
 
 
 class _Pipes:
-    """Two descriptors with the calls of a socket that a `Channel` makes. Descriptors cannot be sent along."""
+    """`_Pipes` has the methods of a socket that `Channel` calls, on two descriptors; it cannot pass descriptors."""
 
     def __init__(self, read_fd: int, write_fd: int, *, skips_noise: bool) -> None:
         self._read_fd, self._write_fd = read_fd, write_fd

@@ -1,4 +1,4 @@
-"""Run Python on a host over ssh, and so a `phalanx` command on one host instead of here: `phalanx top --host a`."""
+"""Run Python on a host over ssh, and so a `phalanx` command there instead of here: `phalanx top --host a`."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def make_command(ssh: Sequence[str], options: Sequence[str], destination: str, w
     missing = f"phalanx: {words[0]}: not found on this host. Name the Python that has Phalanx: --remote-python"
     script = (
         f"cd / && command -v {python} >/dev/null || {{ echo {shlex.quote(missing)} >&2; exit 127; }}; "
-        f"exec {shlex.join(words)}"  # in /: no module in the home folder may be found
+        f"exec {shlex.join(words)}"  # in /, so that Python imports no module from the home folder
     )
     digits = "".join(f"\\0{byte:03o}" for byte in os.fsencode(script))
     return [*ssh, *options, "--", destination, f'exec sh -c \'eval "$(printf %b "{digits}")"\'']

@@ -7,8 +7,8 @@ from the terminal                         to the terminal
   signal, size, alive                       ended     the agent's exit code; alive
   detach  continue without the connection   started, detached
 
-With --detach the agent prints into a file, `host-N.log` in --log-dir. The session is the agent's parent to its end, and
-writes the exit code into the last line.
+With --detach the agent prints into a file, `host-N.log` in --log-dir. The session stays the agent's parent until the
+agent exits, and writes the exit code as the file's last line.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ class Session:
         self._outputs = {ours: stream for stream, (ours, _) in reversed(ends.items())}
 
     def _watch_start(self, ready: set[int]) -> None:
-        """Report when all ranks of this host have started; the agent reports them as to `phalanx top`."""
+        """Report when all ranks of this host have started; ask the agent for them, as `phalanx top` does."""
         if self._check_start_at is None or time.monotonic() < self._check_start_at:
             return
         self._check_start_at = time.monotonic() + _CHECK_START_S
@@ -287,7 +287,7 @@ def _place(rendezvous: Rendezvous, message: Mapping[str, Any]) -> Rendezvous:
 
 
 def _open_outputs(terminal: Mapping[str, Any] | None) -> dict[int, tuple[int, int]]:
-    """Return our end and the agent's of each output, by stream; both may be one terminal."""
+    """Return, by stream, our end and the agent's end of its output; both streams may share one terminal."""
     if terminal is None:
         return {1: os.pipe(), 2: os.pipe()}
     ours, theirs = os.openpty()

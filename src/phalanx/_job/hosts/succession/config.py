@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
-Term = tuple[int, int]  # a count, and the member who coordinates in it: no two members have one
-Stamp = tuple[Term, int]  # the term and the version of a config: the higher one is the newer
+Term = tuple[int, int]  # a count, and the member that coordinates in the term: no two members have the same term
+Stamp = tuple[Term, int]  # the term and the version of a config: the config with the higher stamp is newer
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class Electorate:
     casting: int
 
     def fewest_with(self, member: int) -> int:
-        """Return how many voters must agree, `member` included; another `casting` voter does not agree."""
+        """Return how many voters must agree, `member` included, if `casting` does not agree unless it is `member`."""
         return (len(self.voters) + (1 if member == self.casting else 2)) // 2
 
     def is_decided_by(self, members: Collection[int]) -> bool:

@@ -29,7 +29,7 @@ class Departure:
     """`Departure` belongs to one attempt; its stages are stays, asked, then leaves and left, or ends (of the job).
 
     Arguments:
-        release_host: lets another host leave, and returns whether the others continue without it.
+        release_host: releases another host, and returns whether the others continue without it.
     """
 
     def __init__(

@@ -48,7 +48,7 @@ class HostSuccession:
     """`HostSuccession` is a follower's part in the succession, for all attempts of the job.
 
     Arguments:
-        on_moved: called with the address of each host that comes to lead the job.
+        on_moved: called with the address of each host that becomes the leader.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class HostSuccession:
         return True
 
     def renew(self) -> None:
-        """Begin anew, with a vote of its own, after this host has joined the job as a new member."""
+        """Start over as a new voter, after this host has joined the job as a new member."""
         self._membership.update()
         self._successor.close()
         self._successor = self._make_successor()
@@ -194,7 +194,10 @@ class HostSuccession:
         return Successor(membership.channel, membership.key, membership.address, timeout_s)
 
     def _follow(self, elected: ElectedLeader) -> None:
-        """Move this host's ranks to the coordinator of an elected leader, and publish its address if it is this one."""
+        """Move this host's ranks to the coordinator of the elected leader.
+
+        If this host is the elected leader, also publish its address where the job began.
+        """
         membership = self._membership
         self._on_moved(elected.address)
         if elected.member == self._channel.member and membership.key is not None:

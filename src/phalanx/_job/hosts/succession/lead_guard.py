@@ -105,7 +105,7 @@ class LeadGuard:
         return 1 + num_others + (self._witness is not None) >= FEWEST_VOTERS and num_others > 0
 
     def hand_over(self) -> None:
-        """Delay all answers that the standbys do not have, even after `close`: another host will lead."""
+        """Keep delaying answers whose changes the standbys lack, even after `close`: another host will lead."""
         if self._proposer is not None:
             self._proposer.hand_over()
 
@@ -193,6 +193,6 @@ class LeadGuard:
     def forget(self) -> None:
         """Delete the job's vote at the witness, after `close`: the job has ended on all hosts."""
         if self._proposer is not None and self._witness is not None:
-            with contextlib.suppress(PhalanxError, OSError):  # it keeps some hundred bytes
+            with contextlib.suppress(PhalanxError, OSError):  # the witness then keeps a few hundred bytes
                 self._witness.forget()
             self._witness.close()

@@ -64,7 +64,7 @@ class LeaderNotice:
         with Client(endpoint, self._key, timeout=_TRY_S) as client:
             if client.check([MOVED_KEY]):  # it redirects to an earlier leader, which may be lost
                 client.set(MOVED_KEY, self._address)
-            # before the job exists its first host has yet to join, and must be the first member
+            # before its job spec exists, the job's first host has yet to join, and it must be the first member
             if not client.check([JOB_SPEC]) or client.check([_PUBLISHED + self._address]):
                 return
             facts = {"kind": _LEADS, "host": socket.gethostname(), "address": self._address}
@@ -91,7 +91,7 @@ def read_notice(facts: Mapping[str, Any]) -> str:
 
 
 def describe_second_job(facts: Mapping[str, Any]) -> str:
-    """Return a line for a host in training, if a member has joined with a notice of a job's leader; otherwise ""."""
+    """Return a warning for a host whose job already runs, if a member has joined with a leader's notice; else ""."""
     address = read_notice(facts)
     if not address:
         return ""

@@ -1,4 +1,4 @@
-"""`LeaderState` is the leader's decisions, which the job's store has for a host that takes over."""
+"""`LeaderState` is the leader's decisions, which the leader keeps in the job's store for a host that takes over."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from phalanx._comm.control.client import Client
 from phalanx._job.hosts.control_channel import FIRST
 from phalanx.errors import PhalanxError
 
-MOVED_KEY = "launch/moved"  # the address of the host that leads the job, at a coordinator that does not serve it
+MOVED_KEY = "launch/moved"  # the address of the host that leads the job, at a coordinator that no longer serves it
 LEADER_KEY = "launch/first"  # the member that leads the job, at a coordinator that has taken over
 
 

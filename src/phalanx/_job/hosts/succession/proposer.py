@@ -36,7 +36,7 @@ _MOST_STANDBYS = 2
 _NOTHING: Stamp = ((0, -1), -1)  # before every config
 _RESTORE_S = 5.0  # after which a host that delayed answers may be a standby again
 _AGAIN_S = 0.3  # after which a proposal is repeated to those that have not answered
-_LONGEST_PAUSE_S = 0.3  # before it asks for votes again: another candidate has its turn
+_LONGEST_PAUSE_S = 0.3  # before the leader asks for votes again, so that another candidate has its turn
 _NO_STANDBY: frozenset[bytes] = frozenset([b"nobody"])  # no standby has this ticket: all answers are delayed
 
 
@@ -62,7 +62,7 @@ class Proposer:
         self._primary = primary or Primary(Config.begin(channel.member))
         self._voter = voter or Voter(channel.member)
         self._witness = witness
-        # they are in the order of hosts
+        # once `set_voters` was called, in the order in which they would lead
         self._wanted_voters: tuple[int, ...] = tuple(sorted(self._primary.committed.newest_voters))
         self._tickets: dict[int, bytes] = {}  # the tickets of the standbys that were asked
         self._addresses: dict[int, str] = {}  # the addresses of those that follow
@@ -70,7 +70,7 @@ class Proposer:
         self._proposed_at = 0.0
         self._accepted: dict[int, Stamp] = {}  # by host: the newest config that it is known to have accepted
         self._present: set[int] | None = (
-            None  # the voters that have answered since a change was requested; None: no change is
+            None  # the voters that have answered since a change was requested; None: no change is requested
         )
         self._candidate: Candidate | None = None  # while this leader is elected once more
         self.candidate_since: float | None = None
@@ -89,7 +89,7 @@ class Proposer:
 
     @property
     def is_deposed(self) -> bool:
-        """Return whether another host was elected, or may have been: it was proposed to voters."""
+        """Return whether another host was elected, or may have been: a voter has accepted that host's first config."""
         return self._candidate is not None and not self._candidate.is_eligible
 
     def pop_standbys(self) -> tuple[int, ...] | None:
@@ -312,7 +312,7 @@ class Proposer:
         self._advance()
 
     def hand_over(self) -> None:
-        """Keep delaying unreplicated answers even after `close`: a standby will take over."""
+        """Keep delaying answers to unreplicated changes, even after `close`: a standby will take over."""
         self._is_handed_over = True
 
     def close(self) -> None:

@@ -112,7 +112,7 @@ class Standby:
             self._put(pack(Op.FOLLOWED, 0, self._ticket, followed))
 
     def _replay(self, message: WireMessage) -> bytes:
-        """Apply a message; return the number of the batch whose last message it is, or None."""
+        """Apply a message; return the number of the batch whose last message it is, or b"" if more messages follow."""
         _, number, (batch, entries) = message
         if number == 1:
             self._next_copy, self._expected = ReplicatedCoordinator(), 1

@@ -57,7 +57,7 @@ _LEAST_S = 3.0  # the least time for an election, however short the hosts' timeo
 _TURN_S = 1.0  # after which the next standby becomes a candidate, too
 _TRY_S, _PAUSE_S, _POLL_S = 2.0, 0.1, 0.25
 _REDIRECT_S = 5.0
-_PRESENT = "present"  # the queue of a polling place with the members that are present
+_PRESENT = "present"  # a polling place's queue of the members that are present
 _OBSERVE_S = 5.0  # a waiting host is notified of the loss earlier than hosts that poll the leader
 
 
@@ -88,7 +88,7 @@ class Successor:
         self._has_promised = False  # whether this host has voted, or follows another one, in the newest election
         self.handover: Handover | None = None  # once this host was elected
         self.is_electing = False
-        self._present: frozenset[int] = frozenset()  # if this host stands: the voters that have lost the leader, too
+        self._present: frozenset[int] = frozenset()  # on a candidate: the voters that have lost the leader, too
 
     def fileno(self) -> int:
         """Return a descriptor that is readable when `receive_result` has something."""
@@ -170,7 +170,10 @@ class Successor:
     # The election.
 
     def begin_election(self, *, is_candidate: bool = True) -> bool:
-        """Begin to elect another leader; return False if impossible. A standby stands only if `is_candidate`."""
+        """Begin to elect another leader; return False if that is impossible.
+
+        A standby becomes a candidate only if `is_candidate`.
+        """
         config = self._voter.newest
         if config is None or not self.may_elect or self._channel.is_removed or self.is_electing:
             return False
@@ -444,9 +447,10 @@ class Successor:
 
 
 def prepare(copy: ReplicatedCoordinator, leader: int, lost: int) -> list[tuple[int, bytes]]:
-    """Turn a copy into the coordinator that `leader` leads instead of `lost`; return the unread messages of `lost`.
+    """Turn a copy into the coordinator that `leader` leads instead of `lost`.
 
-    The leader watches all members, and the others watch the leader.
+    Return the messages to `lost` that `lost` has not read. The leader watches all members, and the others watch the
+    leader.
     """
     now = time.monotonic()
     copy.take_over(now)

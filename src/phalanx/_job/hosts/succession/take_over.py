@@ -143,7 +143,7 @@ def restore_elastic(
 ) -> ElasticHosts:
     """Restore the job's `ElasticHosts` from the lost leader's decisions and the hosts' reports.
 
-    It has the ranks of hosts that have not reported, too: these hosts are lost afterwards.
+    The result includes the ranks of hosts that have not reported: the caller removes these hosts afterwards.
     """
     elastic = ElasticHosts(state.slot_plan, state.max_replacements, limits, own, host_timeout_s)
     begun = state.begun

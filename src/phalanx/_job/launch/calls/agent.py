@@ -1,4 +1,4 @@
-"""Run the agent of a call: it runs a job like `phalanx run`, dies with the caller, and writes the result for it."""
+"""Run the agent of a call, which runs a job like `phalanx run`, dies with the caller, and writes the job's result."""
 
 from __future__ import annotations
 

@@ -234,7 +234,10 @@ class _Pipe:
 
 @contextlib.contextmanager
 def _shown_on(stream: TextIO | None, original: TextIO | None, fd: int) -> Iterator[_Pipe]:
-    """Yield a pipe for the agent's output to `stream`, if a notebook or an output capture has replaced the original."""
+    """Yield the `_Pipe` for the agent's output to `stream`, which the agent writes itself if it can.
+
+    It cannot if a notebook or an output capture has replaced `original`, the stream of descriptor `fd`.
+    """
     if stream is None:
         yield _Pipe(None, subprocess.DEVNULL)
         return

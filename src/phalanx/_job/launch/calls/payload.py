@@ -1,7 +1,7 @@
 """Encode a function and its arguments as bytes: by value (cloudpickle) if the ranks cannot import them.
 
-Functions, closures, lambdas and classes of `__main__` and of a notebook are sent by value; modules' own are sent by
-name, and the ranks have the caller's module search path. The source of a notebook's cells is sent for tracebacks.
+Functions, closures, lambdas and classes of `__main__` and of a notebook are sent by value. Those of modules are sent by
+name, and the ranks get the caller's module search path. The source of a notebook's cells is sent for tracebacks.
 """
 
 from __future__ import annotations

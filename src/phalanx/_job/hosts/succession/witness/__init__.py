@@ -3,6 +3,5 @@
 address         its address: HOST:PORT, etcd://…
 witness         its vote, stored in a register: a value with compare-and-swap at a `phalanx coordinator`
 etcd_register   a register in an etcd, with its users and certificates
-json_service    one request to an etcd
 calls           a thread by which the leader requests votes
 """

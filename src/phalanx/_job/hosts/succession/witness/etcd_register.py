@@ -1,4 +1,4 @@
-"""`EtcdRegister` keeps a witness's vote in an etcd, which it asks by the JSON gateway that etcd's version 3 has."""
+"""`EtcdRegister` keeps a witness's vote in an etcd, through the JSON gateway of etcd 3."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def find_tls(variables: Mapping[str, str]) -> ssl.SSLContext:
 
 _ANSWER_S = 2.0
 _MOST_BYTES = 8 << 20
-_SHOWN = 200  # characters of an answer that makes no sense
+_SHOWN = 200  # the most characters that are shown of an answer that is not JSON
 
 
 class JsonService:
@@ -184,9 +184,9 @@ class JsonService:
     def call(
         self, method: str, path: str, body: Mapping[str, Any] | None = None, headers: Mapping[str, str] | None = None
     ) -> tuple[int, dict[str, Any]]:
-        """Return the status and the object that were answered; after an error other than 200 its text is in `message`.
+        """Return the answer's status and JSON object; the text of an error that is no object is under `message`.
 
-        A call may have been carried out although it raises, where its answer was lost.
+        A call may have been executed although it raises, if its answer was lost.
 
         Raises:
             CoordinationError: the service cannot be reached, does not answer in two seconds, or is another one.
@@ -221,7 +221,7 @@ class JsonService:
         with contextlib.closing(self._connection()) as connection:
             connection.connect()
             connection.sock.settimeout(deadline.left_s or 0.001)
-            # The service closes the connection behind its answer, so that all of it has come when it ends.
+            # The service closes the connection after its answer, so the answer is complete at the end of the stream.
             connection.request(
                 method, path, data, {"Content-Type": "application/json", "Connection": "close", **headers}
             )
@@ -247,7 +247,7 @@ class _Received:
 
 
 def _receive(sock: socket.socket, deadline: Deadline) -> bytes:
-    """Return all that comes until the other side closes; a timeout of the socket alone would hold for each byte."""
+    """Return all bytes until the other side closes; the socket's own timeout would start again with each `recv`."""
     received = bytearray()
     while len(received) <= _MOST_BYTES:
         if deadline.passed:

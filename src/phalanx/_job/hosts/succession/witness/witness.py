@@ -114,7 +114,7 @@ class Witness:
         """
         register = self._open()
         if self._may_have_begun and not register.is_durable:
-            return  # it may have lost a promise since: a new value would repeat it
+            return  # the register may have lost a promise since: a new voter could break it
         self._may_have_begun = True
         register.write(self._name, b"", _to_bytes(Voter(WITNESS)))
 
@@ -154,7 +154,7 @@ class Witness:
         register = self._open()
         for _ in range(_MOST_TRIES):
             state = register.read(self._name)
-            if not state:  # a new voter would repeat a promise of the former one
+            if not state:  # a new voter could break a promise of the former one
                 raise CoordinationError("it does not know this job (it was restarted, or its data was deleted)")
             try:
                 before = _from_bytes(state)
