@@ -125,7 +125,7 @@ class JobSpec:
 
 
 def _to_tuples(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a dataclass with the lists that JSON has made of its tuples turned back, nested or not."""
+    """Return the fields of a dataclass, with all lists that JSON has made of tuples converted back."""
     return {name: _to_tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
 
 

@@ -153,7 +153,7 @@ class FollowedJob:
     def _rejoin(self, link: FollowerLink) -> bool:
         """Rejoin an elastic job after this host's ranks were abandoned, if the job's leader answers in time.
 
-        The other hosts have continued without this host, or wait for it. Either way its ranks start without state.
+        The other hosts have continued without this host, or wait for it; the state of this host's ranks is useless.
         """
         if self._succession.await_leader(link.supervision.abandoned_by):
             return True

@@ -234,9 +234,9 @@ class _Pipe:
 
 @contextlib.contextmanager
 def _shown_on(stream: TextIO | None, original: TextIO | None, fd: int) -> Iterator[_Pipe]:
-    """Yield the `_Pipe` for the agent's output to `stream`, which the agent writes itself if it can.
+    """Yield the `_Pipe` for the agent's output to `stream`.
 
-    It cannot if a notebook or an output capture has replaced `original`, the stream of descriptor `fd`.
+    The agent writes to `fd` itself, unless a notebook or an output capture has replaced `original` or `fd`.
     """
     if stream is None:
         yield _Pipe(None, subprocess.DEVNULL)

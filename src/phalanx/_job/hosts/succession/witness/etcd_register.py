@@ -184,7 +184,7 @@ class JsonService:
     def call(
         self, method: str, path: str, body: Mapping[str, Any] | None = None, headers: Mapping[str, str] | None = None
     ) -> tuple[int, dict[str, Any]]:
-        """Return the answer's status and JSON object; the text of an error that is no object is under `message`.
+        """Return the answer's status and JSON object; if the body of an error is no object, `message` has its text.
 
         A call may have been executed although it raises, if its answer was lost.
 
