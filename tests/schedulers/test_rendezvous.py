@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 
+from phalanx._comm.control.key import Key
 from phalanx._comm.control.key_file import default_path, make_key
 from phalanx._job.agent.plan import JobPlan, Pinning
 from phalanx._job.agent.settings import refuse
 from phalanx._job.coordinator.rendezvous import Rendezvous
 from phalanx._job.launch.adopt import adopt, complete_rendezvous, find_node, has_own_endpoint, place_node
 from phalanx._job.launch.command_line import parse
-from phalanx._job.schedulers import rendezvous as module
 from phalanx._job.schedulers.allocation import Allocation
 from phalanx._job.schedulers.rendezvous import find_rendezvous
 from phalanx.errors import LaunchError
@@ -45,10 +45,11 @@ def test_node_0_hands_its_path_to_the_others_on_its_host():
     assert run_ranks(node, 3, init=False) == ["", "/a/path", "/a/path"]
 
 
-def test_the_first_node_makes_the_key_and_the_others_find_it(home):
+def test_all_nodes_have_the_users_key_and_the_ports_of_the_first(home):
+    assert find_rendezvous(TWO_HOSTS, None, home, place_node(ASKED, TWO_HOSTS))[0].key is None
+    key, _ = make_key(default_path(home))
     first, job = find_rendezvous(TWO_HOSTS, None, home, place_node(ASKED, TWO_HOSTS))
-    key, is_new = make_key(default_path(home))
-    assert (first.key, is_new, job) == (str(key), False, "slurm-1.0")
+    assert job == "slurm-1.0"
     second = replace(TWO_HOSTS, node=1)
     other, _ = find_rendezvous(second, None, home, place_node(ASKED, second))
     places = tuple(f"127.0.0.1:{port}" for port in TWO_HOSTS.ports)
@@ -59,11 +60,7 @@ def test_the_first_node_makes_the_key_and_the_others_find_it(home):
 
 
 @pytest.mark.slow
-def test_what_keeps_nodes_apart_is_told(home, monkeypatch):
-    other = replace(TWO_HOSTS, node=1)
-    monkeypatch.setattr(module, "_KEY_TIMEOUT_S", 0.2)
-    with pytest.raises(LaunchError, match=r"the hosts do not share that folder. Copy the file to every host"):
-        find_rendezvous(other, None, home, ASKED)
+def test_what_keeps_nodes_apart_is_told(home):
     with pytest.raises(LaunchError, match=r"(?s)MPI could not be asked: .*set MASTER_ADDR for all to an address"):
         find_rendezvous(
             replace(TWO_HOSTS, scheduler="MPICH", first_host="", asks_mpi=True), None, {**home, **NO_MPI}, ASKED
@@ -80,14 +77,14 @@ JOB = {"SLURM_JOB_ID": "17", "SLURM_PROCID": "0", "SLURM_NNODES": "3"}
 
 def adopted(words, environ):
     """Return this node's settings, and the environment that its ranks inherit."""
-    settings = parse([*words, "train.py"])
+    settings = parse([*words, "train.py"], environ)
     found = find_node(settings, environ)
     if found is None:
         return settings, environ
     problems = []
     own, remaining = adopt(settings, environ, found, problems)
     refuse(problems)
-    if not has_own_endpoint(settings):
+    if not has_own_endpoint(settings, found):
         plan = JobPlan(own, 1, Pinning(1, ((),)), 0, remaining, remaining, own.run_id)
         own = complete_rendezvous(plan, environ, found).settings
     return own, remaining
@@ -104,6 +101,25 @@ def test_options_override_the_scheduler(home, capfd):
     assert adopted(["--standalone"], {**MPI, **home})[0].rendezvous is None
     with pytest.raises(LaunchError, match=r"--nnodes 3, and MPICH: node 1 of 2 .* has 2. Leave out --nnodes"):
         adopted(["--nnodes=3"], {**MPI, **home})
+
+
+TRAINER = {
+    "KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "1", "PET_NNODES": "2", "PET_NODE_RANK": "1",
+    "PET_NPROC_PER_NODE": "4", "PET_MASTER_ADDR": "train-0.train", "PET_MASTER_PORT": "29500",
+}  # fmt: skip
+
+
+def test_the_variables_of_kubeflows_trainer_are_the_schedulers_and_not_the_users(home):
+    """A pod without a key waited for another one's file instead of asking for a Secret; options lost to variables."""
+    key = {"PHALANX_KEY": str(Key(bytes(32)))}
+    own, environ = adopted([], {**TRAINER, **key, "RANK": "1", "RANK_TABLE_FILE": "/etc/ranks"})
+    assert (own.rendezvous.endpoint, own.rendezvous.node_rank, own.nproc_per_node) == ("train-0.train:29500", 1, "4")
+    assert environ["RANK_TABLE_FILE"] == "/etc/ranks"
+    assert "RANK" not in environ
+    assert adopted(["--nproc-per-node=auto"], {**TRAINER, **key})[0].nproc_per_node == "auto"
+    assert adopted(["--master-port=7"], {**TRAINER, **key})[0].rendezvous.endpoint == "train-0.train:7"
+    with pytest.raises(LaunchError, match="pods share no folder, and there is no key in PHALANX_KEY"):
+        adopted([], {**TRAINER, **home})
 
 
 def test_the_key_goes_to_the_agent_and_not_on_to_what_ranks_start(home):

@@ -184,7 +184,7 @@ def pbs(machines, folder):
     [
         (indexed, "Kubernetes: node 0 of 2 of job kubernetes-"),
         (pytorch_job, "Kubeflow: node 0 of 2 of job kubeflow-"),
-        (trainer, None),  # these are options of torchrun's, too: they say all themselves
+        (trainer, "Kubeflow: node 0 of 2 of job kubeflow-"),
         (lsf, "LSF: node 0 of 2 of job lsf-7 (LSB_JOBID, LSB_MCPU_HOSTS)"),
         (pbs, "PBS: node 0 of 2 of job pbs-7.server (PBS_JOBID, PBS_NODEFILE)"),
     ],
@@ -196,7 +196,7 @@ def test_what_a_scheduler_sets_on_each_host_makes_one_job(work, variables, said)
         ended = on_hosts(machines, folder, environment, variables(machines, folder), *RUN, *ranks, "train.py")
     assert [code for code, _ in ended] == [0, 0], ended
     assert told(ended[0][1]) == everybody(2, 2)
-    assert said is None or said in ended[0][1]
+    assert said in ended[0][1]
 
 
 @pytest.mark.slow

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -28,7 +30,7 @@ T = TypeVar("T")
 _PAUSE_S = 0.1
 _FIRST_TRY_S, _TRY_S = 5.0, 20.0
 _CALL_S = 30.0  # for each request to a coordinator that has answered
-_KEY_S = 20.0
+_KEY_S = 60.0  # how long a network file system may take to show a file that another host has made
 _NOTIFY_AFTER_S = 3.0
 
 
@@ -133,7 +135,7 @@ def join_leader(host: HostResources, endpoints: Sequence[str], key: Key | None, 
 
 
 def _find_key(plan: JobPlan, rendezvous: Rendezvous, over: threading.Event, log: Callable[[str], None]) -> Key:
-    """Return the job's key; wait up to 20 s until it exists.
+    """Return the job's key; wait up to 60 s until it exists.
 
     Hosts that share a home may start together for the first time: one of them creates the key, and the others find it.
 
@@ -142,6 +144,7 @@ def _find_key(plan: JobPlan, rendezvous: Rendezvous, over: threading.Event, log:
     """
     wait_s = min(_KEY_S, rendezvous.join_timeout_s)
     deadline, has_notified = Deadline.after(wait_s), False
+    path = default_path(plan.command_environment)
     try:
         if rendezvous.key is not None:
             return Key.parse(rendezvous.key)
@@ -149,19 +152,21 @@ def _find_key(plan: JobPlan, rendezvous: Rendezvous, over: threading.Event, log:
             if not has_notified:
                 has_notified = True
                 log(
-                    f"phalanx run: no key yet ({default_path(plan.command_environment)}); waiting {wait_s:g} s for the "
-                    "first host to make one, in case it shares this home"
+                    f"phalanx run: no key yet ({path}); waiting {wait_s:g} s for the first host to make one, in case "
+                    "it shares this home"
                 )
             if over.wait(_PAUSE_S):
                 break
+            with contextlib.suppress(OSError):
+                os.listdir(path.parent)  # makes a network file system read the folder again
     except (AuthenticationError, ValueError) as error:
         raise LaunchError(f"phalanx run: {error}", exit_code=2) from None
     if key is not None:
         return key
     raise LaunchError(
-        f"phalanx run: no key to join {rendezvous.endpoint}. `phalanx key` creates ~/.config/phalanx/key, once, on any "
-        "host. Every host needs that file (in a shared home, or as a copy with mode 600). PHALANX_KEY_FILE names "
-        "another file.",
+        f"phalanx run: no key to join {rendezvous.endpoint}: {path} does not exist here, so the first host does not "
+        "share this folder. `phalanx key` creates the file, once, on any host. Copy it to every host (mode 600), or "
+        "name a file that all of them see: PHALANX_KEY_FILE=…",
         exit_code=2,
     )
 

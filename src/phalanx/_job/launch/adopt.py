@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from phalanx._job.agent.plan import JobPlan
 from phalanx._job.agent.settings import Settings
-from phalanx._job.coordinator.rendezvous import Rendezvous
+from phalanx._job.coordinator.rendezvous import Rendezvous, join_endpoint
 from phalanx._job.launch.devices import count_gpus
 from phalanx._job.launch.plan_job import plan_job
 from phalanx._job.output.text import show
@@ -17,7 +17,7 @@ from phalanx._job.schedulers.rendezvous import find_rendezvous
 from phalanx._job.schedulers.slurm import find_unused_hosts
 
 # These identify this command's process, and would be wrong in a rank.
-_OF_ONE_PROCESS = ("PMI_", "PMIX_", "OMPI_COMM_WORLD_", "MPI_LOCAL", "HYDI_", "HYDRA_", "RANK", "WORLD_SIZE")
+_OF_ONE_PROCESS = ("PMI_", "PMIX_", "OMPI_COMM_WORLD_", "MPI_LOCAL", "HYDI_", "HYDRA_")
 
 
 def plan_node(settings: Settings, environ: Mapping[str, str], problems: list[str]) -> JobPlan:
@@ -34,7 +34,7 @@ def plan_node(settings: Settings, environ: Mapping[str, str], problems: list[str
         return plan_job(settings, environ, problems=problems)
     own, remaining = adopt(settings, environ, found, problems)
     plan = plan_job(own, remaining, problems=problems)
-    return plan if has_own_endpoint(settings) else complete_rendezvous(plan, environ, found)
+    return plan if has_own_endpoint(settings, found) else complete_rendezvous(plan, environ, found)
 
 
 def find_node(settings: Settings, environ: Mapping[str, str]) -> Allocation | None:
@@ -58,10 +58,16 @@ def find_node(settings: Settings, environ: Mapping[str, str]) -> Allocation | No
     return found
 
 
-def has_own_endpoint(settings: Settings) -> bool:
-    """Return whether the user's options name the rendezvous endpoint: options override the scheduler."""
+def has_own_endpoint(settings: Settings, found: Allocation) -> bool:
+    """Return whether the user's options name a rendezvous endpoint: options override the scheduler.
+
+    Kubeflow's PET_ variables are read as options, too. Options that equal the allocation override nothing.
+    """
     rendezvous = settings.rendezvous
-    return rendezvous is not None and bool(rendezvous.endpoint) and not rendezvous.endpoint.startswith(":")
+    if rendezvous is None or not rendezvous.endpoint or rendezvous.endpoint.startswith(":"):
+        return False
+    own = rendezvous.endpoint, rendezvous.node_rank, rendezvous.min_nodes, rendezvous.max_nodes
+    return own != (join_endpoint(found.first_host, found.port), found.node, found.num_nodes, found.num_nodes)
 
 
 def adopt(
@@ -69,7 +75,7 @@ def adopt(
 ) -> tuple[Settings, dict[str, str]]:
     """Return the settings and the environment of node `found`; append contradictions to `problems`."""
     remaining = _without_process(environ, found)
-    if has_own_endpoint(settings):
+    if has_own_endpoint(settings, found):
         return settings, remaining
     rendezvous = settings.rendezvous
     if rendezvous is not None and not rendezvous.min_nodes <= found.num_nodes <= rendezvous.max_nodes:
@@ -80,7 +86,6 @@ def adopt(
     remaining.pop("PHALANX_KEY", None)  # only `complete_rendezvous` reads it; the ranks must not inherit it
     own = replace(
         settings,
-        nproc_per_node=(settings.nproc_per_node == "auto" and found.nproc_per_node) or settings.nproc_per_node,
         run_id=settings.run_id or found.job,
         rendezvous=place_node(rendezvous or Rendezvous(), found),
         share=(found.local_node, found.num_local_nodes),
@@ -140,5 +145,7 @@ def _without_process(environ: Mapping[str, str], found: Allocation) -> dict[str,
 
     RANK and WORLD_SIZE are among those only under Kubeflow, where they number the pods.
     """
-    names = _OF_ONE_PROCESS if found.scheduler == "Kubeflow" else _OF_ONE_PROCESS[:-2]
-    return {name: value for name, value in environ.items() if not name.startswith(names) or name == "RANKS"}
+    exact = ("RANK", "WORLD_SIZE") if found.scheduler == "Kubeflow" else ()
+    return {
+        name: value for name, value in environ.items() if not name.startswith(_OF_ONE_PROCESS) and name not in exact
+    }

@@ -37,7 +37,6 @@ class Allocation:
         first_host: the host of node 0; empty if unknown.
         port: the port of the rendezvous; 0 if none was chosen.
         local_node, num_local_nodes: the node's number on this host, and the number of nodes here.
-        nproc_per_node: --nproc-per-node; empty unless the scheduler decides it.
         asks_mpi: the first host, or the job, must be requested from MPI, because no variable has it.
         hint: how to start the command on every host, if it was started on one.
     """
@@ -51,7 +50,6 @@ class Allocation:
     port: int = 0
     local_node: int = 0
     num_local_nodes: int = 1
-    nproc_per_node: str = ""
     asks_mpi: bool = False
     hint: str = ""
 

@@ -34,16 +34,14 @@ def find_kubeflow(environ: Mapping[str, str]) -> Allocation | None:
         return None
     _compare(environ)
     port = "MASTER_PORT" if environ.get("MASTER_PORT") else "PET_MASTER_PORT"
-    num_nodes, nproc_per_node = _count(environ, nodes), environ.get("PET_NPROC_PER_NODE", "")
     return Allocation(
         "Kubeflow",
         int(environ[rank]),
-        num_nodes,
+        _count(environ, nodes),
         environ.get("PET_RDZV_ID") or f"kubeflow-{environ[address]}",
-        tuple(name for name in (rank, nodes, address, port, "PET_NPROC_PER_NODE") if environ.get(name)),
+        tuple(name for name in (rank, nodes, address, port) if environ.get(name)),
         first_host=environ[address],
         port=read_port(environ, port, _PORT),
-        nproc_per_node=nproc_per_node,
     )
 
 
@@ -94,7 +92,6 @@ def find_indexed_job(environ: Mapping[str, str], fqdn: str, nnodes: int = 0) -> 
         tuple(variables),
         first_host=first,
         port=read_port(environ, "MASTER_PORT", _PORT),
-        nproc_per_node=environ.get("PET_NPROC_PER_NODE", ""),
     )
 
 

@@ -18,7 +18,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from phalanx._base.deadline import Deadline
 from phalanx._base.host_addresses import own_addresses
@@ -34,8 +33,6 @@ from phalanx._job.schedulers.mpi_broadcast import broadcast
 from phalanx.errors import AuthenticationError, DeadlineError, LaunchError, PhalanxError
 
 _MAX_PATH_BYTES = 4096
-_PAUSE_S = 0.1
-_KEY_TIMEOUT_S = 60.0  # how long a shared folder may take to show a file that another host has made
 
 
 def find_rendezvous(
@@ -133,9 +130,13 @@ def _free_port() -> Iterator[int]:
         yield sock.getsockname()[1]
 
 
-def _find_key(found: Allocation, key_file: str | None, environ: Mapping[str, str]) -> str:
-    """Return the user's key. Node 0 creates it if missing; the others wait until it appears in their shared folder."""
-    from phalanx._comm.control.key_file import default_path, find_key, make_key
+def _find_key(found: Allocation, key_file: str | None, environ: Mapping[str, str]) -> str | None:
+    """Return the user's key; None if it is missing, and node 0 creates it at the start of the job.
+
+    Raises:
+        LaunchError: the key is missing, and pods share no folder in which node 0 could create it.
+    """
+    from phalanx._comm.control.key_file import find_key
 
     key = find_key(key_file, environ)
     if key is not None:
@@ -147,23 +148,4 @@ def _find_key(found: Allocation, key_file: str | None, environ: Mapping[str, str
             "there: `phalanx manifest kubernetes` writes a file that does.",
             exit_code=2,
         )
-    path = default_path(environ)
-    return str(make_key(path)[0]) if found.node == 0 else _await_key(found, path)
-
-
-def _await_key(found: Allocation, path: Path) -> str:
-    from phalanx._comm.control.key_file import read_key
-
-    def exists() -> bool:
-        with contextlib.suppress(OSError):
-            os.listdir(path.parent)  # makes a network file system read the folder again
-        return path.exists()
-
-    if Deadline.after(_KEY_TIMEOUT_S).wait_until(exists, _PAUSE_S):
-        return str(read_key(path))
-    raise LaunchError(
-        f"phalanx run: {found.describe()}: node 0 has the job's key in {path} of its host, and here there is none "
-        f"after {_KEY_TIMEOUT_S:.0f} s: the hosts do not share that folder. Copy the file to every host (`phalanx "
-        "key` makes it, once), or name one that all see: PHALANX_KEY_FILE=…",
-        exit_code=2,
-    )
+    return None

@@ -13,8 +13,9 @@ def find(environ: Mapping[str, str]) -> Allocation | None:
     launch = slurm_launch(environ)
     if launch is None:
         return None
-    steps = ("SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST")
-    variables = ("SLURM_PROCID", *(name if name in environ else name.replace("_STEP_NUM", "_N") for name in steps))
+    variables = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST")
+    if "SLURM_STEP_NUM_TASKS" not in environ:
+        variables = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_NODELIST")
     return Allocation(
         "Slurm",
         launch.rank,
