@@ -1,7 +1,7 @@
 """`History` keeps a run's checkpoints in one folder: it lists them, adds a new one, and removes old ones.
 
     runs/a/
-        00000007-step-300/      the seventh save of this folder: a checkpoint, whole
+        00000007-step-300/      the seventh save of this folder: a complete checkpoint
         00000008-step-400/
         latest -> 00000008-step-400
         .step-500.3fa9c2d1.partial/    being written, or left by a writer that died: the next save removes it
