@@ -24,7 +24,7 @@ class RandomState:
     saved state continue with it. Each new rank gets seeds derived from the saved state, which differ from the seeds of
     all other ranks and are the same each time.
 
-    `state_dict` is collective and returns the same on every rank: some 10 kB per rank.
+    `state_dict` is collective and returns the same on every rank: 10 to 15 kB per rank.
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:

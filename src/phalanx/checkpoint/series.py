@@ -265,7 +265,7 @@ class CheckpointManager:
                 f"{peers.what}: metrics has {', '.join(map(repr, metrics))}, but not {best.metric!r}, the metric of "
                 "keep_best. A checkpoint without it is not among the best, and is removed as others become newer.",
             )
-        step = operator.index(step)  # NumPy's integers have an index, too
+        step = operator.index(step)  # NumPy's integers have `__index__`, too
         measured = {name: float(value) for name, value in (metrics or {}).items() if math.isfinite(value)}
         self._wait_for_save(peers)
         collected = collect(peers, parts, sharded=self.sharded)

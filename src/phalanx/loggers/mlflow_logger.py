@@ -18,7 +18,7 @@ _FOREIGN = re.compile(r"[^\w. :-]", re.ASCII)  # characters that MLflow refuses 
 
 
 class MLflowLogger(Logger):
-    """Log into a run of MLflow, which is begun at the first call.
+    """Log into a run of MLflow, and begin the run at the first call.
 
     Arguments:
         experiment: its name; created if missing.
