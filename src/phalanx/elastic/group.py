@@ -364,8 +364,8 @@ class ElasticGroup:
 # Form the groups that a script has made before `elastic.run` (`new_group`, a DeviceMesh's) again after a loss.
 #
 # They stay the same Python objects, under the names by which a mesh finds them. A group is formed again from the ranks
-# that it had, by number, if all of these name it; a group of all ranks gets all current ranks. The next operation of any
-# other group raises an error with the group's name.
+# that it had, by number, if all of these name it; a group of all ranks gets all current ranks. The next operation of
+# any other group raises an error with the group's name.
 
 Named = tuple[str, tuple[int, ...]]
 
