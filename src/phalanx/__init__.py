@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-# The public names, and the module that knows each. One line per name; the names are PyTorch's where PyTorch has one.
+# The public names, and the module that defines each. One line per name; the names are PyTorch's where PyTorch has one.
 _MODULE_OF = {
     "DistributedDataParallel": "phalanx.ddp",
     "ZeroRedundancyOptimizer": "phalanx.optim",
@@ -132,7 +132,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _import_core() -> Any:
-    """Make `from phalanx import _core` end in a sentence that says what is missing, where the core is not there."""
+    """Import the C core; if that fails, raise an ImportError that says what to do."""
     try:
         return importlib.import_module("phalanx._core")
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""This module has every exception that Phalanx raises at run time, named by who caused it.
+"""Define every exception that Phalanx raises at run time; each is named after who caused the failure.
 
     RuntimeError
     └── PhalanxError
@@ -7,13 +7,13 @@
         ├── PeerLostError      a peer died or left                                          (also DistBackendError)
         ├── DeadlineError      time ran out                                              (also TimeoutError)
         ├── LaunchError        the job could not be started, or one of its ranks failed
-        ├── CoordinationError  the job's coordinator cannot be reached, ended, or has given this process up
-        │   └── AuthenticationError  a key is missing, unsafe, or another than the coordinator's
+        ├── CoordinationError  the job's coordinator cannot be reached, has ended, or has expelled this process
+        │   └── AuthenticationError  a key is missing, unsafe, or differs from the coordinator's
         ├── CheckpointError    a checkpoint could not be written, or cannot be used
         ├── DataError          a shard of a stream could not be read, or is damaged
         └── InternalError      our bug: please report it
 
-A wrong call (an argument that no world could make right) raises `ValueError` or `TypeError` at the door instead.
+A wrong call (an argument that no world could make right) raises `ValueError` or `TypeError` on entry instead.
 
 `MismatchError` and `PeerLostError` are also `torch.distributed.DistBackendError`, which PyTorch's users already catch.
 They are built on first use, because the launcher raises errors of this module and never imports torch.
@@ -48,14 +48,14 @@ def summary_of(error: BaseException) -> str:
 
 
 class PhalanxError(RuntimeError):
-    """This is the root of the tree: an operation failed, and the message says where, why and what to do.
+    """An operation failed, and the message says where, why and what to do. All classes of this page derive from this.
 
-    If an operation of a group failed, these fields have the facts: `operation` ('all_reduce'), `seq` (its number),
+    If an operation of a group failed, these fields hold the facts: `operation` ('all_reduce'), `seq` (its number),
     `group` (its name), `rank` (the number of this process in the group), `call_site` ('train.py:88') and `positions`
-    (what each other rank did last, for those that the message tells of). A text that is not known is empty, a number
-    that is not known is 0, and a rank that is not known is -1.
+    (what each other rank did last, for the ranks that the message mentions). An unknown text is empty, an unknown
+    number is 0, and an unknown rank is -1.
 
-    What to do: read the last line of the message. If you catch this class, you catch all errors of this page.
+    What to do: read the last line of the message. To catch every error of this page, catch this class.
     """
 
     operation = ""
@@ -69,8 +69,8 @@ class PhalanxError(RuntimeError):
 class ClosedError(PhalanxError):
     """This process closed the group, its memory or the job before the call; or it is a fork of a rank.
 
-    What to do: move the call in front of `destroy_process_group`, or in front of the end of `with phalanx.init()`. In
-    a child that you have forked, call `init_process_group` again or leave communication to the parent.
+    What to do: move the call before `destroy_process_group`, or before the end of `with phalanx.init()`. In a child
+    that you have forked, call `init_process_group` again or leave communication to the parent.
     """
 
 
@@ -109,8 +109,14 @@ class LaunchError(PhalanxError):
 class CoordinationError(PhalanxError):
     """The job's coordinator cannot be reached, has ended, or no longer counts this process as a member.
 
-    `reason`: "unreachable" (nobody answers at the address), "stranger" (something else does), "another job" (a
-    coordinator does, of another job), "lost" (it was there and has gone), "expelled" (it counts us out); or empty.
+    `reason` is one of these, or empty:
+
+    - "unreachable": nothing answers at the address.
+    - "stranger": something else answers there, or a coordinator of another version.
+    - "another job": the coordinator of another job answers there.
+    - "lost": the coordinator answered before, and no longer does.
+    - "expelled": the coordinator no longer counts this process as a member.
+    - "taken": the coordinator cannot listen, because another process uses its address.
 
     What to do: "unreachable" means that the address is wrong, that a firewall is in the way, or that the first host has
     not started yet. After "lost" and "expelled" start the job again from its latest checkpoint.
@@ -125,7 +131,7 @@ class CoordinationError(PhalanxError):
 
 
 class AuthenticationError(CoordinationError):
-    """A key is missing, other users can read it, or it is not the key of the other side.
+    """A key is missing, other users can read it, or it differs from the key of the other side.
 
     What to do: `phalanx key` makes a key; copy that file to every host of the job with `scp -p`. `phalanx key
     --fingerprint` shows on each host whether the keys are the same. `chmod 600` makes a file yours alone.
@@ -136,20 +142,21 @@ class CheckpointError(PhalanxError):
     """A checkpoint could not be written or read, or it does not fit the objects that load it.
 
     What to do: the message names the file, or the keys and shapes that differ. `phalanx checkpoint inspect PATH
-    --verify` finds damaged files. `CheckpointManager.load(..., fallback=True)` takes the checkpoint before a damaged
-    one.
+    --verify` finds damaged files. `CheckpointManager.load(..., fallback=True)` loads the checkpoint before the
+    damaged one.
     """
 
 
 class DataError(PhalanxError):
-    """A shard of a stream could not be read, or has another number of samples than was given.
+    """A shard of a stream could not be read, or has a different number of samples than given.
 
-    What to do: the message names the shard. If it was changed, remove the file `index=`, to count all shards again.
+    What to do: the message names the shard. If the shard was changed, remove the index file (`index=`), so that all
+    shards are counted again.
     """
 
 
 class InternalError(PhalanxError):
-    """Something that Phalanx guarantees did not hold. This is a bug of ours.
+    """A guarantee of Phalanx did not hold. This is a bug in Phalanx.
 
     What to do: please report it, with the whole message and the output of `phalanx doctor --json`.
     """
@@ -162,9 +169,9 @@ def _rebuild(cls: type[PhalanxError], message: str, fields: Mapping[str, Any]) -
 if TYPE_CHECKING:
 
     class MismatchError(PhalanxError):
-        """Ranks called different operations, or gave different shapes, dtypes or models. No tensor was changed.
+        """Ranks called different operations, or passed different shapes, dtypes or models. No tensor was changed.
 
-        `calls` maps each rank to its own call, in words.
+        `calls` maps each rank to a description of its call.
 
         What to do: the message shows the line of each rank. Let every rank call the same operation with the same dtype,
         size and options, in the same order. A call under `if rank == 0` is the usual cause.
@@ -175,7 +182,7 @@ if TYPE_CHECKING:
         def __init__(self, message: str, *, calls: Mapping[int, str] | None = None) -> None: ...
 
     class PeerLostError(PhalanxError):
-        """A process of the group died, or left the group. `ranks` names which, in the group's numbering.
+        """A process of the group died, or left the group. `ranks` lists the lost ranks, in the group's numbering.
 
         What to do: look for that rank's own error; `phalanx run` prints it last. SIGKILL without an error usually means
         that memory ran out. To continue without a restart, put the training loop into `phalanx.elastic.run`.
@@ -194,9 +201,9 @@ def _define_torch_errors() -> None:
         DistBackendError = RuntimeError  # type: ignore[misc,assignment]
 
     class MismatchError(PhalanxError, DistBackendError):
-        """Ranks called different operations, or gave different shapes, dtypes or models. No tensor was changed.
+        """Ranks called different operations, or passed different shapes, dtypes or models. No tensor was changed.
 
-        `calls` maps each rank to its own call, in words.
+        `calls` maps each rank to a description of its call.
 
         What to do: the message shows the line of each rank. Let every rank call the same operation with the same dtype,
         size and options, in the same order. A call under `if rank == 0` is the usual cause.
@@ -210,7 +217,7 @@ def _define_torch_errors() -> None:
             return _rebuild, (type(self), str(self), {"calls": self.calls}), self.__dict__
 
     class PeerLostError(PhalanxError, DistBackendError):
-        """A process of the group died, or left the group. `ranks` names which, in the group's numbering.
+        """A process of the group died, or left the group. `ranks` lists the lost ranks, in the group's numbering.
 
         What to do: look for that rank's own error; `phalanx run` prints it last. SIGKILL without an error usually means
         that memory ran out. To continue without a restart, put the training loop into `phalanx.elastic.run`.

@@ -34,11 +34,12 @@ class AbandonedError(CheckpointError):
 class SaveWork:
     """`SaveWork` is the work of one save; it does not communicate with other ranks.
 
-    write      write this rank's part
-    commit     on rank 0: give the checkpoint its name, once all `parts` are written
-    parts      on rank 0: the names by which other ranks report that their parts are written
-    missing    on rank 0: the names not reported yet; and the longest pause between two checks
-    discard    on rank 0: remove the files
+    write         write this rank's part
+    commit        on rank 0: give the checkpoint its name, once all `parts` are written
+    parts         on rank 0: the names by which other ranks report that their parts are written
+    missing       on rank 0: return the names in `parts` that are not reported yet
+    max_poll_s    on rank 0: the longest pause between two calls of `missing`
+    discard       remove the files: on rank 0 those of the draft, on other ranks those not yet sent to an address
     """
 
     step: int
@@ -82,9 +83,9 @@ class Saving:
         return True
 
     def abort(self) -> None:
-        """Abort the save when this rank's part is written: the checkpoint gets no name, unless it already has one.
+        """Abort the save, once this rank's part is written: the checkpoint gets no name, unless it already has one.
 
-        Remove the files, also if another rank was still writing when the thread removed them.
+        Remove the files, again if necessary: another rank may have written some after the thread had removed them.
         """
         self._aborted.set()
         self._finished.wait()
@@ -136,8 +137,8 @@ def wait_together(
 ) -> CheckpointError | None:
     """Wait on all ranks until a save is over, and return the error of any rank, or None. All ranks call it.
 
-    Ranks that have finished wait in short collectives, not in one long one: so the group's timeout does not expire
-    however long a rank writes, and no rank counts as silent.
+    Ranks that have finished wait in many short collectives. So the group's timeout does not expire however long a rank
+    writes, and no rank counts as silent.
     """
     started, warned_s = time.monotonic(), 0.0
     while True:

@@ -35,7 +35,7 @@ def describe_unsafe_value(state: object) -> tuple[str, str]:
 
 
 def is_plain(value: Any) -> bool:
-    """Return whether torch.load can open `value`, except perhaps a tensor of a class of its own.
+    """Return whether torch.load can open `value`. Tensors are not checked: it may refuse a subclass.
 
     Cost: a type check for each value in lists and dicts; an attempt to save each value of another class.
     """
@@ -64,12 +64,12 @@ def _leaves(path: str, value: object, above: set[int]) -> Iterator[tuple[str, ob
     for where, item in inside:
         yield from _leaves(where, item, above | {id(value)})
     if type(value) not in (dict, OrderedDict, list, tuple):
-        yield path, value  # these have their own class, default or name
+        yield path, value  # the class, or its default_factory, may be unsafe
 
 
 def _is_readable(value: object) -> bool:
     if type(value) in (torch.Tensor, torch.nn.Parameter, SlicedTensor):
-        return True  # true of every size
+        return True  # without a trial save, which would copy the tensor
     buffer = io.BytesIO()
     try:
         torch.save(value, buffer)

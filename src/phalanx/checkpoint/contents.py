@@ -34,8 +34,8 @@ _JAGGED = {"torch.nested", "torch._dynamo"}  # torch.load needs these imported t
 class Item:
     """`Item` is a leaf of the state: a tensor, or a value as text.
 
-    `shape` has -1 for dimensions in which the parts of a nested tensor differ; the tensor was written in `pieces`
-    pieces.
+    `shape` has -1 for dimensions in which the parts of a nested tensor differ. `pieces` is the number of pieces in
+    which the tensor was written.
     """
 
     name: str

@@ -1,7 +1,7 @@
 """`History` keeps a run's checkpoints in one folder: it lists them, adds a new one, and removes old ones.
 
     runs/a/
-        00000007-step-300/      the seventh save of this folder: a checkpoint, whole
+        00000007-step-300/      the seventh save of this folder: a complete checkpoint
         00000008-step-400/
         latest -> 00000008-step-400
         .step-500.3fa9c2d1.partial/    being written, or left by a writer that died: the next save removes it
@@ -98,7 +98,8 @@ class Draft:
 
         Raises:
             OSError: the disk failed; only this draft has changed.
-            NotDurableError: the checkpoint is in place, but may not survive a power cut.
+            NotDurableError: a folder could not be synchronised: the draft's, and only this draft has changed; or the
+                history's, and the checkpoint is in place, but may not survive a power cut.
         """
         with (self.path / MANIFEST).open("xb") as file:
             file.write(manifest.encode())

@@ -61,7 +61,7 @@ def note_optimizers(parts: Mapping[str, Any]) -> OptimizerNotes:
 
 
 def find_other_class(name: str, optimizer: torch.optim.Optimizer, saved: str) -> list[str]:
-    """Return how the class of `optimizer` differs from `saved`, if both are known: RAdam and Adamax share options."""
+    """Return how the class of `optimizer` differs from `saved`, if both are known. RAdam has Adamax's options."""
     here = _class_of(optimizer)
     if not saved or not here or saved == here:
         return []
@@ -69,7 +69,7 @@ def find_other_class(name: str, optimizer: torch.optim.Optimizer, saved: str) ->
 
 
 def _class_of(optimizer: torch.optim.Optimizer) -> str:
-    """Return the nearest class of torch.optim; "" for an optimizer that is not derived from one."""
+    """Return the name of the optimizer's class in torch.optim, or of its nearest base class there; "" if none."""
     inner = getattr(optimizer, "optim", None)  # the optimizer inside a ZeroRedundancyOptimizer
     kind = type(inner if isinstance(inner, torch.optim.Optimizer) else optimizer)
     known = [one for one in kind.__mro__ if one is not torch.optim.Optimizer and one in vars(torch.optim).values()]
@@ -98,10 +98,7 @@ def parameter_orders(parts: Mapping[str, Any]) -> dict[str, list[list[str]]]:
 
 
 def find_misfits(name: str, optimizer: torch.optim.Optimizer, saved: Any, saved_order: Sequence[str] = ()) -> list[str]:
-    """Return why `optimizer` cannot load the state `saved`, as sentences; an empty list if it can.
-
-    `saved_order` has the names of the saved parameters, if they are known.
-    """
+    """Return why `optimizer` cannot load the state `saved`, as sentences; an empty list if it can."""
     groups = saved.get("param_groups") if isinstance(saved, Mapping) else None
     if not isinstance(groups, list):
         return [f"{name}: no state of an optimizer in the checkpoint"]

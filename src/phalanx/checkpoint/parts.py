@@ -72,7 +72,7 @@ def states_of(parts: Mapping[str, Any], peers: Peers, *, sharded: bool) -> dict[
 def describe_optimizers(parts: Mapping[str, Any]) -> dict[str, list[Any]]:
     """Return the names and shapes of the parameters of each optimizer that has its whole state on every rank.
 
-    A name is empty unless the parameter knows it, as in a pipeline's stage.
+    A name is "" unless the parameter carries its name, as in a stage of a pipeline.
     """
     return {
         name: [(whole_name(p) or "", tuple(p.shape)) for g in part.param_groups for p in g["params"]]

@@ -16,15 +16,15 @@ from phalanx.errors import CheckpointError
 
 
 class RandomState:
-    """Save and load each rank's states of the generators of Python, NumPy (if imported) and PyTorch.
+    """Save and load each rank's random states: of Python, of NumPy if it is imported, and of PyTorch.
 
         manager.save(step, {"model": model, "random": RandomState()})
 
-    With the number of ranks that saved it, every rank continues with its own state. With another number, ranks with a
-    saved state continue with it; each new rank gets seeds derived from the saved state, which differ from those of all
-    other ranks and are the same each time.
+    If as many ranks load the state as have saved it, every rank continues with its own. Otherwise, ranks that have a
+    saved state continue with it. Each new rank gets seeds derived from the saved state, which differ from the seeds of
+    all other ranks and are the same each time.
 
-    `state_dict` is collective and returns the same on every rank: some 10 kB per rank.
+    `state_dict` is collective and returns the same on every rank: 10 to 15 kB per rank.
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:

@@ -204,7 +204,7 @@ class RemoteHistory:
     def opened(self, peers: Peers, name: str) -> Iterator[Path]:
         """Yield a local folder with the files that this host's ranks read; remove it at the end. All ranks call it.
 
-        Of a whole checkpoint only rank 0 has the file; of a sharded one each host has all files, once.
+        Only rank 0 downloads the file of a whole checkpoint. Each host downloads all files of a sharded one, once.
         """
         manifest: Manifest | None = None
         problem: str | None = None

@@ -154,7 +154,7 @@ def require_device(map_location: object, what: str) -> None:
 
 
 def find_latest(path: Path) -> Path | None:
-    """Return the checkpoint at `path`, or the latest one in that folder."""
+    """Return the checkpoint at `path`, or the latest one in that folder; None if there is none."""
     if is_checkpoint(path):
         return path
     return next((entry.path for entry in History(path, None).entries()), None)

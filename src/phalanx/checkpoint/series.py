@@ -65,18 +65,18 @@ class CheckpointManager:
 
     It works on any backend, and in a single process without a process group. Collective: all ranks of the group call
     `save`, `async_save`, `wait`, `load` and `close`. A checkpoint appears complete or not at all (see `phalanx docs
-    checkpoints`). An error is raised on every rank, and does not change the parts.
+    checkpoints`). An error is raised on every rank.
 
-    A part is an object with `state_dict` and `load_state_dict` (a model's names are saved without those of
+    A part is an object with `state_dict` and `load_state_dict` (a model's names are saved without the prefix of
     DistributedDataParallel), or a plain value: a tensor, a number, a string, dicts and lists of them.
 
     Arguments:
         folder: on a disk that every rank sees, if `sharded`; created if missing. Or an address of fsspec, such as
             `s3://bucket/runs/a`: files are first written in the folder for temporary files.
         keep: how many checkpoints to keep; None for all.
-        keep_best: ("accuracy", "max", 3): also keep those with the best `metrics`, which are passed to `save`.
+        keep_best: ("accuracy", "max", 3): also keep the three with the highest accuracy in the `metrics` of `save`.
         sharded: every rank writes its part, in the files of torch.distributed.checkpoint; otherwise rank 0 writes one
-            file of torch.save. None: sharded if the state has a sharded tensor (a DTensor, or of a
+            file of torch.save. None: sharded if the state has a sharded tensor (a DTensor, or a tensor of a
             ZeroRedundancyOptimizer of more than one rank).
         process_group: None for the default group at the time of each call.
         timeout: how long rank 0 waits for the other ranks' parts, in seconds, after its own is written.
@@ -110,7 +110,7 @@ class CheckpointManager:
         if isinstance(max_failures, bool) or not isinstance(max_failures, int) or max_failures < 0:
             raise ValueError(f"CheckpointManager: max_failures must be 0 or more saves, got {max_failures!r}")
         place = place_of(folder)
-        # The current directory: a script may change it later.
+        # A script may change the current directory later.
         self.folder: Path | str = Path(os.path.abspath(place)) if isinstance(place, Path) else place
         self.keep, self.keep_best = keep, keep_best
         try:
@@ -265,7 +265,7 @@ class CheckpointManager:
                 f"{peers.what}: metrics has {', '.join(map(repr, metrics))}, but not {best.metric!r}, the metric of "
                 "keep_best. A checkpoint without it is not among the best, and is removed as others become newer.",
             )
-        step = operator.index(step)  # NumPy's integers have an index, too
+        step = operator.index(step)  # NumPy's integers have `__index__`, too
         measured = {name: float(value) for name, value in (metrics or {}).items() if math.isfinite(value)}
         self._wait_for_save(peers)
         collected = collect(peers, parts, sharded=self.sharded)
@@ -387,13 +387,14 @@ class CheckpointManager:
 
         One rank reads each piece, verifies its checksum and sends it to the others; shards of a DTensor are read where
         they are needed, from the files of any number of ranks. A rank whose host does not have the folder receives
-        everything from the others. No part is changed before all of the checkpoint was read and fits (names, shapes,
-        dtypes, the class of optimizers and the order of their parameters). If a part itself fails, all parts are
-        restored to their former state, on every rank. Without `parts` the whole state is returned on every rank.
+        everything from the others. No part is changed before the whole checkpoint was read and fits (names, shapes,
+        dtypes, the class of optimizers and the order of their parameters). If the `load_state_dict` of a part raises on
+        any rank, that is an error on every rank, and some parts may have changed: create them again. Without `parts`
+        the whole state is returned on every rank.
 
         Arguments:
-            parts: the objects to restore, by the name under which they were saved; the loaded value of a plain value is
-                only in the returned state.
+            parts: the objects to restore, by the name under which they were saved. A plain value is only in the
+                returned state.
             best: load the best checkpoint by `keep_best`.
             map_location: the device of the returned tensors. The tensors of parts stay on their devices.
             strict: False loads the entries that fit and reports the others; otherwise missing, unexpected or misshapen
@@ -402,7 +403,7 @@ class CheckpointManager:
 
         Raises:
             CheckpointError: the checkpoint is damaged or does not fit, there is none of `step`, or the folder cannot be
-                read; on every rank, and no part has changed.
+                read: no part has changed. Or a part refused its state: some parts may have changed. On every rank.
             ValueError: this process does not have the device.
             TypeError: `parts` is not a dict by name.
         """
@@ -444,8 +445,8 @@ def _forget() -> None:
 
 
 os.register_at_fork(after_in_child=_forget)
-# Runs before the executors of concurrent.futures close, without which host names are not resolved; later in Python
-# versions that no longer have this list.
+# Run before the executors of concurrent.futures close, because resolving a host name needs one. A Python version
+# without `_register_atexit` runs this later, at exit.
 vars(threading).get("_register_atexit", atexit.register)(_finish)
 
 
@@ -473,7 +474,7 @@ def best_entries(history: History | RemoteHistory, what: str) -> list[Checkpoint
 
 
 def choose(peers: Peers, history: History | RemoteHistory, place: object, step: int | None, *, best: bool) -> list[str]:
-    """Return the names of the checkpoints to try, in order, by rank 0's folder, on every rank. All ranks call it.
+    """Return the names of the checkpoints to try, in order, as rank 0 sees the folder. All ranks call it.
 
     Arguments:
         place: the folder or the address, for errors.

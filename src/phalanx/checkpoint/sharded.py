@@ -126,7 +126,7 @@ def _slice_items(name: str, leaf: SlicedTensor) -> Iterator[WriteItem]:
 
 
 def _global_plan(plans: Sequence[SavePlan], pinned: Collection[str]) -> tuple[list[SavePlan], Metadata]:
-    """Assign each piece to one rank: pinned ones and objects to the first with them, others to the least loaded."""
+    """Assign pinned tensors and objects to the first rank that has them, and other pieces to the least loaded rank."""
     assigned: set[MetadataIndex] = set()
     chosen = []
     for plan in plans:
@@ -175,7 +175,7 @@ def collect_pieces(plan: Plan, tree: Tree, memory: SnapshotMemory | None) -> Sav
 
 
 def encode(value: object) -> bytes:
-    """Return the piece of an object in torch.save's format."""
+    """Return an object as bytes in torch.save's format."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()

@@ -78,10 +78,10 @@ def read_tensors(
     *,
     on_one_machine: bool,
 ) -> tuple[dict[str, Tensor], str | None]:
-    """Return the named tensors, whole or filled into `shards`, and the problems of reading them. All ranks call it.
+    """Return the named tensors, whole or filled into `shards`, and this rank's first problem. All ranks call it.
 
-    `shards` are tensors to fill; this rank has a part of each. `readers` are the ranks that see the folder;
-    `on_one_machine`: all ranks do, on one machine with one page cache.
+    `shards` are tensors to fill; this rank has a part of each. `readers` are the ranks that see the folder. With
+    `on_one_machine` all ranks see it, on one machine with one page cache.
     """
     alone = set(names) if on_one_machine else set(shards) if peers.rank in readers else set()
     by_all = set.intersection(*peers.all_gather(alone))

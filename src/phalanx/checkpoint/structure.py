@@ -32,7 +32,7 @@ def decode_structure(content: bytes) -> tuple[Node, Mapping[str, str]]:
 
 
 def merge_structures(encoded: Sequence[bytes]) -> tuple[bytes, Mapping[str, str]]:
-    """Merge the states of ranks that have different names; return the content of one file, and its aliases."""
+    """Merge the structures of ranks whose states have different names; return one file's content, and its aliases."""
     if not encoded:
         return b"", {}
     decoded = [decode_structure(one) for one in encoded]

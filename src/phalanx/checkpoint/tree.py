@@ -199,7 +199,7 @@ def _memory(value: Any) -> tuple[Any, ...] | None:
 
 
 class NestingError(Exception):
-    """The containers of a state have no end. The message names the container at fault."""
+    """A container of the state contains itself (the message names it), or containers are nested too deeply."""
 
 
 def _describe_nesting(state: object) -> str:

@@ -62,7 +62,7 @@ def set_versions(state: OrderedDict[str, Any], versions: Mapping[str, Any]) -> N
 
 
 def _is_our_wrapper(kind: type) -> bool:
-    """Return whether a class is one of ours with the name of a PyTorch wrapper; such classes are in other rooms."""
+    """Return whether a class is Phalanx's replacement for a wrapper of PyTorch; it is found by name, not imported."""
     return kind.__module__.startswith("phalanx.") and kind.__name__ in _OURS
 
 

@@ -70,7 +70,7 @@ class _ReadOn:
         self._dataset = dataset
 
     def __call__(self, shard: int) -> Iterator[Any]:
-        # Direct iteration would divide the shards among a DataLoader's workers, and give them nothing of a single one.
+        # Iterating over the shard itself would divide it among a DataLoader's workers: most of them would get nothing.
         for batch in self._dataset.shard(num_shards=self._dataset.num_shards, index=shard).iter(_ROWS_AT_ONCE):
             for number in range(len(next(iter(batch.values())))):
                 yield {name: column[number] for name, column in batch.items()}

@@ -39,15 +39,15 @@ class Stream(OrderedDataset):
         loader = DataLoader(stream, batch_size=64, sampler=sampler, num_workers=4)
 
     It is a map-style dataset, so it works wherever one does, with all guarantees of the sampler, also with workers: no
-    sample is lost or repeated, even if a job continues in the middle of an epoch with other ranks or workers. The order
-    of an epoch is that of `phalanx.data.stream_order`; it depends only on the lengths of the shards, the seed, the
-    epoch and the four numbers below. A position in it is two numbers.
+    sample is lost or repeated, even if a job continues in the middle of an epoch with another number of ranks or
+    workers. The order of an epoch is that of `phalanx.data.stream_order`. It depends only on the lengths of the shards,
+    the seed, the epoch and the four numbers below. A position in it is two numbers.
 
     Cost: at the start of an epoch some numbers for each shard (10,000 take milliseconds); `window` samples in memory
     for each open shard without an index. Resuming inside a shard costs nothing with an index; otherwise its beginning
-    is read again, or skipped, if its iterator has `skip`. If the number of ranks divides `interleave`, the number of
-    workers per rank divides `readers`, and a step has `block` samples in all, each shard is read by one worker of one
-    rank; otherwise by up to all workers; each uses its part.
+    is read again, or skipped, if its iterator has `skip`. Each shard is read by one worker of one rank if the number of
+    ranks divides `interleave`, the number of workers per rank divides `readers`, and a step has `block` samples in all.
+    Otherwise a shard is read by up to all workers, and each uses a part of the samples.
 
     Arguments:
         shards: names, addresses, numbers, or any other arguments of `read`.

@@ -12,9 +12,9 @@
                                                                               and lanes take turns inside a block
 
 The order does not depend on ranks or workers. If a step of the job has as many samples as a block, each of a
-DataLoader's workers reads one reader's lanes, as workers take turns with batches; and if the number of ranks divides
-the lanes of a reader, they divide them: each reads shards that no other process reads. With other numbers the order is
-the same, and some shards are read by several processes.
+DataLoader's workers reads the lanes of one reader, because workers take turns with batches. If, in addition, the number
+of ranks divides the number of lanes of a reader, each rank reads its own lanes, and no other process reads their
+shards. With other numbers the order is the same, and several processes read some of the shards.
 """
 
 from __future__ import annotations
@@ -77,10 +77,10 @@ class StreamOrder:
         by_lane = np.argsort(lanes, kind="stable")
         self.length = int(lengths.sum())
         self._lengths, self._window = lengths, np.uint64(layout.window)
-        self._begins = np.cumsum(lengths) - lengths  # the begin of each shard, among all samples
+        self._begins = np.cumsum(lengths) - lengths  # the first index of each shard, among all samples
         self._shards = shards[by_lane]  # the shards by lane, and in each lane in reading order
         in_lanes = np.cumsum(lengths[self._shards])
-        self._rows = in_lanes - lengths[self._shards]  # the begin of each, counted through all lanes
+        self._rows = in_lanes - lengths[self._shards]  # the first row of each, counted through all lanes
         totals = np.zeros(layout.readers * layout.interleave, dtype=np.uint64)
         np.add.at(totals, lanes, lengths[shards])
         self._lane_rows = (np.cumsum(totals) - totals).reshape(layout.readers, layout.interleave)

@@ -37,10 +37,10 @@ class JoinedDataset:
 
 
 class Together(OrderedDataset):
-    """`Together` has the units of `members` by name.
+    """`Together` is a dataset of units: a unit has a list of samples of each of `members`, by name.
 
-    A unit of the DataLoader's batch is a list of samples of each; `collate` turns several units into a dict of batches.
-    If a member drops an incomplete last batch, an epoch has only complete steps: all batches are full.
+    `collate` turns the units of a DataLoader's batch into a dict with a batch of each member. If a member drops an
+    incomplete last batch, an epoch has only complete steps: all batches are full.
     """
 
     def __init__(self, members: Mapping[str, JoinedDataset]) -> None:

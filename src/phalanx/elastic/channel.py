@@ -31,7 +31,7 @@ _REQUEST_EVERY_S = 5.0  # how often the rank asks the agent for the next generat
 class AgentChannel:
     """`AgentChannel` is a `Generations` in which the agent decides.
 
-    Only the main thread uses it; only a recovery waits.
+    Only the main thread uses it, and only a recovery waits in it.
     """
 
     def __init__(self, agent: str, rank: int, generation: int, *, min_ranks: int, wait_s: float) -> None:
@@ -207,7 +207,7 @@ def outlive_zygote(pipe: int) -> bool:
     """Have the kernel kill this process when the owner of the write end of `pipe` exits, and no longer with its parent.
 
     This process owns `pipe` from now on, and never closes it. Return False and change nothing if the system has no
-    such signal, or in another than the main thread, to which the parent-death signal belongs.
+    such signal, or if the caller is not the main thread, to which the parent-death signal belongs.
     """
     if sys.platform != "linux" or threading.current_thread() is not threading.main_thread():
         return False

@@ -59,7 +59,7 @@ class Commits:
         self._has_warned_idle = False
         self._restore_random: Callable[[], None] | None = None
         self._is_restored = False  # at the latest commit, and no loader has begun a pass since
-        # by loader whose workers last: after which commit it has drawn the seed for them
+        # by loader with persistent workers: the number of the commit after which it drew the seed for them
         self._drawn: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._small = SmallState(self.objects, values)
         if self.objects.sampler is not None:
@@ -165,11 +165,11 @@ class Commits:
             self._restore_random = set_random
 
     def _on_iterator(self, loader: Any, is_new: bool) -> None:
-        """Advance the random states by the draws of an undisturbed loader for its workers, and no more.
+        """Advance the random states by the seeds that this loader draws for its workers in a job without losses.
 
-        An undisturbed loader draws no seed inside an epoch; with `persistent_workers` it draws one in the job's first
-        epoch only. A loader that resumes inside an epoch has drawn a seed that must not count. If the workers outlived
-        the loss, and their seed was drawn after the commit to which all ranks went back, it is drawn again.
+        In such a job the loader draws no seed inside an epoch; with `persistent_workers` it draws one in the job's
+        first epoch only. A loader that resumes inside an epoch has drawn a seed that must not count. If the workers
+        outlived the loss, and their seed was drawn after the commit to which all ranks went back, draw it again.
         """
         again, self._restore_random = self._restore_random, None
         is_restored, self._is_restored = self._is_restored, False
@@ -197,7 +197,7 @@ class Commits:
     def count_as_done(self, number: int) -> None:
         """Count the step as done: its update is made, and only its commit is missing.
 
-        A batch that the loop took after the update stays unused, if the commit would have counted another one.
+        Unless its commit had begun, the data's position is that of the update: batches taken later stay unused.
         """
         mark = None if self.tracker.is_committing else self.tracker.mark
         self.tracker.count(self.values["step"])
@@ -240,7 +240,7 @@ class Commits:
         self.mark = None if where is None else Mark(where[0], None, where[1])
 
     def restore(self, rank: int, world_size: int) -> None:
-        """Restore the latest commit everywhere, after this rank has received the state or already had it."""
+        """Restore the latest commit in all objects, once this rank has its state, own or received."""
         self.tracker.end()
         self.tracker.forget_backward()
         self.roll_back_values()

@@ -90,7 +90,7 @@ def _python_words() -> Any:
 
 
 def _numpy_words(generator: Any) -> Any:
-    """Return the words of NumPy's generator, if it is still the same one."""
+    """Return a view of the words of NumPy's generator in memory, if it is a Mersenne Twister and they are found."""
     if type(generator).__name__ != "MT19937":
         return None
     address = generator.ctypes.state_address

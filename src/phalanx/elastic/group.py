@@ -112,12 +112,12 @@ class ElasticGroup:
         dist.barrier(group=self.process_group)
 
     def before_commit(self, number: int, small: Frozen, counted: tuple[int, int]) -> bool:
-        """Write the record of this commit, and return whether the ranks wait for each other in it.
+        """Write the record of this commit, and return whether the ranks wait for each other in commits like this one.
 
-        They wait in the job's first commits, and where no rank has waited since the backward. After that, the previous
-        commit decides: the ranks wait again if ranks differed in their small state, drew random numbers or changed
-        buffers after a backward, or needed room. A rank that has contributed gradients to this step has made the
-        previous commit, so all ranks know the answer.
+        They wait in the job's first commits, whatever is returned, and in a commit without a collective since the
+        step's backward began. After the first commits, the previous commit decides: the ranks wait again if ranks
+        differed in their small state, drew random numbers or changed buffers after a backward, or needed room. A rank
+        that has contributed gradients to this step has made the previous commit, so all ranks know the answer.
         """
         records = self._records
         assert records is not None
@@ -364,14 +364,14 @@ class ElasticGroup:
 # Form the groups that a script has made before `elastic.run` (`new_group`, a DeviceMesh's) again after a loss.
 #
 # They stay the same Python objects, under the names by which a mesh finds them. A group is formed again from the ranks
-# that it had, by number, if all of these name it; a group of all ranks gets all current ranks. Any other group refuses
-# its next operation by name.
+# that it had, by number, if all of these name it; a group of all ranks gets all current ranks. The next operation of
+# any other group raises an error with the group's name.
 
 Named = tuple[str, tuple[int, ...]]
 
 
 def plan_groups(own: Sequence[Named], named: Sequence[Sequence[Named]]) -> list[bool]:
-    """Return which of a rank's groups are formed again: those that all their members name alike in `named`, by rank."""
+    """Return for each of a rank's groups whether all its members, too, name it in `named`: then it is formed again."""
     return [all(group in named[member] for member in group[1]) for group in own]
 
 

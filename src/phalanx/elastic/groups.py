@@ -49,7 +49,7 @@ def leave_all_groups() -> None:
             ours.abort()
     if dist.is_initialized():
         dist.destroy_process_group()
-    # Only some ranks may have tried to form a group, which torch counts, and uses the count to name the next group.
+    # torch counts the groups that a process tries to form, and names the next one by the count, which may differ here.
     reset_group_count()
 
 

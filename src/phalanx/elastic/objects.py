@@ -1,4 +1,4 @@
-"""`Objects` sorts the arguments of `State` by kind, and makes of them hand-over parts and a checkpoint."""
+"""`Objects` sorts the arguments of `State` by kind, and returns the parts to transfer and the states to save."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Objects:
         self.trained = [m for m in self.modules if not optimized or any(id(p) in optimized for p in m.parameters())]
 
     def layers(self) -> Iterator[nn.Module]:
-        """Return all modules, and those inside them."""
+        """Return all modules and their submodules."""
         below = (layer for module in self.modules for layer in module.modules())
         return itertools.chain(self.pipelines, below)  # a Pipeline's modules belong to the model only
 
@@ -219,7 +219,7 @@ def has_state(thing: Any) -> bool:
 
 
 def _is_small(state: Any) -> bool:
-    """Return whether `state` is small enough to copy in each step; an averaged model that is no module is not."""
+    """Return whether `state` is small enough to copy in each step, unlike that of an averaged model, say."""
     tensors: list[Tensor] = []
     split(state, tensors)
     return sum(t.nbytes for t in tensors) <= _SMALL

@@ -26,6 +26,6 @@ def listen(listener: Callable[[str], None] | None) -> None:
 
 
 def reached(point: str) -> None:
-    """Report that this rank has reached the point `name`."""
+    """Report to the listener that this rank has reached `point`."""
     if _listener is not None:
         _listener(point)

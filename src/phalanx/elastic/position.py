@@ -24,7 +24,7 @@ class Mark:
     epoch: int
     partition: Partition | None
     used: int
-    """The samples of this rank's partition; without a partition, of the whole job's epoch."""
+    """How many samples are used: of this rank's partition, or without a partition, of the whole job's epoch."""
 
     @property
     def consumed(self) -> int:
@@ -85,7 +85,7 @@ class DataPosition:
         if not self._is_over_mine(loader):
             return
         self._iterator = weakref.ref(iterator)
-        # the count of an iterator that has loaded a state, as torchdata's do, before that state
+        # above zero if the iterator has loaded a state, as those of torchdata do
         self._yielded_before = iterator._num_yielded
         self._on_iterator(loader, is_new)
 

@@ -1,12 +1,12 @@
 """Copy each rank's records to other hosts, so that a rank can be restored after the loss of its whole host.
 
     rank b, host B     prepares its record of step n               before the first backward of the step
-                       its next collective ──what is new in it──▶  a rank each of the two hosts behind B
+                       its next collective ──what is new in it──▶  one rank on each of the two hosts after B
     rank a, host C     before it joins that collective             b's record of step n, in memory that C's ranks map
 
 A rank that has completed step n has received a's gradients, and a sent them only after it had received b's record. So
-the copy of the agreed step is complete, whenever host B is lost, as the record itself is on one host
-(`phalanx.elastic.records`). Any two hosts may be lost at once; if a host is lost together with the two behind it, its
+the copy of the agreed step is complete whenever host B is lost. (For the record itself, on one host, see
+`phalanx.elastic.records`.) Any two hosts may be lost at once; if a host is lost together with the two after it, its
 records are lost.
 
 A record holds pickles, which are read after a loss. So each message carries a MAC

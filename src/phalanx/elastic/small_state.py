@@ -61,7 +61,7 @@ class SmallState:
             return NO_VALUES
         own = {name: value for name, value in values.items() if name not in _POSITION}
         if self._is_plain and _NUMBERS.issuperset(map(type, own.values())):
-            return Frozen(_PLAIN + marshal.dumps(own, 2), [])  # the bytes of later versions depend on references
+            return Frozen(_PLAIN + marshal.dumps(own, 2), [])  # later versions write references, so bytes may differ
         content: dict[str, Any] = {"values": {name: _shown(value) for name, value in own.items()}}
         if self._objects.small:
             content["others"] = {name: thing.state_dict() for name, thing in self._objects.small.items()}

@@ -41,15 +41,16 @@ class Runner(Protocol):
     """A `Runner` is notified of commits while the job runs."""
 
     def before_commit(self, number: int, small: Frozen, counted: tuple[int, int]) -> bool:
-        """Prepare commit `number` with its small state, and return whether the ranks wait for each other in it.
+        """Prepare commit `number` with its small state; return whether the ranks wait for each other in such commits.
 
-        `counted` is the number of collectives before the commit. The answer holds for each commit like this one.
+        `counted` is the result of `count_collectives` just before the commit. In the job's first commits the ranks
+        wait whatever is returned.
         """
 
     def after_commit(self) -> None: ...
 
     def count_collectives(self) -> tuple[int, int]:
-        """Return a number that changes whenever the ranks have waited for each other."""
+        """Return two counts, which change whenever the ranks have waited for each other."""
 
     def require_group(self) -> None:
         """Raise if the group has ended because a rank is lost. All ranks call it."""
@@ -548,7 +549,7 @@ class SchedulersAndScalers:
         for optimizer, kept in zip(self._optimizers, options, strict=True):
             for group, saved in zip(optimizer.param_groups, kept, strict=False):
                 group.update(saved)
-            if not isinstance(optimizer, ZeroRedundancyOptimizer):  # a group of which has moved its parameters
+            if not isinstance(optimizer, ZeroRedundancyOptimizer):  # which has moved the parameters of its groups
                 _remove_groups(optimizer, len(kept))
         self._saved_versions = None
         self.save()

@@ -1,7 +1,7 @@
 """`python -m phalanx.launch` has the command line of `python -m torch.distributed.launch`.
 
 The script gets its local rank as its first argument, `--local-rank=0`, or `--local_rank=0` if it parses
-only that; with --use-env it finds it in LOCAL_RANK alone.
+only that. With --use-env it gets the local rank in LOCAL_RANK only.
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ _TABLE, _SETTINGS = "metrics.csv", "hyperparameters.json"
 class CSVLogger(Logger):
     """Write `folder`/metrics.csv: a column for the step and one for each metric, a row for each call.
 
-    Rows are on disk when a call returns. A run that resumes from a checkpoint drops the rows after it, and appends. A
-    new run in a folder renames the existing table to metrics.1.csv, metrics.2.csv, ...
+    Rows are on disk when a call returns. A run that resumes from a checkpoint drops the rows from its step on, and
+    appends. A new run in a folder renames the existing table to metrics.1.csv, metrics.2.csv, ...
 
     Cost: a new metric rewrites the file.
     """
@@ -30,7 +30,7 @@ class CSVLogger(Logger):
         self._columns: list[str] | None = None  # None: the file was not read yet
 
     def begin(self, again_from: int | None) -> None:
-        """Begin a table, or continue the table of a checkpoint's run."""
+        """Begin a table, or continue the table of the run that wrote the checkpoint."""
         if self._columns is not None or not os.path.exists(self.path):
             return
         if not again_from:

@@ -18,7 +18,7 @@ _FOREIGN = re.compile(r"[^\w. :-]", re.ASCII)  # characters that MLflow refuses 
 
 
 class MLflowLogger(Logger):
-    """Log into a run of MLflow, which is begun at the first call.
+    """Log into a run of MLflow, and begin the run at the first call.
 
     Arguments:
         experiment: its name; created if missing.
@@ -128,7 +128,7 @@ def plan_names(names: Iterable[str]) -> dict[str, str]:
     """
     planned: dict[str, str] = {}
     taken: set[str] = set()
-    for name in sorted(names, key=lambda name: (_plain(name) != name, name)):  # names that may stay as they are do so
+    for name in sorted(names, key=lambda name: (_plain(name) != name, name)):  # names that need no change come first
         plain, number = _plain(name), 1
         while (free := plain if number == 1 else f"{plain}-{number}").lower() in taken:
             number += 1

@@ -1,4 +1,4 @@
-"""Turn the argument `logger=` into loggers: names, runs and writers of other packages, Lightning's loggers."""
+"""Turn the argument `logger=` into loggers: from a name, a run of wandb, or an object with Lightning's method."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from phalanx.loggers.interface import Logger, Params, as_scalar, require_install
 class TensorBoardLogger(Logger):
     """Write events into `folder`; hyperparameters are a text there, and the report a file beside them.
 
-    A run that resumes from a checkpoint makes TensorBoard drop the points after it.
+    A run that resumes from a checkpoint makes TensorBoard drop the points from its step on.
 
     Raises:
         ModuleNotFoundError: the package tensorboard is not installed.

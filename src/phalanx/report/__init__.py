@@ -1,10 +1,10 @@
-"""A report shows people a run: where its time went, what happened, and what to do about it.
+"""Report a run: where its time went, what happened, and what to do about it.
 
 `phalanx run --report DIR` and `phalanx.Trainer(report=DIR)` do not need this module. A loop of your own can report its
 phases:
 
     phalanx.report.begin("runs/a")                # unless the launcher was given --report
-    for batch in my_loader:                       # with torch's DataLoader, backward and optimizers it is seen
+    for batch in my_loader:                       # torch's DataLoader, backward and optimizers are timed anyway
         with phalanx.report.phase("forward"):
             ...
         phalanx.report.step(samples=64, loss=loss)
@@ -29,12 +29,12 @@ def begin(
 ) -> None:
     """Record this process's steps for a report in `folder`; every rank calls it, before its first step.
 
-    Under `phalanx run` the launcher writes the report at the end, also when ranks have died; under another launcher, or
-    none, rank 0 writes it when it ends. The folder of `phalanx run --report` overrides `folder`.
+    Under `phalanx run` the launcher writes the report at the end, also when ranks have died. Under another launcher, or
+    none, rank 0 writes the report when its process ends. The folder of `phalanx run --report` overrides `folder`.
 
     Arguments:
-        logger: one, or several, as for `phalanx.Trainer`: rank 0 logs the values passed to `log`, and at its end the
-            curve of the loss and the report.
+        logger: one, or several, as for `phalanx.Trainer`: rank 0 logs the values passed to `log`, and when its process
+            ends the curve of the loss and the report.
         hyperparameters: for the loggers.
 
     Raises:
@@ -65,7 +65,7 @@ def log(metrics: Mapping[str, float], step: int | None = None) -> None:
 def phase(
     name: Literal["data", "forward", "backward", "update", "other"],
 ) -> contextlib.AbstractContextManager[None]:
-    """Count the time inside as this part of the step. Does nothing if nothing is recorded.
+    """Count the time inside the `with` block as this phase of the step. Does nothing if nothing is recorded.
 
     Raises:
         ValueError: the name is unknown.

@@ -19,8 +19,8 @@ from phalanx.loggers.resolve import resolve
 class RunLoggers:
     """`RunLoggers` are the loggers that rank 0 writes to until its process ends; every rank creates them.
 
-    At the end they get the curve of the loss and the current page; the launcher's own page in the report's folder is
-    complete.
+    When the process ends, they get the curve of the loss and the report's page so far. The page that the launcher
+    writes into the report's folder afterwards is the complete one.
     """
 
     def __init__(self, given: Any, hyperparameters: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""These tools test distributed code with real processes: ranks, faults at a chosen step, clocks, and leaks.
+"""Test distributed code with real processes: ranks, faults at a chosen step, hosts on one machine, and a clock.
 
 from phalanx.testing import run_ranks
 

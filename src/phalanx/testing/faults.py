@@ -35,22 +35,22 @@ class Fault:
 
 
 def kill(rank: int, *, step: int = 0) -> Fault:
-    """Die by SIGKILL, like a rank killed by the kernel's out-of-memory killer: no handler and no exit hook runs."""
+    """Return a fault that ends `rank` by SIGKILL, as when memory runs out: no handler and no exit hook runs."""
     return Fault(rank, step, functools.partial(_signal_self, signal.SIGKILL))
 
 
 def stop(rank: int, *, step: int = 0) -> Fault:
-    """Stop by SIGSTOP: the process exists but does not answer, like a rank on a hanging host."""
+    """Return a fault that stops `rank` by SIGSTOP: the process exists but does not answer, as if its host hangs."""
     return Fault(rank, step, functools.partial(_signal_self, signal.SIGSTOP))
 
 
 def leave(rank: int, *, step: int = 0, exit_code: int = 1) -> Fault:
-    """Exit through `os._exit`: no exit hook runs, and the peers are not notified."""
+    """Return a fault that ends `rank` by `os._exit`: no exit hook runs, and the peers are not notified."""
     return Fault(rank, step, functools.partial(os._exit, exit_code))
 
 
 def delay(rank: int, *, step: int = 0, seconds: float) -> Fault:
-    """Sleep for `seconds`, like a rank whose input is slow."""
+    """Return a fault that delays `rank` by `seconds`, as if its input is slow."""
     return Fault(rank, step, functools.partial(time.sleep, seconds))
 
 

@@ -29,7 +29,7 @@ _CLONE_NEWNET = 0x40000000
 # TCP passes this much to an interface at once; the headers that the bucket counts are included
 _LONGEST_PACKET = 65536 + 256
 _NETWORKS = itertools.count()  # in this process: two may exist at a time
-_UP_LONGER_S = 100_000  # longer than the previous host
+_UP_LONGER_S = 100_000  # by how much each host has been up longer than the one before it
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Host:
     def cut_off(self, only: Literal["sent", "received", ""] = "") -> None:
         """Pull the cable: no packet arrives or leaves any more, and no process is notified.
 
-        `only`: lose only packets that it has "sent", or would have "received"; the other direction works.
+        With `only`, lose only the packets that the host has "sent", or those that it would have "received".
         """
         if only:
             self._queue(only, "blackhole")
@@ -90,7 +90,7 @@ class Host:
         self._queue("received", *(self.bucket if self.both_ways else ()))
 
     def _queue(self, way: str, *words: str) -> None:
-        """Queue packets as `tc` describes, in the host's or the switch's direction; without arguments, don't queue."""
+        """Set the queue of packets that the host has "sent", or that it "received", to tc's `words`, or to none."""
         device = ["-n", self.name, "qdisc", "replace", "dev", "eth0"]
         if way == "received":
             device = ["-n", self.switch, "qdisc", "replace", "dev", self.port]

@@ -53,7 +53,7 @@ def run_ranks(
     Arguments:
         fn: any function: of a module, of `__main__` or of a notebook, a closure, or a lambda.
         timeout: seconds or a timedelta for the whole run: a limit for hangs, which a busy machine must not reach.
-        init: False leaves the process group to `fn`; a remaining one is not destroyed.
+        init: False leaves the process group to `fn`. A group that `fn` does not destroy is not destroyed.
         lost: ranks that the test itself kills or stops. They must not return. The call does not wait for them once
             all others have ended; their result is None.
         start: "fork" costs milliseconds and is the default on Linux; a caller with threads gets "spawn", which imports
