@@ -1,4 +1,4 @@
-"""This package is MapReduce over a process group.
+"""Run MapReduce over a process group.
 
 map_reduce                                          map_reduce.py
 its arguments, checked                              map_reduce_job.py

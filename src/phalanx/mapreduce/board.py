@@ -75,7 +75,7 @@ class Board:
         return self.begin(self.tasks[number])
 
     def begin(self, task: int) -> int:
-        """Begin a task on this rank, and return the number of this run of the task."""
+        """Record that this rank begins the task, and return the task."""
         self._ran_here.add(task)
         number = self.team.store.add(self._key("runs", task), 1)
         self.team.store.set(self._key("run", task, number), str(self.team.rank))
@@ -141,7 +141,7 @@ class Board:
         return task in self._done
 
     def find_idle(self) -> int | None:
-        """Wait for a task on a rank that has nothing to claim; return None if all tasks are done or the job has failed.
+        """Wait for a task to repeat, and begin it; return None if all tasks are done or the job has failed.
 
         Raises:
             PeerLostError: a rank has ended.

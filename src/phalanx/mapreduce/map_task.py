@@ -33,7 +33,7 @@ class MapOutput:
 
 
 def run_map_task(split: Split, job: MapReduceJob, spool: Spool, is_open: Callable[[], bool]) -> MapOutput | None:
-    """Run a task; return None, with its output removed from the spool, once `is_open`, polled meanwhile, is false.
+    """Run a task and return its output. Poll `is_open`; once it is false, remove the output and return None.
 
     The same split always gives the same output, on every rank: the data decide when a table is spilled, not the time.
     """

@@ -1,7 +1,7 @@
 """A `Team` is the ranks that run a job together: it carries their messages, and detects lost ranks.
 
-A team is a process group, or this process alone. Every failure between ranks raises `PeerLostError`, with the lost
-ranks as far as known. Gloo names no rank; the team then checks the processes of this host's ranks.
+A team is a process group, or this process alone. A failure that the group does not explain raises `PeerLostError`, with
+the lost ranks as far as known. Gloo names no rank; the team then checks the processes of this host's ranks.
 """
 
 from __future__ import annotations

@@ -77,14 +77,14 @@ class ParameterServer:
         reduction: "mean" or "sum" over the trainers of a synchronous step.
         replicate: keep a replica of each shard on the next server, preferably of another host, which takes over when
             the first is lost. Default: True if there are several servers.
-        name: distinguishes several ParameterServers on the same workers. A second one of the same name waits until all
-            trainers have closed the first; if they do not close it, constructing it with the same arguments shares it.
+        name: distinguishes several ParameterServers on the same workers. Constructing a second one of the same name
+            shares the first if this trainer has not closed it, and otherwise waits until all trainers have closed it.
 
     Raises:
         ValueError, TypeError: an argument is invalid, or an optimizer cannot be used.
         MismatchError: another trainer has passed different arguments.
         PeerLostError: all servers of a shard are lost.
-        PhalanxError: they were lost before, and other servers have created the shard again.
+        PhalanxError: a shard was lost before and has been created again.
         DeadlineError: a trainer has not closed the previous one of this name (the message names the trainer), or the
             first trainer has not joined.
     """
@@ -459,7 +459,7 @@ Given = Mapping[str, Sequence[tuple[Mapping[str, Tensor], Options]]]  # by "dens
 
 
 def find_problems(servers: tuple[str, ...], trainers: tuple[str, ...], me: str, groups: Given) -> list[str]:
-    """Return the problems of the arguments, in words."""
+    """Return descriptions of the problems of the arguments."""
     problems = []
     for what, workers in (("servers", servers), ("trainers", trainers)):
         if not workers or len(set(workers)) != len(workers):
@@ -477,7 +477,7 @@ def find_problems(servers: tuple[str, ...], trainers: tuple[str, ...], me: str, 
 
 
 def find_wrong_tensors(kind: str, values: Mapping[str, Tensor], known: Mapping[str, Tensor]) -> list[str]:
-    """Return the problems of the tensors in one group; `known` are the tensors of the other groups."""
+    """Return descriptions of the problems of the tensors in one group; `known` are the tensors of the other groups."""
     problems = []
     if twice := sorted(values.keys() & known.keys()):
         problems.append(f"{twice} are names of several dense parameters or tables")

@@ -349,7 +349,7 @@ class HostedShard:
     def _is_awaited(self, shard: Shard, lost: str, trainer: str) -> bool:
         """Return whether `trainer` waits until the replacement of the trainer `lost` attaches.
 
-        It does so if it attached after that loss, as the trainers of the next generation of an elastic job do. A
+        `trainer` waits if it attached after that loss, as the trainers of the next generation of an elastic job do. A
         trainer that attached before gets an error: the replacement waits for it to join the group.
         """
         if shard.workers.get(lost) not in self._known_losses.get(trainer, ()):
@@ -532,7 +532,7 @@ def forward_result(future: Future[Any], done: Future[Any], value: Any = None) ->
 
 
 def on_thread(work: Callable[[], None]) -> None:
-    """Call `work` on a thread other than the reading one."""
+    """Call `work` in a new thread, because the reader must not wait."""
 
     def run() -> None:
         try:

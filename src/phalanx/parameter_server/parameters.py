@@ -78,10 +78,10 @@ class Parameters:
         return summed
 
     def check_state(self, state: State) -> None:
-        """Raise if a state has other parameters.
+        """Check that a state has the same parameters, of the same shapes.
 
         Raises:
-            ValueError: the state has other parameters.
+            ValueError: the state has other parameters or shapes.
         """
         for kind in KINDS:
             theirs = {name: tuple(value.shape) for name, value in state[kind].items()}

@@ -52,7 +52,7 @@ def leave(name: str, index: int, trainer: str) -> Future[Any]:
 
 @async_execution
 def load(name: str, index: int, trainer: str, number: int, state: State | None) -> Future[Any]:
-    """Load this state, or the first trainer's."""
+    """Load the first trainer's state; `state` is None on the other trainers."""
     place = host(name, index)
     place.request_load(trainer, number)
     return place.request(partial(place.load, trainer, number, state))

@@ -77,7 +77,7 @@ class Shard:
         }
         self._added: list[tuple[str, str]] = []  # the groups added later: their kind and description
         self.left: set[str] = set()
-        self.workers: dict[str, int] = {}  # by trainer: the uid of its worker, or of the worker when it attached
+        self.workers: dict[str, int] = {}  # by trainer: the uid of the worker that attached last, or was found first
         self._total: Tensor | None = None  # the norm for the next step
         self.load(load_number, state)
 
@@ -119,7 +119,7 @@ class Shard:
             self._advance()
 
     def add(self, number: int, kind: str, group: Group, values: Mapping[str, Tensor], described: str) -> None:
-        """Add a group, number `number` among those added later."""
+        """Add group `number` of the groups added later."""
         if number == len(self._added):
             self._added.append((kind, described))
             self._groups[kind].add(group, values)
@@ -165,7 +165,7 @@ class Shard:
         while self.is_complete():
             pushed = self._next_step()
             if mismatch := self._find_mismatch(pushed):
-                del self._pending[self.step]  # also deletes a step in which an optimizer fails
+                del self._pending[self.step]  # as below, where an optimizer may fail
                 raise mismatch
             if any(one.clip for one in pushed.values()) and self._total is None:
                 return

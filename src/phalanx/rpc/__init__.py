@@ -1,4 +1,4 @@
-"""This package has remote calls and remote references, by the names of `torch.distributed.rpc`.
+"""Make remote calls and keep remote references, with the names of `torch.distributed.rpc`.
 
 init_rpc, shutdown, is_available,
 get_worker_info, get_rpc_timeout               start.py

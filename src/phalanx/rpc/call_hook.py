@@ -1,4 +1,4 @@
-"""A call hook runs in every call: distributed autograd records with it which tensors were sent to which worker.
+"""A call hook runs in every call. Distributed autograd uses it to record which tensors were sent to which worker.
 
     caller                                       callee
     on_request(to, payload) -> note   ------->   receive_request(note, arrived, caller), around the function
@@ -19,7 +19,7 @@ from phalanx.rpc.worker_info import WorkerAddress
 
 
 class CallHook(Protocol):
-    """A `CallHook` is called four times in each call: by the caller's thread, and by the one that runs the function."""
+    """A `CallHook` is called four times for each call: twice on the caller, and twice on the callee."""
 
     def on_request(self, to: WorkerAddress, payload: Payload) -> Any:
         """Return the note for a call that is about to be sent."""

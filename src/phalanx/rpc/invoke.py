@@ -62,11 +62,11 @@ def rpc_async(
     kwargs: Mapping[str, Any] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> Future[Any]:
-    """Call `func` on the worker `to`, and return a Future at once, which gets the result or the error.
+    """Call `func` on the worker `to`, and return a Future of the result at once.
 
-    Tensors among the arguments must not change until the call is done.
+    Tensors among the arguments must not change until the Future completes.
 
-    It waits while too many calls of this worker to `to` are in flight (`RpcBackendOptions`).
+    This waits only while too many calls of this worker to `to` are in flight (`RpcBackendOptions`).
     """
     future: Future[Any] = _call("rpc_async", to, func, args, kwargs, timeout)
     futures = getattr(_thread, "futures", None)
@@ -149,7 +149,7 @@ def _call(
 
 
 def _ended(event: Any, future: Answer[Any]) -> Future[Any]:
-    """Return a future that is done once the event is in the profile. C++'s own would mistake an error for a result."""
+    """Return a future that completes once the event is in the profile. The event's own one takes errors for results."""
     made: Answer[Any] = Answer()
 
     def resolve(_: object) -> None:
@@ -165,7 +165,7 @@ def _ended(event: Any, future: Answer[Any]) -> Future[Any]:
 
 
 def _profiled(key: str, work: tuple[Any, ...]) -> tuple[tuple[Any, ...], Callable[[Any], Any] | None]:
-    """Return the call, and the function that reads its answer; with this thread's profile, for the callee's events."""
+    """Return the call and the function that reads its answer; both add the callee's events to this thread's profile."""
     profile = profiler.current_profile()
     return (work, None) if profile is None else profile.wrap(key, work)
 

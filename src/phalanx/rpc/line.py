@@ -30,7 +30,7 @@ _MOST_LINES = 16  # of one caller to one callee
 
 
 class LineEnd:
-    """A `LineEnd` is one end of a line, of one thread. Another thread may call `shut_down`."""
+    """A `LineEnd` is one end of a line, which one thread uses. Another thread may call `shut_down`."""
 
     def __init__(self, connection: UnixConnection, sock: socket.socket) -> None:
         sock.setblocking(False)
@@ -67,7 +67,7 @@ class LineEnd:
         return self._spin.wait(self.fd, bell, most_ms)
 
     def read(self) -> list[Frame] | None:
-        """Return the received frame, or none, in a list; None at the line's end."""
+        """Return a list of the received frame, if there is one; None if the other end is closed."""
         try:
             return self._frames.read(self.connection.read_buffers)
         except Exception as error:  # the frame is malformed
@@ -76,7 +76,7 @@ class LineEnd:
             return None
 
     def shut_down(self) -> None:
-        """Make both ends detect the end."""
+        """Shut the line down, so that both ends find it closed."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -133,7 +133,7 @@ class CallerLine(LineEnd):
     def __init__(self, connection: UnixConnection, sock: socket.socket, lines: LinePool) -> None:
         self.lines = lines
         self.bell = Wakeup()
-        self.has_failed = False  # the call in flight
+        self.has_failed = False  # whether the call in flight has failed
         super().__init__(connection, sock)
 
     def _wait_writable(self) -> None:
@@ -190,7 +190,7 @@ class LinePool:
                 self.opened(number, False)
 
     def opened(self, number: int, is_open: bool) -> None:
-        """Use a line from now on, because the callee has opened its end, or close it."""
+        """Use a line from now on if the callee has opened its end, else close it."""
         ours = self._opening.pop(number, None)
         if ours is None:
             return
@@ -240,7 +240,7 @@ class LinePool:
 
 
 def open_line(connection: UnixConnection, number: int, serve: Callable[[Any, Frame], None]) -> CalleeLine | None:
-    """Open the callee's end of a line and answer the request; return None without a descriptor or thread for it."""
+    """Open the callee's end of a line and answer the request; return None if no descriptor or thread is free."""
     made = None
     sock = connection.receive_line(number)
     if sock is not None:

@@ -55,7 +55,7 @@ from phalanx.rpc.worker_info import WorkerAddress
 
 _LINGER_S = 1.0
 _PIECE_BYTES = 1 << 16  # parts travel in pieces of this size
-_OPEN_FILES = 4096  # the most descriptors, within what this process may have: strangers can besiege its port
+_OPEN_FILES = 4096  # the limit of open files to request: strangers may flood the port
 _MAX_YOUNG = 256  # connections that have not sent a message yet
 _COPY_BYTES = 1 << 14  # below this a copy is cheaper than tracking who uses the memory
 _logger = get_logger(__name__)
@@ -175,7 +175,7 @@ class Network:
                 self._admission.answer(time.monotonic())
             if self._guard.socket in ready or self._guard.is_watching:
                 self._guard.read_events(time.monotonic())
-            # answers come first: a worker that ends has answered before
+            # answers first: a worker that has ended may have answered before
             for connection, one in list(self._outgoing.values()):
                 if one.frames.socket in ready:
                     self._read_answers(connection, one)
@@ -198,7 +198,7 @@ class Network:
         self._context.term()
 
     def _connect_again(self, poller: zmq.Poller) -> bool:
-        """Reconnect the connections that wait for it; return whether some will be reconnected soon."""
+        """Reconnect the connections whose retry is due; return whether there were connections to retry."""
         now, soon = time.monotonic(), False
         for _, one in self._outgoing.values():
             if one.is_retrying:
@@ -341,7 +341,7 @@ def _join_pieces(pieces: Iterator[bytes], nbytes: int) -> list[bytes]:
 
 CONNECT_S = 20.0
 RETRY_S = 0.1
-_REFUSED_S = 5.0  # a connection that is closed before it is welcome is retried for so long
+_REFUSED_S = 5.0  # a connection that is closed before it is welcome is retried for this long
 HELLO, PULSE = b"hello", b"pulse"  # the first message of a connection, and the answer to it
 BROKE = "its connection broke: its process has exited, or its host does not answer any more."
 _EVENTS = (
@@ -450,7 +450,7 @@ class DealerConnection:
 
 
 class PulseConnection(DealerConnection):
-    """A `PulseConnection` has heartbeats alone. It breaks when the other host acknowledges none for some time."""
+    """A `PulseConnection` carries only heartbeats. It breaks when the other host acknowledges none for some time."""
 
     def _set_options(self, made: zmq.Socket[bytes]) -> None:
         super()._set_options(made)

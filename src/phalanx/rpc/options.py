@@ -19,9 +19,9 @@ MOST_BYTES = 4 << 30
 
 
 def seconds_of(timeout: float, default_s: float) -> float:
-    """Return the timeout of a call in seconds; 0 is never, also for a `timeout` that the clock cannot represent.
+    """Return the timeout of a call in seconds. 0 is never, also for a `timeout` that the clock cannot represent.
 
-    A negative timeout is the default.
+    A negative `timeout` selects `default_s`.
 
     Raises:
         TypeError: `timeout` has the wrong type.

@@ -1,9 +1,9 @@
-"""Profile also the functions that calls run on other workers: each answer has the events of its call.
+"""Also profile the functions that calls run on other workers: each answer has the events of its call.
 
     caller    |- rpc_sync#f(a -> b) -----------------------|       events of its own
     callee         |- f: aten::mul |- rpc_sync#g(b -> c) -|        rpc_sync#f(a -> b)#remote_op: aten::mul, ...
 
-It is `torch.autograd.profiler_legacy.profile`, because Python can make its events, and not those of `torch.profiler`.
+It extends `torch.autograd.profiler_legacy.profile`, because Python can make its events, but not `torch.profiler`'s.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _parse: Any = find("torch.autograd.profiler_legacy._parse_legacy_records", loses
 _end: Any = find("torch.autograd._disable_profiler_legacy", loses=_LOSES)
 _Future: Any = find("torch._C.Future", loses=_LOSES)
 
-_REMOTE = "#remote_op: "  # PyTorch gives them this prefix
+_REMOTE = "#remote_op: "  # PyTorch's prefix for remote events
 _THREADS = 1 << 20  # more than a process has: each worker's threads have separate numbers
 _thread = threading.local()
 _FIELDS = ("id", "name", "thread", "fwd_thread", "input_shapes", "stack", "scope", "cpu_memory_usage", "sequence_nr")

@@ -50,7 +50,7 @@ class References:
         self._lost: set[int] = set()
 
     def new_id(self) -> RRefId:
-        """Return a number that no other worker uses."""
+        """Return an id that is unique among all workers."""
         return self._uid, next(self._numbers)
 
     def make(self, rref_id: RRefId, fork: RRefId | None = None, holder: int = 0) -> OwnedObject:
@@ -89,7 +89,7 @@ class References:
     def announce_fork(self, rref_id: RRefId, fork: RRefId, holder: int) -> bool:
         """Add a reference that `holder` got from another worker; return whether the object is made or expected.
 
-        The worker that made the reference may have sent it before its call that makes the object was received here.
+        The worker that made the reference may have sent it before this worker received the call that makes the object.
         """
         with self._lock:
             owned = self._owned.get(rref_id)
@@ -144,7 +144,7 @@ class References:
         return freed, orphans
 
     def count(self) -> dict[str, int]:
-        """Return how many there are of each kind."""
+        """Return the numbers of objects, of forks, and of references kept for forks in flight."""
         with self._lock:
             return {
                 "num_owner_rrefs": len(self._owned),

@@ -86,7 +86,7 @@ _set_cause: Callable[[BaseException, BaseException], None] = BaseException.__dic
 
 
 def _first_cause(error: BaseException) -> BaseException:
-    """Return the end of an exception's chain of causes; of a circular chain, the last one before it begins again."""
+    """Return the last exception in a chain of causes; in a circular chain, the last one before it repeats."""
     seen = {id(error)}
     cause = _get_cause(error)
     while cause is not None and id(cause) not in seen:

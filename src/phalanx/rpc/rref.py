@@ -148,9 +148,10 @@ class RRef(Generic[T]):
         return type(self)._make_proxy(self, "remote", timeout)
 
     def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
-        """Run `phalanx.rpc.autograd.backward` from the object, on its owner. It must be a tensor with one element.
+        """Run `phalanx.rpc.autograd.backward` from the object, on its owner.
 
-        Without a context, which an owner may leave out, it runs the object's own `backward()`.
+        The object must be a tensor with one element. Only the owner may leave the context out: this then runs the
+        object's own `backward()`.
 
         Raises:
             RuntimeError: the object is no such tensor, or there is no such context on its owner.

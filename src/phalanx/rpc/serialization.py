@@ -1,8 +1,9 @@
 """Pickle objects by protocol 5, with the memory of their tensors out of band.
 
-A dense tensor on the CPU is not copied into the pickle: its memory is a buffer that the transport sends without a copy;
-so are the parts of a sparse one. All others (compressed, quantized, subclasses) are pickled as PyTorch pickles them;
-their parts are dense tensors again. Other files `register` the types that they pickle themselves (references).
+A dense tensor on the CPU is not copied into the pickle: its memory is a buffer that the transport sends without a copy.
+A sparse tensor is pickled as two dense ones. All others (compressed, quantized, subclasses) are pickled as PyTorch
+pickles them; their parts are dense tensors again. Other files `register` the types that they pickle themselves
+(references).
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ class ReceivedTensors:
 
 
 class _Names:
-    """`_Names` maps functions of modules to their names in a pickle, behind the name's length, while they live."""
+    """`_Names` caches functions of modules and their names in a pickle, each name behind its length."""
 
     def __init__(self) -> None:
         self._names: dict[FunctionType, bytes] = {}
@@ -256,7 +257,7 @@ def deserialize_call(
 
 
 def unpickling() -> ReceivedTensors:
-    """Return what this thread is unpickling."""
+    """Return the tensors and references of the object that this thread is unpickling."""
     arrived = _current.arrived
     if arrived is None:
         raise pickle.UnpicklingError("this pickle was made by rpc, and only rpc can read it")
@@ -309,7 +310,7 @@ def _lay_out(plain: Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...] | Non
 
 
 def _flat(tensor: Tensor) -> tuple[Tensor, tuple[int, ...] | None]:
-    """Return the elements in one dimension, in memory order, and unusual strides; copy only tensors with gaps."""
+    """Return the elements in one dimension, in memory order, and unusual strides; copy one with gaps or overlaps."""
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
     if tensor.is_contiguous():
@@ -321,7 +322,7 @@ def _flat(tensor: Tensor) -> tuple[Tensor, tuple[int, ...] | None]:
 
 
 def _is_gapped(tensor: Tensor) -> bool:
-    """Return whether no element appears twice, and the gaps between them are small enough to be made again."""
+    """Return whether no elements overlap, and the gaps are small enough for the receiver to make them again."""
     end = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1:

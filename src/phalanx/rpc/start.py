@@ -155,9 +155,9 @@ def _open_network(agent: Agent, store: Any) -> WorkerAddress:
 def shutdown(graceful: bool = True, timeout: float = 0.0) -> None:
     """Stop being a worker.
 
-    With `graceful`, first wait until all calls in flight have ended on all workers; if the number of workers is fixed,
-    until all workers have called this, too. Otherwise this worker leaves at once. `timeout` limits the wait, in
-    seconds; 0 is no limit.
+    With `graceful`, first wait for the calls in flight: if the number of workers is fixed, until all workers have
+    called this and no call is in flight between any of them; otherwise until this worker neither waits for a call nor
+    runs one. Without `graceful`, leave at once. `timeout` limits the wait, in seconds; 0 is no limit.
 
     Raises:
         TypeError, ValueError: `timeout` is not a number of seconds; nothing was done.
@@ -353,7 +353,7 @@ def network_address(store: Any) -> str:
 
 
 def job_key() -> Key | None:
-    """Return the job's key: of the agent of `phalanx run`, or the user's own."""
+    """Return the job's key: from the agent of `phalanx run`, or the user's own."""
     return agents_key() or find_key()
 
 

@@ -32,7 +32,7 @@ _READ_BYTES = 1 << 18
 MOST_PARTS = 512  # the most parts of one system call; the limit of Linux is 1024
 _DESCRIPTOR_S = 30.0  # a descriptor must arrive within this time; it is sent before the frame that needs it
 _NUMBER = struct.Struct("<Q")
-_LINE = 1 << 63  # in the number of a descriptor that is a line's
+_LINE = 1 << 63  # this bit marks the number of a line's descriptor
 _OF_SEGMENTS = frozenset((wire.RELEASE, wire.FORGET, wire.MISSED))
 _numbers = itertools.count(1)
 
@@ -122,7 +122,7 @@ class UnixConnection:
         self.socket = sock
         self.number = next(_numbers)
         self.peer: Any = None
-        self.lines: Any = None  # the Lines of this connection, if we make calls over it
+        self.lines: Any = None  # the `LinePool` of this connection, if this worker calls over it
         self.line_ends: set[Any] = set()  # the ends of all lines, of either side, which are closed with this
         self.closed = False
         self.is_full = False
@@ -299,7 +299,7 @@ class UnixConnection:
         return False
 
     def read_buffers(self, table: Any, received: memoryview, at: int) -> Any:
-        """Return the buffers of a frame; any thread that reads a line of this connection calls it, too."""
+        """Return the buffers of a frame; every thread that reads a line of this connection calls this."""
         found: list[Any] = []
         missed = array.array("Q")
         for nbytes, segment in table:
@@ -378,7 +378,7 @@ class UnixConnection:
         self._fd_socket.close()
 
     def shut_down(self) -> None:
-        """Make both ends detect the end of this connection."""
+        """Shut the connection down, so that both ends find it closed."""
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
 

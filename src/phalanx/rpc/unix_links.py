@@ -136,7 +136,7 @@ class _Visitor:
 
 
 def connect(to: WorkerAddress, me: WorkerAddress, deadline: Deadline) -> tuple[socket.socket, socket.socket]:
-    """Return a connection to a worker of this host: for frames, and for descriptors.
+    """Connect to a worker of this host; return the socket for frames and the socket for descriptors.
 
     Raises:
         PeerLostError: the worker is lost.

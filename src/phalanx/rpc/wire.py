@@ -32,7 +32,7 @@ class Kind(enum.IntEnum):
     RELEASE = 6  # these segments are free again
     FORGET = 7  # unmap these segments
     FETCH = 8  # request the object of a reference
-    ORDER = 9  # as CONTROL, in bytes: the first is an Order
+    ORDER = 9  # like CONTROL, but in bytes: the first one is an `Order`
     MISSED = 10  # these segments are free again, and their descriptors are needed again
     LINE = 11  # open the line with this number; the answer, of the same kind, has data if it is open
 

@@ -139,7 +139,7 @@ class Workers:
             self._by_name[member.info.name] = member
 
     def forget(self, member: WorkerAddress) -> None:
-        """Remove a worker that is lost or has left: if workers join and leave, another may join with its name."""
+        """Record a worker that is lost or has left; if workers join and leave, remove it: another may take its name."""
         with self._lock:
             self._gone.add(member.uid)
             if not self.is_static:

@@ -4,7 +4,7 @@ agent.py          the agent, its parts, and which thread reads what
 state.py          the states of an agent
 reader.py         the thread that reads the connections
 pool.py           the threads that run functions and callbacks
-answer.py         the answer of a call: a future, or read by the thread that waits
+answer.py         the answer to a call: a future, or a line that the waiting thread reads
 calls.py          calls that wait for an answer, and their timeouts
 answer_reader.py  from a received answer to the result of its call
 incoming_call.py  a call of another worker

@@ -1,4 +1,4 @@
-"""The agent is this process as a worker, which calls others and is called.
+"""An `Agent` makes this process a worker, which calls other workers and runs their calls.
 
 Which thread reads what:
 
@@ -17,9 +17,9 @@ Which thread reads what:
     rpc_sync: the same     == REQUEST ==>               the line's thread reads it, runs the function,
     the thread reads it    <== REPLY or ERROR ==        pickles the result, sends
 
-The first call that finds no line uses the connection, and a line is opened for later ones. The connection also carries
-calls to another host or to this worker itself, and calls of a thread that must not read: a mode of torch would change
-the answer, or a signal handler that raises would interrupt the reading.
+A call that finds no idle line uses the connection, and a line is opened for later calls. The connection also carries
+calls to another host or to this worker itself, and calls of a thread that must not read its answer: a mode of torch
+would change the answer, or a signal handler that raises would interrupt the reading.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _logger = get_logger(__name__)
 _TICK_S = 1.0  # the reader's period while calls are in flight
 _CONNECT_S = 30.0
 _JOIN_S = 0.2
-_LAST_S = 5.0  # for the user's callbacks that the end of this worker runs
+_LAST_S = 5.0  # how long `close` waits for the user's callbacks
 
 
 class Agent:
@@ -114,7 +114,7 @@ class Agent:
         return self.state is AgentState.LEAVING or self.closed
 
     def open_for_calls(self) -> None:
-        """Serve the requests of others from now on, first those received before: `current` has this agent now."""
+        """Serve requests from now on, first those received earlier. Call this once `current` has this agent."""
         self.reader.put(self._open)
 
     # -- calling -------------------------------------------------------------------------------------------------------
@@ -132,9 +132,9 @@ class Agent:
         on_answer: Callable[[Any], Any] | None = None,
         is_awaited: bool = False,
     ) -> Any:
-        """Send `obj` to a worker, as `kind`; return its `Answer`.
+        """Send `obj` to a worker in a frame of `kind`; return the `Answer`.
 
-        `is_awaited`: this thread waits for it at once, by the answer's `wait` alone: it may be a `LineAnswer`.
+        With `is_awaited`, the answer may be a `LineAnswer`: this thread must wait for it at once, only with `wait`.
 
         Raises:
             ClosedError: this worker was shut down.
@@ -174,7 +174,7 @@ class Agent:
         nbytes: int,
         is_awaited: bool,
     ) -> bool:
-        """Send a call; return False if it has failed instead."""
+        """Send a call. If the worker is lost, fail the call and return False."""
         peer = self.peer(to)
         connection = peer.connection or self.connections.connect(peer, call.timeout_s)
         line = self._line_for(connection) if is_awaited and connection is not None else None
@@ -200,7 +200,7 @@ class Agent:
             if call.line_answer is not None:
                 call.line_answer.close()
             raise
-        if (peer.is_lost() or self.closed) and call.claim():  # else the thread that failed all others has failed it
+        if (peer.is_lost() or self.closed) and call.claim():  # else the thread that failed the other calls did
             call.fail(why_failed(peer, call))
         return True
 
@@ -247,7 +247,7 @@ class Agent:
         *,
         read: Callable[[Frame], Any] | None = None,
     ) -> Answer[Any] | LineAnswer:
-        """Send an order in bytes; this thread waits for the answer, and `read` converts its frame to the result."""
+        """Send an order in bytes. This thread must wait for the answer; `read` converts its frame to the result."""
         if self.closed:
             raise ClosedError(f"{what} to {to}: this worker was shut down.")
         call = Call("rpc", what, seconds_of(timeout_s, self.default_timeout_s))
@@ -338,7 +338,7 @@ class Agent:
         self.connections.lose_after_reading(member, str(why))
 
     def _lose(self, peer: Callee) -> None:
-        """Release the references of a lost worker, and fail the calls to it, one after the other."""
+        """Call the `on_lost` callbacks for a lost worker, then fail the calls to it."""
         for callback in list(self.on_lost):
             callback(peer.member)
         self._fail_all(peer)
@@ -396,12 +396,12 @@ class Agent:
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def open_network(self, address: str, key: Key) -> None:
-        """Accept workers of other hosts that have the key; from now on `me` has the address for them."""
+        """Accept workers of other hosts that have the key, and add the network address to `me`."""
         self.connections.open_network(address, key)
         self.me = self.connections.me
 
     def abandon(self) -> None:
-        """Close the sockets in a fork of this worker, and nothing that is shared with it."""
+        """Close the sockets in a fork of this worker, without effect on the parent."""
         self.state = AgentState.CLOSED
         self.connections.abandon()
 
@@ -433,7 +433,7 @@ class Agent:
 
 
 class _LateAnswer:
-    """A `_LateAnswer` is read by the reader from a line whose thread has stopped waiting; then the line is released."""
+    """A `_LateAnswer` is on a line whose thread has stopped waiting: the reader reads it and releases the line."""
 
     def __init__(self, agent: Agent, line: CallerLine, call: Call) -> None:
         self._agent = agent

@@ -79,7 +79,7 @@ def wait_interruptibly(future: Any) -> Any:
 
 
 _POLL_MS = 1000  # a signal may arrive just before a thread sleeps
-_failing = threading.RLock()  # its owner may use the line of a failing call, which is not closed meanwhile
+_failing = threading.RLock()  # while a thread owns it, the line of a failing call is not closed
 
 
 class Caller(Protocol):
@@ -95,8 +95,8 @@ class Caller(Protocol):
 class LineAnswer:
     """A `LineAnswer` is the answer of a call over a line. The thread that waits for it reads the line itself.
 
-    One thread completes the call: the one that has claimed it (`Call.claim`). If another thread has, it calls `fail`;
-    then the waiting thread raises that error, and the reader reads a late answer.
+    The thread that has claimed the call (`Call.claim`) completes it. If this is not the waiting thread, it calls
+    `fail`: the waiting thread raises that error, and the reader reads a late answer.
     """
 
     __slots__ = ("_call", "_callback", "_caller", "_line", "_make_error", "_result")
@@ -128,7 +128,7 @@ class LineAnswer:
         return self._result
 
     def on_done(self, callback: Callable[[Any], Any]) -> None:
-        """Set the callback, which may run in the reader and must not wait. Called once, just after the call."""
+        """Set the callback, which may run in the reader and must not wait. Call this once, just after sending."""
         self._callback = callback
         if self._make_error is not None and self._callback is not None:
             self._call_back()
@@ -140,7 +140,7 @@ class LineAnswer:
             callback(self)
 
     def fail(self, make: Callable[[], BaseException]) -> None:
-        """Set the error that `make` returns, unless the answer is there. The calling thread has claimed the call."""
+        """Set the error that `make` returns, unless the answer is read meanwhile. This thread has claimed the call."""
         with _failing:
             self._make_error = make
             if self._line is not None:
@@ -163,7 +163,7 @@ class LineAnswer:
             self._read(line, ready)
 
     def _read(self, line: CallerLine, ready: int) -> None:
-        """Read the line if `ready` has bit 1, else check whether the call has failed; bit 2 says that the bell rang."""
+        """Read the line if `ready & 1`, else check whether the call has failed. `ready & 2`: the bell rang."""
         if ready & 2:
             line.bell.drain()
         if ready & 1:
@@ -199,7 +199,7 @@ class LineAnswer:
             return False
 
     def _end(self, line: CallerLine) -> None:
-        """Fail, because the callee is lost, as the reader detects, too, or because not all could be sent."""
+        """Fail: the callee is lost, which the reader also detects, or the call could not be sent completely."""
         if self._make_error is None:
             line.connection.shut_down()
         self._await_failure(line)
@@ -233,7 +233,7 @@ def _never() -> bool:
 
 
 def read_any(answers: Sequence[LineAnswer]) -> None:
-    """Wait until one of these lines can be read, or `ring` is called for one of them; read the lines."""
+    """Wait until a line can be read or `ring` is called for one, for at most a second; read the ready lines."""
     poll = select.poll()
     lines = [(one, line) for one in answers if (line := one._line) is not None]
     for _, line in lines:

@@ -33,7 +33,10 @@ class AnswerReader:
         self._agent = agent
 
     def complete(self, connection: Any, frame: Frame, call: Call | None, *, may_wait: bool = False) -> None:
-        """Set the future of a call. If that runs the user's code, the reader queues it for a thread that `may_wait`."""
+        """Set the future of a call.
+
+        If unpickling the answer may run the user's code, the reader queues it for a thread that `may_wait`.
+        """
         if call is None:  # the answer is too late; the references in it belong to this worker, and are released
             if frame.extras:
                 self._drop_forks(frame)
@@ -80,7 +83,7 @@ class AnswerReader:
         if not frame.extras:
             return deserialize(frame.data, frame.buffers, no_user_code=no_user_code)[0]
         forks, _, note = pickle.loads(frame.extras)
-        if forks and no_user_code:  # they can be received only once
+        if forks and no_user_code:  # the references can be received only once
             raise UserCodeError
         result, arrived = deserialize(
             frame.data,
@@ -129,5 +132,5 @@ _find_transform: Any = find("torch._C._functorch.maybe_current_level", loses=_LO
 
 
 def is_in_mode() -> bool:
-    """Return whether this thread is in a mode of torch (as a default device is) or in a transform of torch.func."""
+    """Return whether this thread is in a mode of torch (such as a default device) or in a transform of torch.func."""
     return bool(_num_function_modes() or _num_dispatch_modes() or _find_transform() is not None)

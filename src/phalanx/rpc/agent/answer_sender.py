@@ -29,13 +29,13 @@ Control = Callable[[WorkerAddress, Any], Any]
 
 
 class AnswerSender:
-    """An `AnswerSender` answers for `agent`.
+    """An `AnswerSender` answers other workers for `agent`.
 
-    Arguments:
-        controls: functions that workers call for each other, by name. Each gets the caller and one argument. It runs in
-            the reader and must not wait. Its result is the answer; a Future is answered when it is done.
-        orders: handlers of messages in bytes, by the first byte. Each gets the connection and the frame, and answers
-            itself. A message without an answer is handled in the reader, too.
+    `controls` are functions that agents call by name. Each gets the caller and one argument, runs in the reader, and
+    must not wait. Its result is the answer; if it is a Future, the answer is sent when the Future completes.
+
+    `orders` are handlers of messages in bytes, by the first byte. Each gets the connection and the frame, and sends the
+    answer itself. The handler of a message without an answer also runs in the reader.
     """
 
     def __init__(self, agent: Agent) -> None:
@@ -61,7 +61,7 @@ class AnswerSender:
             self.answer(connection, frame.call, result)
 
     def handle_order(self, connection: Any, frame: Frame) -> None:
-        """Handle an order, which answers itself; if it raises, answer with the error."""
+        """Call the handler of an order, which sends the answer; if it raises, answer with the error."""
         try:
             self.orders[frame.data[0]](connection, frame)
         except BaseException as error:
@@ -101,7 +101,7 @@ class AnswerSender:
         note: Any = None,
         later: bool = False,
     ) -> None:
-        """Answer a call. Never raises: a result that cannot be pickled is an error at the caller."""
+        """Answer a call. Never raises: if the result cannot be pickled, the caller receives that error."""
         to = connection.peer or self._agent.me
         if error is None:
             payload = None

@@ -15,11 +15,11 @@ from phalanx.rpc.agent import interrupts
 from phalanx.rpc.agent.answer import Answer, LineAnswer
 from phalanx.rpc.worker_info import WorkerAddress
 
-_BIG_BYTES = 1 << 16  # calls of so many bytes count towards the bytes in flight
+_BIG_BYTES = 1 << 16  # smaller calls do not count towards the bytes in flight
 
 
 class Call:
-    """A `Call` is a call of this worker, from before it is sent. `kept` lives until the answer."""
+    """A `Call` is a call that this worker makes, from before it is sent. `kept` stays alive until the answer."""
 
     __slots__ = (
         "deadline", "future", "kept", "line_answer", "name", "nbytes", "number", "on_answer", "peer", "read",
@@ -52,7 +52,7 @@ class Call:
         return found
 
     def claim(self) -> bool:
-        """Claim the right to complete the call; return False if another thread has it."""
+        """Claim the right to complete the call; return False if another thread has claimed it."""
         return self.peer.remove(self.number) is not None
 
     @property
@@ -61,7 +61,7 @@ class Call:
 
 
 class Callee:
-    """A `Callee` is a worker that this one calls, and the calls that it has yet to answer.
+    """A `Callee` is a worker that this worker calls, with the calls that it has not answered yet.
 
     It has no connection before the first call, and none once it is lost.
     """
@@ -85,10 +85,10 @@ class Callee:
         return bool(self.lost)
 
     def add(self, call: Call, nbytes: int, *, waits: bool) -> None:
-        """Count a call as in flight. With `waits`, as for all calls of the user, wait while too many are in flight.
+        """Register a call as in flight. With `waits` (the user's calls), first wait while too many are in flight.
 
         Raises:
-            DeadlineError: too many calls were in flight for too long; it was not sent.
+            DeadlineError: too many calls were in flight until the call's timeout passed; the call was not sent.
         """
         call.number, call.peer = next(_numbers), self
         if call.timeout_s:
@@ -120,7 +120,7 @@ class Callee:
                 self._nbytes += nbytes
 
     def remove(self, number: int) -> Call | None:
-        """Remove the call with this number and return it; None if it is not waiting."""
+        """Remove the call with this number and return it; None if no such call waits."""
         call = self.calls.pop(number, None)
         if call is not None and (call.nbytes or self._num_waiting):
             with self._lock:
@@ -129,7 +129,7 @@ class Callee:
         return call
 
     def remove_all(self) -> list[Call]:
-        """Remove all calls and return them. A lost worker also frees its table, which has grown with them."""
+        """Remove all calls and return them. For a lost worker, also free the table, which has grown with them."""
         removed = [call for number in list(self.calls) if (call := self.remove(number)) is not None]
         if self.lost:
             old, self.calls = self.calls, {}
@@ -166,7 +166,7 @@ def why_failed(peer: Callee, call: Call) -> Callable[[], BaseException]:
     if not peer.lost:
         text = f"{call.what}({call.name}) to {peer.member}: this worker was shut down before the answer came."
         return partial(ClosedError, text)
-    if call.what in ("RRef.to_here", "RRef._get_type"):  # which ask for the object alone
+    if call.what in ("RRef.to_here", "RRef._get_type"):  # no function of the user runs
         return partial(owner_lost, peer)
     text = f"{call.what}({call.name}) to {peer.member}: the worker is lost: {peer.lost}"
     if call.number:

@@ -76,7 +76,7 @@ class Connections:
         self.listener.start()
 
     def peer(self, member: WorkerAddress) -> Callee:
-        """Return the state of our calls to a worker."""
+        """Return the `Callee` that tracks this worker's calls to `member`."""
         peer = self.peers.get(member.uid)
         if peer is None:
             made = Callee(member, self._options.max_calls_in_flight, self._options.max_bytes_in_flight)
@@ -198,7 +198,7 @@ class Connections:
         self.lose_after_reading(member, "its process has exited.")
 
     def lose_after_reading(self, member: WorkerAddress, why: str) -> None:
-        """Remove a lost worker after reading its last answers. Called by the reader."""
+        """Remove a lost worker after reading its last answers. The reader calls this."""
         connection = self.peer(member).connection
         if isinstance(connection, UnixConnection) and not connection.closed:
             poll = select.poll()
@@ -217,7 +217,7 @@ class Connections:
         peer.connection = peer.calls_us = None
         if not self._closed:
             self.membership.forget(member)
-        self._reader.put(partial(self._on_lost, peer))  # first: `close` must find the calls somewhere
+        self._reader.put(partial(self._on_lost, peer))  # before the pop: `close` must find the calls somewhere
         self.peers.pop(member.uid, None)
 
     # -- workers of other hosts ----------------------------------------------------------------------------------------
@@ -249,13 +249,13 @@ class Connections:
             connection.prepare_fork()
 
     def abandon(self) -> None:
-        """Close this worker's sockets in a forked child, without effect on the worker."""
+        """Close this worker's sockets in a forked child, without effect on the parent."""
         for connection in list(self._open):
             connection.abandon()
         self.listener.abandon()
 
     def keep_members(self) -> None:
-        """Stop removing lost workers from the members, because this worker leaves, too."""
+        """Stop removing lost workers from the members, because this worker is leaving as well."""
         self._closed = True
 
     def close(self) -> None:
@@ -283,7 +283,7 @@ class _ReadyConnection:
 
 
 class _EndedProcess:
-    """An `_EndedProcess` is a process of this host whose exit the reader polls."""
+    """An `_EndedProcess` is a process of this host for whose exit the reader polls."""
 
     def __init__(self, connections: Connections, member: WorkerAddress, fd: int) -> None:
         self._connections = connections

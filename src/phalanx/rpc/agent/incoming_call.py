@@ -47,7 +47,7 @@ class Worker(Protocol):
 
 
 class IncomingCall:
-    """An `IncomingCall` is created by the thread that reads it, in order of arrival, and registers its object."""
+    """An `IncomingCall` is made in order of arrival by the thread that reads it; a REMOTE call registers its object."""
 
     __slots__ = (
         "_agent",
@@ -171,7 +171,7 @@ class IncomingCall:
 
 @dataclass(frozen=True)
 class RemoteEvent:
-    """A `RemoteEvent` is an event on a worker, in microseconds of its profile; `fields` are of `FunctionEvent`."""
+    """A `RemoteEvent` is a profiled event. Times are since its profile began; `fields` are those of `FunctionEvent`."""
 
     node_id: int
     start_us: float
@@ -199,7 +199,7 @@ class _AsyncResult:
 
 
 def _is_async(function: Callable[..., Any], args: tuple[Any, ...]) -> bool:
-    """Return whether a function was declared with @async_execution: itself, or the method that it calls."""
+    """Return whether @async_execution marks the function itself, or the function or method that it calls."""
     if getattr(function, "_calls_function", False):
         function, args = args[1], args[2]
     if getattr(function, "_calls_method", False):
@@ -208,7 +208,7 @@ def _is_async(function: Callable[..., Any], args: tuple[Any, ...]) -> bool:
 
 
 def _is_of_pickle(error: AttributeError) -> bool:
-    """Return whether pickle itself raised the error, or a module without the name; not code that rebuilds an object."""
+    """Return whether pickle or a module without the name raised the error, not code that rebuilds an object."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next

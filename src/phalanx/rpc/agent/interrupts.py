@@ -4,8 +4,8 @@
     main thread    send | read .. Ctrl-C .. | make the result | KeyboardInterrupt
 
 Python raises KeyboardInterrupt between any two steps of the main thread. While a worker is open, its handler of SIGINT
-defers the exception until the main thread may be interrupted, if the handler before was Python's own. The user's
-handlers stay: while one may raise at any time (a time-out by SIGALRM), the reader sends and reads for the main thread.
+replaces Python's own handler and defers the exception until the main thread may be interrupted. The user's handlers
+stay: while one may raise at any time (a timeout by SIGALRM), the reader sends and reads for the main thread.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from types import FrameType
 from typing import Any
 
 _main = threading.main_thread().ident
-# As numbers, and from `_signal`: each call looks them up, and `signal` makes an enum of each. SIGTERM mostly ends all.
+# Numbers, looked up by `_signal`: every call does this, and `signal` would make an enum of each. A handler of SIGTERM
+# is not looked up, because it usually ends the process.
 _ALARM, _INTERRUPT, _USER_1, _USER_2 = map(int, (signal.SIGALRM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2))
 _handler_of: Callable[[int], Any] = _signal.getsignal
 
@@ -70,7 +71,7 @@ def may_raise() -> bool:
 
 
 def reset() -> None:
-    """Reset the state in a fork: its only thread is its main thread, in no deferring part."""
+    """Reset the state in a fork: its only thread becomes its main thread, and defers nothing."""
     global _main, _state
     _main, _state = get_ident(), _Deferral()
 
@@ -82,8 +83,8 @@ def defer() -> None:
 
 
 def allow(*, may_raise: bool = True) -> None:
-    """End such a part. Raise a deferred KeyboardInterrupt if `may_raise`; otherwise the next `check` does."""
-    if get_ident() == _main and _state.depth:  # the depth is 0 in a fork that leaves a part that its parent was in
+    """End the part that `defer` began. With `may_raise`, raise a deferred KeyboardInterrupt; else `check` does."""
+    if get_ident() == _main and _state.depth:  # in a fork it is 0, even inside a part of the parent
         _state.depth -= 1
         if _state.is_pending and may_raise and not _state.depth:
             _state.is_pending = False

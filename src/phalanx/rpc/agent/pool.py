@@ -5,7 +5,7 @@
     reader             |     1 ms: nothing has begun: wake one more
     second thread      parked                       | h | ..
 
-So much short work costs one change of threads, and work that blocks delays the rest by a millisecond.
+So a queue of short work costs one thread switch, and work that blocks delays the rest by a millisecond.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class ThreadPool:
         return len(self._work)
 
     def put(self, work: Callable[[], None]) -> None:
-        """Queue work for a thread; it must not raise. This never waits."""
+        """Queue work for a thread. The work must not raise. Never waits."""
         self._work.append(work)
         if len(self._threads) == len(self._parked):
             with self._lock:
@@ -102,7 +102,7 @@ class ThreadPool:
         return threading.current_thread() in self._threads
 
     def close(self, timeout_s: float = 0.2) -> None:
-        """End the threads; drop work that has not begun, and wait for the rest for `timeout_s`."""
+        """End the threads: drop work that has not begun, and wait up to `timeout_s` for work that runs."""
         with self._lock:
             self._closed = True
             self._work.clear()

@@ -38,7 +38,7 @@ class Readable(Protocol):
     """A `Readable` owns a descriptor that the reader polls."""
 
     def ready(self, events: int) -> None:
-        """Read or write where a connection is ready."""
+        """Handle the `events` of epoll for the descriptor."""
 
 
 class _ThisThread(threading.local):
@@ -116,7 +116,7 @@ class ConnectionReader:
             self._handle_all()
 
     def queue(self, item: tuple[Any, Frame] | Task) -> None:
-        """Queue an item, in the reader."""
+        """Queue an item in the reader's own thread, which needs no wakeup."""
         self._incoming.append(item)
 
     @property
@@ -204,7 +204,7 @@ class ConnectionReader:
 
 
 def _in_order(callbacks: deque[Task]) -> Task:
-    """Return a task that runs these callbacks one after the other, and clear them."""
+    """Move these callbacks to a task that runs them one after the other."""
     queued = list(callbacks)
     callbacks.clear()
 

@@ -16,7 +16,7 @@ except ImportError:
     _MOST_MS = 100
 
     def wait_ready(fd: int, bell: int, spin_ns: int, timeout_ms: int, /) -> int:
-        """Return 1 if `fd` can be read, or has an end, plus 2 for `bell`, which may be -1; 0 if neither can yet.
+        """Return 1 if `fd` can be read or is at its end, plus 2 for `bell`, which may be -1; 0 if neither can be read.
 
         It may return 0 before `timeout_ms` has passed; a negative `timeout_ms` sets no bound.
         """
@@ -34,14 +34,14 @@ _spinning = threading.Lock()  # one thread of a process spins at a time
 
 
 class SpinWait:
-    """A `SpinWait` is one thread's waiting: it spins before it sleeps, but only now and then after several misses."""
+    """A `SpinWait` lets one thread spin before it sleeps; after several misses, only now and then."""
 
     def __init__(self) -> None:
         self._has_spun = False
         self._misses = 0  # waits since spinning last succeeded
 
     def wait(self, fd: int, bell: int = -1, most_ms: int = -1) -> int:
-        """Return 1 if `fd` can be read, plus 2 if `bell` can; 0 if neither, after spinning, some time or a signal."""
+        """Return 1 if `fd` can be read, plus 2 if `bell` can; 0 if neither, after spinning, a timeout or a signal."""
         may_spin = self._misses < _MOST_MISSES or self._misses % _MOST_MISSES == 0
         if may_spin and not self._has_spun and _spinning.acquire(blocking=False):
             try:

@@ -1,4 +1,4 @@
-"""Run backward across remote calls, by the names of `torch.distributed.autograd`.
+"""Run backward across remote calls, with the names of `torch.distributed.autograd`.
 
     with rpc.autograd.context() as context_id:
         y = rpc.rpc_sync("server", embed, (ids, w))

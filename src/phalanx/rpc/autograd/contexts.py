@@ -45,7 +45,7 @@ class Context:
             for variable, gradient in found:
                 before = self.gradients.get(variable)
                 if before is not None:
-                    # This is not done in place: callers of `get_gradients` may have them.
+                    # Not in place: callers of `get_gradients` may use the old tensor.
                     gradient = gradient + before if before.is_sparse else before + gradient
                 elif is_shared or (counts and counts[_memory(gradient)] > 1) or not _is_plain(gradient, variable):
                     gradient = gradient.clone()
@@ -118,7 +118,7 @@ class Contexts:
         return ContextScope(self._thread, context)
 
     def find(self, context_id: int) -> Context:
-        """Return the context of that number.
+        """Return the context with this number.
 
         Raises:
             PhalanxError: there is none.

@@ -5,10 +5,10 @@
                                                           │
     y ◄─ RecvRpc ◄┄┄┄┄┄┄┄┄ message ┄┄┄┄┄┄┄┄┄ SendRpc ◄────┘
 
-A message is a call's arguments, or its result, with tensors that require grad. It has the ancestors of each of them:
-all messages, and which of their tensors, from which the tensor was computed. So the worker that begins a backward knows
-all workers of the pass, and no gradient is sent where one process would have none: a tensor that was sent and not used
-is not in the graph, its hooks are not called, and no worker waits for it.
+A message is a call's arguments, or its result, with tensors that require grad. With each of these tensors it carries
+the tensor's ancestors: all messages, and which of their tensors, from which it was computed. So the worker that begins
+a backward knows all workers of the pass, and no gradient is sent where one process would have none: a tensor that was
+sent and not used is not in the graph, its hooks are not called, and no worker waits for it.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _engine: Any = find(
     "torch.autograd.Variable._execution_engine", loses="distributed backwards of phalanx.rpc do not work"
 )
 
-# The most messages in a row before this one; the uid of its sender; its number there.
-# Backwards, deeper messages come first: all workers wait for gradients in this order, so never for each other.
+# The depth: the length of the longest chain of messages that ends with this one; the uid of its sender; its number
+# there. In backward, deeper messages come first: all workers wait in this order, so no two wait for each other.
 MessageId = tuple[int, int, int]
 Ancestors = Mapping[MessageId, int]  # the tensors of each message: bit n for tensor n, or ALL
 ALL = -1
@@ -114,7 +114,7 @@ class Gate(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *after: Tensor) -> Tensor:
-        """Return one output from those of some SendRpcs and of the next gate."""
+        """Return one output from the stubs of one message and the output of the next gate."""
         ctx.count = len(after)
         return torch.empty(0, device="cpu")
 
@@ -171,11 +171,13 @@ class GraphEnds:
     """`GraphEnds` are the ends of a local graph: its leaves, and the tensors received from other workers."""
 
     leaves: list[Any]
-    received: dict[Any, int]  # with which of a message's tensors: bit n for tensor n
+    received: dict[Any, int]  # by node: which of its message's tensors, bit n for tensor n
 
     def has_hooks(self) -> bool:
-        """Return whether hooks of leaves need gradients in `.grad` until the pass ends, or nodes of received tensors
-        have hooks: these are called only if the nodes run.
+        """Return whether hooks require that the engine runs to these ends, as `run_engine` does.
+
+        Hooks of leaves may need gradients in `.grad` until the pass ends. Hooks of received tensors' nodes are called
+        only if the nodes run.
         """
         return any(hasattr(node, _HOOKED) for node in self.received) or any(
             keeps_grad(node.variable) for node in self.leaves
@@ -198,7 +200,7 @@ class GraphEnds:
 
 @dataclass(frozen=True)
 class SentMessage:
-    """A `SentMessage` is a message of this worker, or some of its tensors: `stubs` keep its graph."""
+    """A `SentMessage` is a message of this worker, or some of its tensors. `stubs` keep the graph alive."""
 
     message: MessageId
     to: int  # the uid of its receiver
@@ -268,9 +270,9 @@ def _ancestors_of_each(nodes: Sequence[Any], context_id: int) -> list[Ancestors]
 def make_send(
     tensors: Sequence[Tensor], context_id: int, to: int, uid: int, number: int
 ) -> tuple[SentMessage, tuple[Ancestors, ...]] | None:
-    """Record that these tensors are sent; return None if grad mode is off.
+    """Record that these tensors are sent; return the message and the ancestors, or None if grad mode is off.
 
-    Otherwise also return each tensor's ancestors, or those of all, if they are the same.
+    There is one entry of ancestors for each tensor, or a single entry if they are the same for all tensors.
     """
     stubs: list[Tensor] = [SendRpc.apply(one) for one in tensors]  # type: ignore[no-untyped-call]
     nodes: list[Any] = [one.grad_fn for one in stubs]
@@ -303,7 +305,7 @@ def make_recv(tensors: Sequence[Tensor], context_id: int, message: MessageId, an
 
 
 def chain_gates(sends: Sequence[SentMessage]) -> Tensor:
-    """Return one output that lets all sent messages run, one after another."""
+    """Return one output whose backward runs the SendRpcs of all these messages, one message after another."""
     after: tuple[Tensor, ...] = ()
     with torch.enable_grad():
         for send in reversed(sends):
@@ -324,8 +326,8 @@ def run_engine(
 ) -> list[tuple[Tensor, Tensor]]:
     """Run autograd from `outputs` in this thread; return the leaves' gradients that `run` has not gathered.
 
-    `.grad` changes only while hooks for it run, and hooks of the nodes that would add to it are called as if they did.
-    If hooks need gradients in `.grad` until the pass ends (DistributedDataParallel's combine them there), the gradients
+    `.grad` changes only while hooks for it run. The hooks of AccumulateGrad nodes are called as if these nodes ran. If
+    hooks need gradients in `.grad` until the pass ends (DistributedDataParallel combines them there), the gradients
     stay there until then, and `.grad` is restored. There is one such run at a time.
     """
     leaves: dict[Any, None] = {}
@@ -343,10 +345,10 @@ def run_engine(
 def run_engine_from(
     run: BackwardPass, send: SentMessage, arrived: Sequence[Tensor | None], retain_graph: bool
 ) -> tuple[list[tuple[Tensor, Tensor]], list[tuple[MessageId, Sequence[Tensor | None]]]]:
-    """Run the engine from one message alone; return the leaves' gradients, and by message those for other workers.
+    """Run the engine from one message alone; return the leaves' gradients, and the gradients to send, by message.
 
-    No gradient in `arrived` may be None. No node of ours runs in Python; the gradients are sent after the run, and not
-    during it.
+    No gradient in `arrived` may be None. No SendRpc, RecvRpc or Gate runs; the caller sends the gradients after the
+    run.
     """
     leaves, received = send.reached.leaves, send.reached.received
     outputs: list[Any] = []

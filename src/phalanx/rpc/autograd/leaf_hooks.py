@@ -1,4 +1,4 @@
-"""Call the hooks of nodes that add to `.grad`, in a backward pass whose gradients gather in a context instead.
+"""Call the hooks of AccumulateGrad nodes in a backward pass that gathers gradients in a context, not in `.grad`.
 
     node = parameter.expand_as(parameter).grad_fn.next_functions[0][0]  # torch's AccumulateGrad
     node.register_prehook(before)  # before((gradient,)): may replace it
@@ -6,12 +6,12 @@
 
 The engine does not run these nodes: it captures their inputs. But it calls the hooks of the leaf itself
 (`Tensor.register_hook`) just before it captures. So each leaf has one more such hook during a run, after the user's
-own. It does the same as PyTorch's distributed engine: it calls the hooks before, gathers the gradient, and calls the
-hooks after. Both are also called with a gradient of None.
+own. This hook does the same as PyTorch's distributed engine: it calls the node's prehooks, gathers the gradient, and
+calls the node's hooks. Both kinds are also called with a gradient of None.
 
 Hooks that need the gradient in `.grad` (`register_post_accumulate_grad_hook`) find it there, and the gradient that they
-leave there is gathered. `.grad` is set only while they run, so that no pass blocks another one while it waits for other
-workers. Hooks that need it until the pass ends, as DistributedDataParallel's do, have `keeps_grad`.
+leave there is gathered. `.grad` is set only while they run, so that a pass that waits for other workers blocks no other
+pass. Hooks that need it until the pass ends, as DistributedDataParallel's do, have an attribute `keeps_grad`.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _backward_number: Any = find(
 Hooks = Mapping[int, Callable[..., Any]]
 _KEY = "phalanx.rpc: hooks"
 _asking = threading.Lock()
-# The owner has set `.grad` of tensors of this process: the hooks of a leaf, a pass, or a step of an optimizer. A hook
-# of one may do the other.
+# Whoever sets `.grad` of this process's tensors owns it: the hooks of a leaf, a pass, or a step of an optimizer. It is
+# reentrant, because a hook of one may run another.
 grads_are_ours = threading.RLock()
 _hanging = threading.Lock()
 
@@ -56,7 +56,7 @@ class Begin(torch.autograd.Function):
 def node_hooks(node: Any) -> tuple[Hooks, Hooks]:
     """Return the dictionaries of the hooks before and after an AccumulateGrad node, which change with the hooks.
 
-    PyTorch has no name for them: the handle of a registered hook has the dictionary; the hook is then removed.
+    PyTorch gives no access to them: this registers a hook, takes the dictionary from its handle, and removes the hook.
     Cost: 4 µs the first time for a node, and nothing later.
     """
     found: tuple[Hooks, Hooks] | None = node.metadata.get(_KEY)
@@ -162,7 +162,7 @@ class LeafHooks:
                 _check(hook, hook((), values), ())
 
     def rest(self, nodes: Sequence[Any], found: Sequence[Tensor | None]) -> list[tuple[Tensor, Tensor]]:
-        """Return the leaves and gradients that are still to be gathered after the run."""
+        """Call the hooks that the run did not call; return the leaves without hooks, with gradients to gather."""
         left = []
         for node, gradient in zip(nodes, found, strict=False):
             leaf = self._leaves.get(node)
@@ -189,7 +189,7 @@ def _call_on_grad(leaf: _Leaf, gradient: Tensor) -> Tensor | None:
 
 
 def _check(hook: Callable[..., Any], result: Any, before: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-    """Return the values that a hook returns for these; raise for the results that PyTorch refuses, too."""
+    """Return the values after `hook` has returned `result` for `before`; refuse the results that PyTorch refuses."""
     if result is None:
         return before
     name = getattr(hook, "__name__", type(hook).__name__)

@@ -1,6 +1,6 @@
 """Write and read the messages of a backward pass in bytes: "run your part", "gradients of your message".
 
-    order (u8) · flags (u8) · tensors (u16) · messages of a plan (u32)
+    order (u8) · flags (u8) · 0 (2 u8) · the plan's messages, or its bytes if it is pickled (u32)
     context · the pass (uid, number) · the message whose gradients these are (3), all u64
     the plan's messages (3 u64 each) and which of their tensors (bits; -1: all); pickled if it needs more bits than 63
     formats and shapes of the gradients, pickled once; or a pickle of the gradients, unless all are dense

@@ -1,4 +1,4 @@
-"""A `Pass` is a backward pass, on one worker.
+"""A `Pass` is one worker's part of a backward pass.
 
     worker 0 (calls backward)            worker 1                        worker 2
     finds all messages that take part
@@ -10,9 +10,9 @@
     SendRpc ◄──────────────────────────── gradients ───────────────────── RecvRpc
     continues; ends when the engine has, and all other workers have answered
 
-BEGIN has a worker's messages in the pass. It is sent with the first gradients; but before worker 0 waits for the
-gradients of a message, it sends BEGIN to all workers that may compute them, which have sent a deeper message. A short
-part of one message sends its gradients at its end, with its answer.
+BEGIN lists a worker's messages in the pass. It is sent with the first gradients. But before worker 0 waits for the
+gradients of a message, it sends BEGIN to all workers that may compute them: to those that have sent a deeper message.
+A short part of one message sends its gradients at its end; its answer to worker 0 carries the gradients for worker 0.
 
 Each worker runs the engine once: every node of its graph gets all its gradients before it runs, and runs once. Gates
 with the lowest priority wait for a worker's messages inside the engine, deepest first. All workers wait in the same
@@ -114,7 +114,7 @@ class Pass:
 
         `plan` lists this worker's messages; `gradients` are those of `message`.
 
-        Wait for the first gradients; before that the engine has nothing to do.
+        The engine starts once the first gradients have arrived: before that it has nothing to do.
         """
         with self._changed:
             self._asked.append(asked)
@@ -188,7 +188,7 @@ class Pass:
             raise self.error
 
     def pop_gradient(self, message: MessageId, number: int) -> Tensor | None:
-        """Remove and return the gradient of one tensor; those of the first message precede the engine's run."""
+        """Remove and return the gradient of one tensor. A gate, or `begin` for the first message, has waited for it."""
         with self._changed:
             arrived = self._arrived[message]
             gradient, arrived[number] = arrived[number], None
@@ -210,7 +210,7 @@ class Pass:
     # -- running -------------------------------------------------------------------------------------------------------
 
     def run(self, roots: Sequence[Tensor], reached: GraphEnds, plan: Plan, retain_graph: bool) -> None:
-        """Run the part of the caller of backward, this thread; `reached` is from the roots."""
+        """Run the part of the worker that called backward, in the calling thread; `reached` is behind the roots."""
         self._caller = get_ident()
         outputs = list(roots)
         gradients = [torch.ones_like(root) for root in roots]
@@ -253,7 +253,7 @@ class Pass:
         return [self.context.sends[message].part(mask) for message, mask in plan]
 
     def _can_start_at(self, send: SentMessage) -> bool:
-        """Return whether the engine can begin with the received gradients: not with None, nor through `.grad`."""
+        """Return whether `run_engine_from` can run: no gradient is None, and no hook requires more."""
         arrived = self._arrived[send.message]
         nodes: list[Any] = [stub.grad_fn for stub in send.stubs]
         return all(arrived[node.number] is not None for node in nodes) and not send.reached.has_hooks()

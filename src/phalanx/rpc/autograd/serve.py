@@ -232,7 +232,7 @@ _workers: dict[int, AutogradWorker] = {}
 
 
 def serve_autograd(agent: Agent) -> None:
-    """Add this worker's part in distributed autograd."""
+    """Let the agent take part in distributed autograd."""
     _workers[agent.me.uid] = AutogradWorker(agent)
 
 
