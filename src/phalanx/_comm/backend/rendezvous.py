@@ -217,7 +217,8 @@ def enter_generation(environment: Mapping[str, str]) -> StoreAndRank:
         raise PhalanxError(f"the launcher passed no store for generation {generation()}. Please report this.")
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = _open_coordinator(path) if path.startswith(COORDINATOR) else FileStore(_find_file(path), size)
-    return PrefixStore(f"generation-{attempt()}-{generation()}", store), rank, size  # all attempts use one store
+    # On several hosts all attempts use one store.
+    return PrefixStore(f"generation-{attempt()}-{generation()}", store), rank, size
 
 
 def end_rehearsal() -> None:

@@ -178,7 +178,7 @@ class PhalanxProcessGroup(TorchGroup):
             interrupted=self._interrupted,
             ledger=None if self.shared_memory is None else self.shared_memory.core,
         )
-        self.recent_works: deque[PhalanxWork] = deque(maxlen=4096)  # see `PhalanxWork.complete`
+        self.recent_works: deque[PhalanxWork] = deque(maxlen=4096)  # see PhalanxWork.complete: C++ may hold half of one
         self.messages = GroupMessages(transport, self.shared_memory, self.members, self._interrupted, self.recent_works)
         self.closed = False
         self._splits = Splits()

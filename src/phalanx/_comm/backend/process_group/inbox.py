@@ -74,7 +74,7 @@ class Inbox:
         self._thread: threading.Thread | None = None
 
     def post(self, tensor: Tensor, src: int, tag: int, ctx: CallContext) -> PhalanxWork | CompletedWork:
-        """Post a receive of the next message from `src` (below zero: any rank) with `tag`, without waiting."""
+        """Post a receive into `tensor` of the next message from `src` (below zero: any rank) with `tag`; never wait."""
         receive = self._memory.post(tensor, src, tag, ctx, handed_over=True)
         if self._works:
             self._reap()  # the messages that arrived may have completed other receives
