@@ -31,7 +31,7 @@ class ArgumentError(ValueError, RuntimeError):
 
 
 def timeout_of(options: Any, default_s: float) -> float:
-    """Return the seconds of `options.timeout`, or `default_s` if it is -1 ms, which means unset."""
+    """Return the seconds of `options.timeout`, or `default_s` if the timeout is unset: None, or not above zero."""
     timeout: timedelta | None = getattr(options, "timeout", None)
     if timeout is None or timeout <= _UNSET:
         return default_s
@@ -63,7 +63,7 @@ def reduction_of(op: Any, dtype: torch.dtype, operation: str) -> tuple[int, Any]
 
 
 class _AllowedDevice(threading.local):
-    """An `_AllowedDevice` is the device whose tensors this thread's call may have, besides the CPU's."""
+    """An `_AllowedDevice` is the device, besides the CPU, whose tensors this thread's calls accept."""
 
     device: torch.device | None = None
 
@@ -73,7 +73,7 @@ _allowed = _AllowedDevice()
 
 @contextlib.contextmanager
 def device_allowed(device: torch.device) -> Iterator[None]:
-    """Accept tensors on `device` in this thread's calls, while a collective runs there."""
+    """Accept tensors on `device` in this thread's calls inside the block."""
     _allowed.device = device
     try:
         yield
@@ -82,7 +82,7 @@ def device_allowed(device: torch.device) -> Iterator[None]:
 
 
 def check_tensor(tensor: Any, operation: str, *, written: bool = False) -> Tensor:
-    """Return a dense tensor that this call supports, or raise. A `written` tensor receives the result."""
+    """Return `tensor` if it is dense and the call supports it; raise otherwise. A `written` tensor gets the result."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{operation}: expected a tensor, got {type(tensor).__name__}")
     if not tensor.is_cpu and tensor.device != _allowed.device:
@@ -168,7 +168,7 @@ def check_list(
     uneven: bool = False,
     written: bool = False,
 ) -> list[Tensor]:
-    """Check one tensor per rank, of the dtype of `like` and, unless `uneven`, of its number of elements."""
+    """Check that there is one tensor per rank, with the dtype of `like` and, unless `uneven`, as many elements."""
     if len(tensors) != world_size:
         raise ArgumentError(_wrong_length(operation, "output" if written else "input", name, len(tensors), world_size))
     checked = [check_tensor(t, operation, written=written) for t in tensors]
@@ -186,12 +186,12 @@ def check_list(
 def check_apart(
     inputs: Sequence[Tensor], outputs: Sequence[Tensor], operation: str, name: str, *, suffix: str = ""
 ) -> bool:
-    """Return whether no tensors of a call overlap, so that no input must be copied first.
+    """Return whether no tensors of a call overlap; otherwise inputs must be copied first.
 
     Outputs that share memory are refused: the final result would depend on the order of arrival.
 
-    Cost: sorting as many addresses as there are tensors. The order of two tensors' elements is checked only if one
-    begins before the other has ended.
+    Cost: sorting as many addresses as there are tensors. Single elements are compared only if the address ranges of
+    two outputs overlap.
     """
     written = [extent_of(tensor) for tensor in outputs]
     if not extents_overlap([extent_of(tensor) for tensor in inputs], written):
@@ -220,7 +220,10 @@ def is_sparse(tensor: Any) -> bool:
 
 
 def check_sparse(tensors: Sequence[Tensor], op: Any) -> None:
-    """Allow only sums of CPU tensors that are all sparse and of one shape: other reductions have no missing entries."""
+    """Refuse all but sums of CPU tensors that are all sparse, with one dtype and shape.
+
+    Other reductions are not defined for missing entries.
+    """
     if getattr(op, "op", op) != ReduceOp.SUM:
         raise ArgumentError(
             f"all_reduce: unsupported reduction operation: sparse tensors can only be summed, not reduced with {op}"
@@ -239,7 +242,7 @@ def check_sparse(tensors: Sequence[Tensor], op: Any) -> None:
 
 
 def check_parts(whole: Tensor, part: Tensor, world_size: int, operation: str, names: tuple[str, str]) -> None:
-    """Check that `whole` holds `world_size` times what `part` holds, of the same dtype."""
+    """Check that `whole` has the dtype of `part`, and `world_size` times as many elements."""
     if whole.dtype != part.dtype:
         raise ArgumentError(
             f"{operation}: invalid tensor type: {names[0]} is {whole.dtype}, {names[1]} is {part.dtype}"

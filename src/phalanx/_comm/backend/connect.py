@@ -32,12 +32,12 @@ if TYPE_CHECKING:
     from phalanx._comm.engines.mpi import Runtime
 
 _SPARE_DESCRIPTORS = 64  # for other files that the process opens while the group connects
-_LONGEST_S = 1e8  # three years: an infinite timeout, as milliseconds for Gloo
+_LONGEST_S = 1e8  # three years, instead of an infinite timeout: Gloo counts milliseconds
 
 
 @dataclass(frozen=True)
 class RendezvousGroup:
-    """A `RendezvousGroup` is a group after the rendezvous. Only its ranks use `key` in `store`."""
+    """A `RendezvousGroup` is a group after the rendezvous. Only its ranks use keys of `store` that contain `key`."""
 
     name: str
     key: str
@@ -81,7 +81,7 @@ def build_engine(group: RendezvousGroup, settings: Options, deadline: Deadline, 
 def open_gloo(
     group: RendezvousGroup, settings: Options, deadline: Deadline, failure_store: FailureStore, *, num_threads: int = 0
 ) -> GlooEngine:
-    """Connect all ranks by Gloo, whatever engine is selected. It raises the errors of `build_engine`."""
+    """Connect all ranks through Gloo, whichever engine is selected. Raise the same errors as `build_engine`."""
     rank, infos, name = group.rank, group.infos, group.name
     size = len(infos)
 
@@ -169,7 +169,7 @@ def _timedelta_of(deadline: Deadline) -> timedelta:
 
 
 def _unreachable(error: RuntimeError, group: RendezvousGroup) -> PhalanxError:
-    """Return the error of a rank that Gloo could not connect with all others, with their addresses."""
+    """Return the error of a rank that Gloo could not connect with all others; its message lists the addresses."""
     infos = group.infos
     hosts = "\n".join(
         f"  {name_ranks(list(host))}: {infos[host[0]].hostname} at {infos[host[0]].address or 'an unknown address'}"
@@ -191,7 +191,9 @@ _PAUSE_S = 0.002
 def start_mpi_together(
     store: Any, rank: int, world_size: int, group: str, deadline: Deadline
 ) -> tuple[Runtime, list[int]]:
-    """Return this rank's MPI, and every rank's number in MPI_COMM_WORLD. `store` belongs to this group alone.
+    """Start MPI on all ranks; return this rank's MPI, and each rank's number in MPI_COMM_WORLD.
+
+    Only this group uses `store`.
 
     Raises:
         PhalanxError: some rank has no MPI, or the ranks are in several MPI jobs; all ranks raise the same error.
@@ -222,7 +224,7 @@ def start_mpi_together(
 
 
 def _refuse_without_mpi(here: str, problems: list[str]) -> None:
-    """Raise the most frequent problem, with the ranks that have it."""
+    """Raise the most frequent problem, if there is one, with the ranks that have it."""
     by_text: dict[str, list[int]] = {}
     for r, problem in enumerate(problems):
         if problem:
@@ -235,7 +237,7 @@ def _refuse_without_mpi(here: str, problems: list[str]) -> None:
 def _gather_text(
     store: Any, here: str, what: str, rank: int, world_size: int, words: str, deadline: Deadline
 ) -> list[str]:
-    """Exchange a text between all ranks; return the texts by rank."""
+    """Publish this rank's text, and return the texts of all ranks, by rank."""
     keys = [f"{what}/{r}" for r in range(world_size)]
     store.set(keys[rank], words)
     if not deadline.wait_until(lambda: store.check(keys), _PAUSE_S):

@@ -45,19 +45,19 @@ def _in_torchs_words(
 
 
 class CoordinationStore(Store):
-    """A `CoordinationStore` is a PyTorch `Store` at the coordinator at `address`. Threads and forks may share it.
+    """A `CoordinationStore` is a PyTorch `Store` in the coordinator at `address`. Threads and forks may share it.
 
     A waiting call does not delay other threads' calls; clones share one connection. The connection stays open until
-    `close`, or the end of the process: torch does not report when it no longer needs a store. A PrefixStore around it
-    has queues once a group of ours was made, or in a rank of `phalanx run`.
+    `close`, or the end of the process: torch does not report when it no longer needs a store. A PrefixStore around this
+    store has queues in a rank of `phalanx run`, and in other processes once a group of ours is created.
 
     Raises:
-        AuthenticationError, CoordinationError, DeadlineError: as `Client`. Its methods raise TCPStore's errors:
+        AuthenticationError, CoordinationError, DeadlineError: as `Client`. The methods raise TCPStore's errors:
             `torch.distributed.DistStoreError` for a key that is not set in time, and `DistNetworkError`.
     """
 
     wait_is_interruptible = True
-    """Whether Ctrl-C ends a wait, and a wait of milliseconds prints nothing: then callers need not poll.
+    """Whether Ctrl-C interrupts a wait, and a wait that times out prints nothing: then callers need not poll.
     """
 
     if TYPE_CHECKING:
@@ -211,7 +211,7 @@ class CoordinationStore(Store):
     deleteKey = delete_key
 
     def name_through(self, store: Store, key: str) -> str:
-        """Return the name of `key` after the PrefixStores of `store` around this one; nothing is sent."""
+        """Return the full name of `key` in `store`, a PrefixStore around this one, without sending anything."""
         self._captured.keys = []
         try:
             store.check([key])

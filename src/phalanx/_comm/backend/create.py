@@ -160,7 +160,7 @@ def _with_variables(settings: Options) -> Options:
 
 
 def _interface_problem(settings: Options) -> str:
-    """Return why this rank's configured network interface cannot be used, with its source and the alternatives."""
+    """Return why the configured network interface cannot be used, with its source and the alternatives; or ""."""
     here = interface_addresses()  # empty if the system does not list them
     if settings.interface is None or settings.interface in here or not here:
         return ""
@@ -286,7 +286,7 @@ def _share(server: FdServer, bootstrap: Bootstrap, options: Any, deadline: Deadl
 
 
 def _group_class() -> Any:
-    """Return the group's class: only processes with other devices need the class that checks tensors for them."""
+    """Return the class of new groups: only a process with other devices must check the devices of tensors."""
     if device_backends.available():
         from phalanx._comm.backend.process_group.devices import RoutedProcessGroup
 
@@ -296,7 +296,7 @@ def _group_class() -> Any:
 
 @contextlib.contextmanager
 def _explained_shortage(here: str) -> Iterator[None]:
-    """Add the limit and advice to errors of missing descriptors or memory in the block."""
+    """In the block, add the limit and advice to errors that report a lack of descriptors or memory."""
     try:
         yield
     except MemoryError:  # Python's own, which has no text
@@ -331,7 +331,7 @@ def _connect(server: FdServer, bootstrap: Bootstrap, options: Any, settings: Opt
 
 
 def _complete(transport: Transport, bootstrap: Bootstrap, options: Any, deadline: Deadline) -> Transport:
-    """Wait until all ranks have the transport, and return it: from here on all ranks report a failure."""
+    """Wait until all ranks have the transport, and return it: from then on a failure is reported on every rank."""
     try:
         if options.group_rank == 0:
             bootstrap.forget()
@@ -343,7 +343,7 @@ def _complete(transport: Transport, bootstrap: Bootstrap, options: Any, deadline
 
 
 def _report_lost_host(global_ranks: Sequence[int], processes: Sequence[str]) -> FailureReport | None:
-    """Return the agent's report of a lost host as a report of this group; None if it had none of the group's ranks."""
+    """Return the host loss that the agent reported as a report of this group; None if no rank of it was there."""
     lost = find_lost_host()
     lost_ranks = [r for r, global_rank in enumerate(global_ranks) if lost is not None and global_rank in lost.ranks]
     if lost is None or not lost_ranks:
@@ -356,7 +356,7 @@ def _report_lost_host(global_ranks: Sequence[int], processes: Sequence[str]) -> 
 def _open_failure_store(
     options: Any, group_key: str, infos: Sequence[RankInfo], processes: Sequence[str]
 ) -> FailureStore:
-    """Open the group's failure store; all groups share a connection, but `group_key` belongs to this one."""
+    """Open the group's failure store; groups share a connection, and `group_key` distinguishes this one."""
     store, size = base_of(options.store), len(infos)
     signals = _signals_of(store)
     return FailureStore(
@@ -404,7 +404,10 @@ _exit_reason = ""
 
 
 def _leave_at_exit() -> None:
-    """Notify the peers at exit of an end without `destroy_process_group`, before MPI waits for all."""
+    """Leave all open groups at exit, before MPI waits for all ranks, so that their peers are notified of the reason.
+
+    A group is open if the program has not called `destroy_process_group`.
+    """
     global _exit_watched
     atexit.unregister(_leave)
     atexit.register(_leave)  # the last function registered is the first to run

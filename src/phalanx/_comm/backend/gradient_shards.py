@@ -33,11 +33,11 @@ class NeededSlice:
         self._mean, self._version = weakref.ref(gradient), gradient._version
 
     def is_mean(self, gradient: Tensor) -> bool:
-        """Return whether this very tensor was recorded."""
+        """Return whether `gradient` is the recorded tensor itself."""
         return self._mean is not None and self._mean() is gradient
 
     def is_touched(self, gradient: Tensor) -> bool:
-        """Return whether a program changed or replaced the recorded gradient, while that one exists."""
+        """Return whether the recorded gradient exists, and the program has changed it or replaced it by `gradient`."""
         marked = None if self._mean is None else self._mean()
         return marked is not None and (marked is not gradient or gradient._version != self._version)
 
@@ -48,8 +48,8 @@ _needed: MutableMapping[Tensor, NeededSlice] = WeakIdKeyDictionary()
 def need_slice(parameter: Tensor, start: int, stop: int, group: dist.ProcessGroup) -> None:
     """Register that this rank needs only elements `start` to `stop` of the parameter's mean gradient.
 
-    It holds from the next backward on. Collective: every rank of `group` registers a slice of the same parameters
-    before that backward, and the slices cover all elements.
+    The registration applies from the next backward on. Collective: every rank of `group` registers a slice of the same
+    parameters before that backward, and the slices cover all elements.
     """
     _needed[parameter] = NeededSlice(start, stop, dist.get_process_group_ranks(group))
 

@@ -1,4 +1,4 @@
-"""Import a part of torch, and undo the environment variables that the import sets for all child processes."""
+"""Remove environment variables that an import of torch's compiler sets, which all child processes would inherit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _SET_BY_IMPORTS = ("TORCHINDUCTOR_CACHE_DIR",)  # torch sets it again when it co
 
 @contextmanager
 def environment_preserved() -> Iterator[None]:
-    """Undo the environment variables that torch's compiler sets in the block."""
+    """Remove, after the block, the environment variables that torch's compiler has set in it."""
     before = {name: os.environ.get(name) for name in _SET_BY_IMPORTS}
     try:
         yield

@@ -70,7 +70,7 @@ def init(
         ValueError: a variable or argument shows that this process is one of several, but its rank or the address of the
             rendezvous is unknown.
         ValueError: torch does not know the backend.
-        DeadlineError: some rank did not come; the message names it.
+        DeadlineError: some rank did not join; the message names it.
     """
     limit = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
     if (rank is None) != (world_size is None):
@@ -81,7 +81,7 @@ def init(
         refuse_unknown_backend(name, "phalanx.init")
         if rank is not None and world_size is not None:
             _join_as(name, rank, world_size, init_method, limit)
-        elif "RANK" in os.environ or init_method is not None or name == "mpi":  # it determines the rank itself
+        elif "RANK" in os.environ or init_method is not None or name == "mpi":  # MPI determines the rank
             _join_environment(name, init_method, limit)
         elif (launch := find_launch(os.environ)) is not None:
             _join_launch(name, launch, limit)
@@ -193,9 +193,9 @@ def _backend_of_cuda() -> str | None:
 
 
 def find_cuda_backend(config: str) -> str | None:
-    """Return a group's backend of CUDA tensors: "nccl" for "cpu:gloo,cuda:nccl"; None if there is none.
+    """Return a group's backend for CUDA tensors: "nccl" for "cpu:gloo,cuda:nccl"; None if there is none.
 
-    A configuration without devices has one backend for all that it supports.
+    A configuration without devices names one backend for all devices that the backend supports.
     """
     pairs = dict(pair.split(":", 1) for pair in config.lower().split(",") if ":" in pair)
     return pairs.get("cuda") if pairs else config.lower()
@@ -207,8 +207,8 @@ def decide_device(
     """Return the device for a rank on a host with `gpus`: `ranks_per_gpu` neighbours share one.
 
     If there are more ranks than the GPUs have room for, all ranks get the CPU; with NCCL, which supports nothing else,
-    they get the GPUs in turn. With Gloo or MPI as `backend` of CUDA tensors, a rank that needs a GPU selects it itself.
-    If `ranks_here` is unknown, each rank for which the GPUs have room gets a GPU.
+    they get the GPUs in turn. With Gloo or MPI as `backend`, they get the CPU: a rank that needs a GPU selects it
+    itself. If `ranks_here` is unknown, each rank for which the GPUs have room gets a GPU.
     """
     room = gpus * ranks_per_gpu
     fits = local_rank < room if ranks_here is None else ranks_here <= room

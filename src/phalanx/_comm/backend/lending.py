@@ -23,14 +23,14 @@ from phalanx._comm.backend.shared import shared_empty
 from phalanx._comm.symmetric_memory.pool import SharedPool
 
 _PIECES = 1024  # the most tensors that a rank may have lent at the same time
-_WORD = 40  # bits of a place for the position; those above are the number of the piece
+_WORD = 40  # the low bits of a place are an offset in the heap; the bits above them are the number of the piece
 
 
 class Lending:
-    """A `Lending` is a rank's part in lending. All ranks of `group` build theirs together with the same `sizes`.
+    """A `Lending` lends and borrows tensors for one rank. All ranks of `group` create theirs together.
 
     Arguments:
-        sizes: the bytes of the tensors to lend, and the most tensors of each size at the same time.
+        sizes: by size in bytes, the most tensors of that size that are lent at the same time; the same on all ranks.
     """
 
     def __init__(self, group: PhalanxProcessGroup, sizes: Mapping[int, int]) -> None:
@@ -40,7 +40,7 @@ class Lending:
         self._pool = SharedPool(group.symm_mem, sizes, lambda nbytes: self._allocate(group, nbytes))
         # Tensors of the pool may outlive this object, for example a gradient. A closed pool keeps their memory.
         weakref.finalize(self, self._pool.close).atexit = False
-        # A word for each piece that a rank has lent, which the borrower sets; those of all ranks are in one memory.
+        # Each piece that a rank may lend has a word, which the borrower sets. The words of all ranks are in one memory.
         words = shared_empty(group.size() * _PIECES, dtype=torch.int32, group=group, owner=0)
         if self._rank == 0:
             words.zero_()
@@ -59,7 +59,7 @@ class Lending:
 
     @contextlib.contextmanager
     def making(self) -> Iterator[None]:
-        """Allocate the tensors of these sizes that this thread creates inside in memory that others can read."""
+        """In the block, create this thread's tensors of these sizes in memory that other ranks can read."""
         was_inside = self._pool._enter()
         try:
             yield
@@ -68,9 +68,9 @@ class Lending:
                 self._pool.leave()
 
     def lend(self, tensor: Tensor) -> int | None:
-        """Return the place of `tensor` for a borrower; None if it is in other memory and cannot be copied.
+        """Lend `tensor`, and return its place for a borrower; None if no room is left, or its size is not one of these.
 
-        Cost: nothing if it was made in `making()`; else one copy.
+        Cost: nothing if the tensor was created in `making()`; else one copy.
         """
         self.collect()
         if not self._pool.serves(tensor.numel() * tensor.element_size()) or not self._free:

@@ -18,7 +18,7 @@ _is_wrapped: Any = find("torch._C._functorch.is_functorch_wrapped_tensor", loses
 
 
 class FakeCall(Exception):
-    """A call has a fake tensor, with a shape and no values: the call does nothing, as in torch's backends."""
+    """An argument is a fake tensor, with a shape and no values: the call does nothing, as in torch's backends."""
 
 
 def is_fake(tensor: Any) -> bool:
@@ -38,12 +38,12 @@ def address_of(tensor: Tensor) -> int:
 
 
 def check_memory(tensor: Tensor, operation: str, *, written: bool) -> None:
-    """Check that a tensor with address 0 is acceptable: it is empty, or zeros to be read.
+    """Check that a tensor with address 0 is acceptable: it is empty, or represents zeros and is only read.
 
     Raises:
-        FakeCall: it is fake.
-        TypeError: it wraps other tensors, or is a placeholder.
-        ValueError: it cannot be written, or its memory was freed.
+        FakeCall: the tensor is fake.
+        TypeError: the tensor wraps other tensors, or is a placeholder.
+        ValueError: the tensor cannot be written, or its memory was freed.
     """
     if is_fake(tensor):
         raise FakeCall

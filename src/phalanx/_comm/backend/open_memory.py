@@ -30,7 +30,7 @@ def open_symmetric_memory(
     deadline: Deadline,
     idle: Callable[[float], None],
 ) -> Any:
-    """Return the memory of one host: `local_ranks` are the ranks that share it, and the first of them creates it."""
+    """Open the memory that `local_ranks`, the group's ranks on this host, share; the first of them creates it."""
     from phalanx._comm.symmetric_memory.memory import (  # imported here, because it needs the C core
         STAGE_BYTES,
         STAGE_BYTES_BETWEEN_HOSTS,
@@ -95,7 +95,7 @@ def _no_memory(error: PhalanxError | OSError | MemoryError, rank: int, local_ran
 
 
 def advice(number: int | None) -> str:
-    """Return advice for the error number of refused descriptors or memory."""
+    """Return advice for the error number of a lack of descriptors or memory; "" for any other error."""
     return {
         errno.EMFILE: f"A group needs a file for each rank of the host, and a few. {describe_limit()}",
         errno.ENFILE: "The machine's limit on open files is reached (fs.file-max).",

@@ -1,4 +1,4 @@
-"""Return the authenticator of a group's pickles: there is one between hosts, and none within one host."""
+"""Return the authenticator of a group's pickles: there is none if all ranks share memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from phalanx._comm.transport.authentication import PickleAuthenticator
 def pickle_authenticator(group: Any) -> PickleAuthenticator | None:
     """Return the authenticator of the pickles of `group` (None: the default one) on this rank.
 
-    Return None for other backends' groups, and if all ranks are on one host.
+    Return None for other backends' groups, and for a group whose ranks all share memory.
     """
     ours = phalanx_group(dist.group.WORLD if group is None else group)
     return None if ours is None else ours.transport.pickles

@@ -2,7 +2,7 @@
 
 A group that was created with `enable_reconfigure` has no peers at first. The program exchanges the processes' handles.
 Each future member calls `reconfigure` with the same handles and a new uuid. They form the group in its first store,
-under that uuid. To a process whose handle is missing, the others are lost.
+under that uuid. A process whose handle is missing loses the others.
 """
 
 from __future__ import annotations

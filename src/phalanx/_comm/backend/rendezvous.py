@@ -110,7 +110,7 @@ def address_rendezvous(original: Handler, url: str, timeout: timedelta, **kwargs
     if _is_complete(place):
         yield _open_at(place, url), place.rank, place.world_size
         raise RuntimeError(_NOT_AGAIN)
-    # torch reports what is wrong with it. No `yield` is inside the `with`: an iterator that was not exhausted is closed
+    # torch reports what `place` lacks. No `yield` is inside the `with`: an iterator that was not exhausted is closed
     # at the interpreter's exit, when modules are empty.
     addresses = original(url, timeout=timeout, **kwargs)
     with launched(url), explained(place):
@@ -142,7 +142,7 @@ def _open_at(place: StoreAddress, url: str) -> Any:
 
 
 def _place(url: str, timeout: timedelta) -> StoreAddress:
-    """Return the rendezvous in the URL or else in the environment, without checking it."""
+    """Return the address, rank and world size in the URL, or else in the environment, without checking them."""
     parts = urlsplit(url)
     asked = {name: values[0] for name, values in parse_qs(parts.query).items()}
 
@@ -209,7 +209,7 @@ def is_rehearsing() -> bool:
 def enter_generation(environment: Mapping[str, str]) -> StoreAndRank:
     """Become the rank that `environment` describes, in its generation; return the store of that generation's ranks.
 
-    Without variables it is the generation for which this process was started.
+    If `environment` is empty, this process was started for that generation, with the variables set.
     """
     os.environ.update(environment)
     path = find_agents_store(os.environ)
@@ -217,7 +217,8 @@ def enter_generation(environment: Mapping[str, str]) -> StoreAndRank:
         raise PhalanxError(f"the launcher passed no store for generation {generation()}. Please report this.")
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = _open_coordinator(path) if path.startswith(COORDINATOR) else FileStore(_find_file(path), size)
-    return PrefixStore(f"generation-{attempt()}-{generation()}", store), rank, size  # hosts use one for all attempts
+    # On several hosts all attempts use one store.
+    return PrefixStore(f"generation-{attempt()}-{generation()}", store), rank, size
 
 
 def end_rehearsal() -> None:
@@ -306,7 +307,7 @@ def mpi_rendezvous(timeout: timedelta) -> StoreAndRank:
 
 
 def join(launch: LaunchedProcess, deadline: Deadline) -> StoreAndRank:
-    """Return the store of the processes of this launch, without an address from the user.
+    """Return the store, rank and world size of a process of this launch; the user need not set an address.
 
     Raises:
         ValueError: WORLD_SIZE contradicts the launcher.
@@ -324,7 +325,7 @@ def join(launch: LaunchedProcess, deadline: Deadline) -> StoreAndRank:
 
 
 def join_siblings(rank: int, world_size: int, secret: bytes, deadline: Deadline) -> StoreAndRank:
-    """Return the store of processes that one process has started with `multiprocessing`; they share its `secret`.
+    """Return the store, rank and world size of a process of `multiprocessing`; it shares `secret` with its siblings.
 
     Raises:
         DeadlineError: some rank never joined.

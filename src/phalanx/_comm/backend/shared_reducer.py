@@ -50,7 +50,7 @@ class SharedReducer:
         return CallContext(self._group.timeout_s, self._memory.call_site(calling_site()))
 
     def begin(self) -> None:
-        """Start a round; the last one has finished."""
+        """Start a round, after the previous round has finished."""
         if self._memory.symm_mem.closed:
             raise closed(self._memory.group)
         self._group.refuse_nested("a round of gradients")
@@ -60,9 +60,9 @@ class SharedReducer:
         """Mark this rank's tensor, or its replacement `instead`, as ready for the reduction.
 
         With `needed`, this rank receives only these elements (start, stop) of the result, and its other elements stay
-        unchanged. Either all ranks pass it or none does; together their ranges cover each element once.
+        unchanged. Either all ranks pass `needed` or none does; together their ranges cover each element once.
 
-        It also reduces, without waiting, every tensor that is ready on all ranks.
+        The call also reduces, without waiting, every tensor that is ready on all ranks.
         """
         if self._memory.symm_mem.closed:
             raise closed(self._memory.group)

@@ -19,7 +19,7 @@ def register_shared_update(parameters: Iterable[Tensor], owner: object) -> None:
 
 
 def register_readers(owner: object, await_others: Callable[[], None]) -> None:
-    """Register that all ranks read the memory of `owner`'s parameters; `await_others` waits until no other does."""
+    """Register that all ranks read the memory of `owner`'s parameters; `await_others` waits until no other one does."""
     _readers[owner] = await_others
 
 

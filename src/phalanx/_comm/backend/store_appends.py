@@ -1,4 +1,4 @@
-"""Append to keys of torch's FileStore, whose own append loses values; under `phalanx run` it is the job's store.
+"""Append to keys of torch's FileStore, whose own append loses values. The store of `phalanx run` is a FileStore.
 
 torch's append is compare_set(key, old, old + value), and counts the answer old + value as success. But that is also the
 answer if another rank has appended an equal value in between, or if `value` is the key's whole value.

@@ -28,8 +28,8 @@ def pop(store: Any, key: str, timeout: timedelta, block: bool = True) -> bytes:
     """Remove the oldest value of the queue `key` and return it, as `Store.queue_pop` does.
 
     Raises:
-        QueueEmptyError: it is empty, and `block` is False.
-        DistStoreError: it stayed empty for `timeout`.
+        QueueEmptyError: the queue is empty, and `block` is False.
+        DistStoreError: the queue stayed empty for `timeout`.
     """
     deadline, pause_s = Deadline.after(timeout), 0.0005
     while True:
@@ -57,7 +57,7 @@ def length(store: Any, key: str) -> int:
 
 
 def _read(store: Any, key: str) -> str:
-    """Return a value, or an empty string; unlike `add(key, 0)` this does not make the file grow."""
+    """Return the value of `key`, or ""; unlike `add(key, 0)`, this does not make the file grow."""
     return str(store.get(key).decode()) if store.check([key]) else ""
 
 

@@ -1,4 +1,4 @@
-"""Open the job's store at an address: rank 0 serves it, the others connect, and none waits there for late ranks.
+"""Open the job's store at an address: rank 0 serves it, the others connect, and no rank waits there for late ranks.
 
 Obstacles are reported at once: a port in use by another process, or a server that is not a store.
 """
@@ -147,7 +147,7 @@ def _is_in_use(port: int) -> bool:
 
 
 def _contest(place: StoreAddress, libuv: bool) -> str:
-    """Report this second rank 0 to the ranks that wait at the store there; return the error of all, or ""."""
+    """Report this second rank 0 to the ranks that wait at the store; return the error that all of them get, or ""."""
     store, _ = _connect(place, libuv, 2.0)
     if store is None:
         return ""
@@ -186,7 +186,7 @@ def probe(host: str, port: int) -> str:
         with socket.create_connection((host, port), timeout=_PROBE_S) as connection:
             if connection.getsockname() != connection.getpeername():
                 return ""
-            return _REFUSED  # an ephemeral port of this host, where nobody listens, was connected to itself
+            return _REFUSED  # nobody listens: TCP has connected an ephemeral port of this host to itself
     except ConnectionRefusedError:
         return _REFUSED
     except socket.gaierror as error:

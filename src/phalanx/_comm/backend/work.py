@@ -28,7 +28,7 @@ _OVER.set()
 
 
 def start_thread(target: Callable[[], None], name: str) -> threading.Thread:
-    """Return a daemon thread, running.
+    """Start a daemon thread, and return it.
 
     Raises:
         PhalanxError: the system refuses another thread.
@@ -106,7 +106,7 @@ class PhalanxWork(dist.Work):
     def progress(self, deadline: Deadline | None) -> None:
         """Make progress with the operation until it has completed or the deadline has passed; may return early.
 
-        If the operation is next in the queue, run it in this thread, without a limit.
+        Without a deadline, run the operation in this thread if it is next in the queue.
         """
         if deadline is None and self.executor is not None:
             self.executor.help(self)
@@ -183,9 +183,9 @@ class PhalanxWork(dist.Work):
 
         If a future was requested, return a function that notifies its callbacks; call it before `wake_waiters`.
 
-        From now on the work has weak references to its tensors: torch's C++ may keep a Work for a long time, and then
-        the group keeps it alive (if its Python half were collected, C++ would wait for ever). Only small tensors keep
-        strong references: DDP's count of the ranks that have not joined is stored nowhere else.
+        From now on the work has only weak references to its tensors. torch's C++ may keep a Work for a long time, and
+        the group then keeps the Python half alive, without which C++ would wait for ever. Small tensors keep strong
+        references: DDP's count of the ranks that have not joined is stored nowhere else.
         """
         outputs = self._outputs or ()
         with self._lock:
@@ -269,9 +269,9 @@ class SerialExecutor:
     """A `SerialExecutor` is one thread that runs actions in order of submission; it starts with the first.
 
     A thread that waits for the next action runs the action itself: a synchronous call, such as `dist.recv`, then never
-    changes threads. If `interrupted` is given, actions may block signals, so the main thread, which must handle Ctrl-C,
-    never runs one; it calls `interrupted` with the exception that ended its wait, to end the action, too. With
-    `linger_s`, the thread exits after being idle for so long.
+    changes threads. If `interrupted` is given, actions may block signals. The main thread must handle Ctrl-C, so it
+    runs no such action; when an exception ends its wait, it calls `interrupted` with the exception, to end the action.
+    With `linger_s`, the thread exits after being idle for so long.
 
     With `callbacks_first`, operations called by a future's callback run within that call, before all queued ones.
     PowerSGD's callbacks wait for their own collectives: queued collectives would deadlock, and their order among the

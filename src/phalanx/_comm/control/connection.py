@@ -103,7 +103,7 @@ class Connection:
         self._former_epochs: set[bytes] = set()  # epochs of the coordinators that this connection has left
         self._was_connected = False
         self._cut_at: float | None = None
-        self._refused_at: float | None = None  # since when the coordinator's port is closed
+        self._refused_at: float | None = None  # when the coordinator's port was first found closed
         self._failed, self._failed_at = 0, 0.0
         self._suspect: Route | None = None  # a route whose handshakes fail; it will be diagnosed
         self._received_at = time.monotonic()
@@ -325,7 +325,7 @@ class Connection:
             self._inbox.note_reported()
 
     def _poll_once(self, limit_s: float) -> None:
-        """Wait for data to read, and read it. Only the thread that has the turn may call this."""
+        """Wait for data, and read them. Only the thread that has the turn may call this."""
         if self._suspect is not None:
             self._diagnose(self._suspect, limit_s)
             return
@@ -504,6 +504,7 @@ class EventInbox:
 
     def receive(self, number: int, event: Event) -> None:
         """Keep event `number` if it is the next one; drop it if it is a duplicate, or if an earlier event is missing.
+
         The coordinator sends dropped events again.
         """
         if number == self.last + 1:

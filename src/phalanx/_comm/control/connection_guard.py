@@ -176,8 +176,9 @@ class ConnectionGuard:
         return place is not None and place[0] == host
 
     def pop_ended(self, now: float) -> list[tuple[bytes, float]]:
-        """Return members by identity, each once, with the time when their connection ended, CONNECTION_ENDED_S ago or
-        earlier, if no process has connected from their host since.
+        """Return, once each, the members whose connection ended at least CONNECTION_ENDED_S ago.
+
+        Each has its identity and the time of the end. A new connection from a member's host removes it from the list.
         """
         if self._ended and int(self.socket.get(zmq.EVENTS)) & int(zmq.POLLIN):  # they may have reconnected
             return []
@@ -187,7 +188,7 @@ class ConnectionGuard:
         return found
 
     def note_pause(self, pause_s: float, now: float) -> None:
-        """Record that this process was stopped, so that no process could connect to it."""
+        """Record that this process was stopped for `pause_s`, during which no process could connect to it."""
         self._ended = {who: ended._replace(at=min(now, ended.at + pause_s)) for who, ended in self._ended.items()}
 
     def make_room(self, now: float) -> None:

@@ -11,9 +11,12 @@ from typing import Any
 class Event:
     """An `Event` happened to a member or to this process; events come in the coordinator's order.
 
-    kind: "joined" (facts), "left" or "lost" (why) of `member`; "message" (body) from `member`, or "datagram", which is
-    not kept; or of this process itself: "expelled" (why), it no longer counts as a member; "unreachable", "reachable"
-    (why), the coordinator has been silent for too long, or is back.
+    "joined"                      `member` has joined; `facts` are what it published
+    "left", "lost"                `member` has left or was lost; `why` is the reason
+    "message"                     `body` is a message from `member`
+    "datagram"                    the same, but unreliable: it may be lost
+    "expelled"                    this process no longer counts as a member; `why` is the reason
+    "unreachable", "reachable"    the coordinator has been silent for too long (`why`), or is back
     """
 
     kind: str

@@ -78,7 +78,7 @@ class Key:
         return self._pair(b"plx-member")
 
     def reach_secret(self) -> bytes:
-        """Return a secret by which a host proves, with a visitor's nonce, that it belongs to the job; no more."""
+        """Return a secret by which a host proves only, with a visitor's nonce, that it belongs to the job."""
         return self._derive(b"plx-reach")
 
     def _derive(self, purpose: bytes) -> bytes:

@@ -1,4 +1,4 @@
-"""A `PendingCall` is an unanswered request, with the thread that waits for it, and then its answer."""
+"""A `PendingCall` is a request to the coordinator, with the thread that waits for the answer, and then the answer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def resend_after(num_sent: int, *, is_parked: bool) -> float:
 
 
 class PendingCall:
-    """A `PendingCall` is a pending request of kind `what`. The connection's lock guards all but reading `is_over`."""
+    """A `PendingCall` is a pending request of kind `what`. The connection's lock guards it; `is_over` needs no lock."""
 
     __slots__ = ("answer", "error", "fields", "is_parked", "message", "num_sent", "number", "sent_at", "wake", "what")
 

@@ -5,9 +5,9 @@
 
 A stranger costs no thread, and a bounded number of descriptors and bytes: each of the two states has at most 64
 connections, with the beginning of a request or the rest of an answer. When there are more, one is closed: in "reading"
-the oldest; in "answering" the one whose client has received nothing for longest. A connection that waits for its
-answer is never closed, nor is one younger than a quarter of a second: until then new connections wait in the kernel,
-as does a connection that sends nothing, for its first five seconds.
+the oldest; in "answering" the one whose client has received nothing for longest. A connection whose answer is being
+made is never closed, nor is a connection in its first quarter of a second: until then new connections wait in the
+kernel. A connection that sends nothing also waits there, for its first five seconds.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class RequestServer:
         self._answer = answer
         self._most_bytes = most_bytes
         self._connections: dict[int, _Connection] = {}  # by descriptor
-        # by descriptor, the oldest first: the time of its state
+        # by descriptor, the oldest first: when the connection entered the state
         self._reading: dict[int, float] = {}
         self._answering: dict[int, float] = {}
         self._wanted: queue.SimpleQueue[tuple[_Connection, Callable[[], bytes]] | None] = queue.SimpleQueue()

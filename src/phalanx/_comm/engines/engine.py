@@ -30,7 +30,7 @@ class FromAnybody(InTransit, Protocol):
 
 
 class Engine(Protocol):
-    """An `Engine` is one rank's end. Messages between two ranks with one tag arrive in the order of sending.
+    """An `Engine` sends and receives for one rank. Messages between two ranks with one tag arrive in order of sending.
 
     Tensors are contiguous; a receive is at least as long as its message. The caller keeps a message's tensor alive.
     """
@@ -59,7 +59,7 @@ class Engine(Protocol):
         """Raise RuntimeError if the connection with `peer` is known to be lost."""
 
     def deliver(self, deadline: Deadline) -> None:
-        """Wait before `close`, if there was no failure, until all sent data have arrived, or the time is up."""
+        """Wait until all sent data have arrived, or the time is up. Called before `close`, if there was no failure."""
 
     def close(self) -> None:
         """Leave at once: a thread that waits for a message, here or (from this rank) at a peer, gets an error."""

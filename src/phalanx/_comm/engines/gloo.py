@@ -45,7 +45,7 @@ _ProcessGroupGloo: Any = ProcessGroupGloo
 _PORT_OF_NOTHING = 9  # "discard": only a route is looked up, nothing is sent
 
 
-# The units of each collective.
+# The options of each collective that `begin` starts.
 _OPTIONS: dict[str, Any] = {
     "allreduce": c10d.AllreduceOptions,
     "reduce": c10d.ReduceOptions,
@@ -62,7 +62,7 @@ class GlooEngine:
 
     Sends and receives start at once and return a handle to wait for. Messages between two ranks with one tag arrive in
     the order of sending; a receive is at least as long as its message. A wait that times out ends the engine for this
-    rank, and its peers' waits with it.
+    rank, and the waits of its peers for it.
 
     Arguments:
         num_threads: the number of threads for collectives of `begin`. Messages need none.
@@ -133,9 +133,9 @@ class GlooEngine:
     def wait_for_data(self, timeout_s: float) -> None:
         """Wait until data arrive at this rank, at most `timeout_s`; it may miss data that arrive as it begins.
 
-        Gloo's own thread wakes up at the same time, and reads it.
+        Gloo's own thread wakes up at the same time, and reads the data.
         """
-        if self._device is not None:  # it was freed
+        if self._device is not None:  # None: the engine was freed
             self._device.wait_for_data(timeout_s)
 
     def check(self, peer: int) -> None:
@@ -317,7 +317,7 @@ class GlooDevice:
             for descriptor, inode in _open_sockets().items()
             if before.get(descriptor) != inode and _place(descriptor, inode) is not None
         }
-        # If there are two, another thread may have opened one meanwhile, which must not change.
+        # If there are two, another thread may have opened one meanwhile, whose socket must not be filtered.
         self._listening = new if len(new) == 1 else {}
         self._lock = threading.Lock()
         self._num_connecting = 0
@@ -334,7 +334,7 @@ class GlooDevice:
         """Add connections to those for which `wait_for_data` waits, until they are closed."""
         if self._arrivals is not None:
             for descriptor in sockets:
-                with contextlib.suppress(OSError):  # another thread's, which it has closed
+                with contextlib.suppress(OSError):  # another thread's socket, closed meanwhile
                     self._arrivals.register(descriptor, select.EPOLLIN)
 
     def wait_for_data(self, timeout_s: float) -> None:
@@ -346,7 +346,7 @@ class GlooDevice:
 
     @contextlib.contextmanager
     def connecting(self) -> Iterator[None]:
-        """Accept connections inside."""
+        """Accept connections in the block."""
         with self._lock:
             self._num_connecting += 1
             self._filter()
@@ -362,7 +362,7 @@ class GlooDevice:
         if sys.platform != "linux":
             return
         for descriptor, inode in self._listening.items():
-            with contextlib.suppress(OSError), _socket_of(descriptor, inode) as listening:  # none was set; a sandbox
+            with contextlib.suppress(OSError), _socket_of(descriptor, inode) as listening:  # no filter, or a sandbox
                 if self._num_connecting:
                     listening.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
                 else:
@@ -371,7 +371,7 @@ class GlooDevice:
                     listening.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
 
 
-# By process (a fork has none of its parent's threads) and place.
+# Keyed by process (a fork has none of its parent's threads), address and interface.
 _known_devices: weakref.WeakValueDictionary[tuple[int, str, str], GlooDevice] = weakref.WeakValueDictionary()
 _devices_lock = threading.Lock()
 
@@ -415,7 +415,7 @@ def _socket_of(descriptor: int, inode: int) -> Iterator[socket.socket]:
 
 
 def _place(descriptor: int, inode: int) -> tuple[str, int] | None:
-    """Return where this socket listens; None if it does not, is not for TCP, or listens on all addresses."""
+    """Return the address and port at which this TCP socket listens; None if it does not, or if on all addresses."""
     try:
         with _socket_of(descriptor, inode) as one:
             if one.family not in (socket.AF_INET, socket.AF_INET6):

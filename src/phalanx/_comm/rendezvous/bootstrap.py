@@ -48,7 +48,7 @@ _CHECKS_PER_S = 256  # processes checked per second by all ranks together, while
 _LONGEST_UNCHECKED_S = 30.0
 _LONGEST_WAIT_S = 5.0
 _MOST_DESCRIBED = 64  # in larger groups only the first arrival names the missing ranks
-_CHECK_PROCESSES_S = 0.25  # how often a rank checks whether another process has ended
+_CHECK_PROCESSES_S = 0.25  # the pause between two checks whether another process has ended
 _ACKNOWLEDGE_S = 1.0
 _PATIENCE_S = 2.0  # the other ranks report the missing ranks this much later than the first arrival would
 _MOST_REMEMBERED = 64
@@ -614,7 +614,7 @@ class Arrivals:
         return [r for r in range(self.me.world_size) if r not in came]
 
     def find_first(self) -> bool:
-        """Search for the first arrival, in twice as many places each time; return whether it is `me`.
+        """Search for the first arrival, in twice as many places at each call; return whether it is `me`.
 
         `me` is the first if no earlier place has a record: those processes may have died. No other records are read:
         thousands of ranks would read each other's records.

@@ -181,7 +181,7 @@ COORDINATOR = "coordinator:"
 
 
 def describe_rank(environment: Mapping[str, str]) -> str:
-    """Return a short text for the rank and job in the variables; another launcher inside a rank changes it."""
+    """Return a short text for the rank and job in the variables; a launcher inside a rank changes these variables."""
     names = ("RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
     return "/".join(environment.get(name, "") for name in names)
 

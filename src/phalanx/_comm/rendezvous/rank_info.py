@@ -218,7 +218,7 @@ def find_dead(arrivals: Sequence[RankArrival], mine: RankInfo) -> FormationFailu
 def _disagreement(
     arrivals: Sequence[RankArrival], fact: str, describe: Callable[[RankArrival], str], advice: str = ""
 ) -> FormationFailure:
-    """Return a failure of `fact` and each rank's value; of many ranks with one value, only a few are named."""
+    """Return the failure `fact`, with each rank's value; of many ranks with the same value, it names only a few."""
     by_text: dict[str, list[RankArrival]] = {}
     for one in sorted(arrivals, key=lambda one: one.rank):
         by_text.setdefault(describe(one), []).append(one)

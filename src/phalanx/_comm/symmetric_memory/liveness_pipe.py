@@ -52,7 +52,7 @@ class LivenessPipes:
         self._open = copies
 
     def close(self) -> None:
-        """Close all ends: the other ranks then detect this as an exit."""
+        """Close all ends; the other ranks detect this as an exit."""
         for fd in self._open:
             os.close(fd)
         self._open = []

@@ -135,7 +135,7 @@ def _warn_where(folder: str, problems: Sequence[str]) -> None:
 def _folders() -> Iterator[str]:
     yield ""  # a memfd
     yield "/dev/shm"
-    import tempfile  # imported here for the same reason
+    import tempfile  # imported here, because the agent must start in a few milliseconds
 
     try:
         folder = tempfile.gettempdir()

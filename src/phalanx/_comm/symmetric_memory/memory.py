@@ -26,8 +26,8 @@ from phalanx.errors import ClosedError, InternalError, PhalanxError
 
 # Two stages of this size per rank, chosen so that a chunk in transit fits in a second-level cache.
 STAGE_BYTES = 128 * 1024
-# Between hosts each sync of a rank's background thread waits for a core that backward uses, and no link is faster than
-# the gain of a cache: fewer syncs, of larger chunks.
+# Between hosts each sync of a rank's background thread waits for a core that backward uses, and links are too slow for
+# a cache to matter. So there are fewer syncs, of larger chunks.
 STAGE_BYTES_BETWEEN_HOSTS = 1024 * 1024
 SPIN_NS = 100_000  # how long a rank polls memory before it sleeps: a few times the cost of waking it up
 
@@ -56,7 +56,7 @@ def is_oversubscribed(members: Sequence[LocalRank]) -> bool:
 
 
 def _background_spin_ns(members: Sequence[LocalRank]) -> int:
-    """Return how long a background thread spins before it sleeps: 0 if ranks have one core each."""
+    """Return how long a background thread spins before it sleeps: 0 if there are fewer than two cores per rank."""
     cores: frozenset[int] = frozenset().union(*(member.cpus for member in members))
     return SPIN_NS if len(cores) >= 2 * len(members) else 0
 
@@ -107,9 +107,9 @@ def _address_space_used() -> int:
 
 
 class SymmetricMemory:
-    """A `SymmetricMemory` is one rank's side of the memory that it shares with the other ranks of its host.
+    """A `SymmetricMemory` is the memory that a rank shares with the other ranks of its host, mapped in its process.
 
-    `core` runs the collectives. `allocate` is collective, too: all ranks call it with the same size.
+    `core` runs the collectives. `allocate` is also collective: all ranks call it with the same size.
     """
 
     def __init__(
@@ -184,7 +184,7 @@ class SymmetricMemory:
         with self._lock:
             if self._closed:
                 raise ClosedError("shared_empty: the group was destroyed")
-            self._blocks_in_use += 1  # from here on another thread that closes the memory leaves the heap to this one
+            self._blocks_in_use += 1  # if another thread closes the memory from here on, this thread unmaps the heap
         try:
             return self._allocate(nbytes, deadline, call_site, check, owner)
         except BaseException:
@@ -451,7 +451,7 @@ def open_as_member(
             os.close(fd)
 
 
-# The shared heap has a part of the same size for every rank, and all ranks have mapped all of them.
+# The shared heap has a part of the same size for every rank, and every rank maps all parts.
 #
 # A block has the same offset in every rank's heap, so an offset names P pieces of memory, one per rank. The leader
 # places blocks and sends the offsets. A block may be reused when every rank has released it, whenever its garbage

@@ -21,9 +21,9 @@ _logger = get_logger(__name__)
 class SharedPool:
     """A `SharedPool` serves tensors of `expected` sizes (bytes -> count) to this thread between `enter` and `leave`.
 
-    A tensor of such a size that is created meanwhile may be in the group's heap; `contains` tells. It is otherwise an
-    ordinary tensor: it may live for any time, and returns its block when it dies. Without a free block a tensor is in
-    ordinary memory, and so are all tensors if torch's allocator cannot be replaced.
+    A tensor of such a size that is created meanwhile may be in the group's heap; `contains` returns whether it is. It
+    is otherwise an ordinary tensor: it may live for any time, and returns its block when it dies. Without a free block
+    a tensor is in ordinary memory, and so are all tensors if torch's allocator cannot be replaced.
 
     All ranks build theirs together, for the same sizes. Tensors may have different offsets on different ranks.
     `allocate` returns symmetric memory of a given size; untouched pages cost nothing.
@@ -91,7 +91,7 @@ class SharedPool:
         return made if self.contains(made) else None
 
     def close(self) -> None:
-        """Stop giving out blocks; those in use stay until their tensors die."""
+        """Stop serving blocks; blocks in use stay until their tensors die."""
         if self._pool is not None:
             self._pool.leave()
             _closed[self._pool] = self._memory

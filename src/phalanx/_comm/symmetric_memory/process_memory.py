@@ -1,7 +1,7 @@
 """Read the memory of another process of this host, without its help: `process_vm_readv`, as MPI's CMA does.
 
-Data are copied once, directly to the destination; the kernel requires the right to trace the other process (the same
-user; under Yama's `ptrace_scope=1` also its consent, which `readable` gives).
+Data are copied once, directly to the destination. The kernel requires the right to trace the other process: the same
+user and, under Yama's `ptrace_scope=1`, the consent of that process, which `readable` gives.
 """
 
 from __future__ import annotations

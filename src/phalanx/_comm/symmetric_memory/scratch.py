@@ -16,7 +16,7 @@ _LARGEST_BYTES = 1 << 36  # address space; unused memory has no pages
 
 
 class Scratch:
-    """A `Scratch` has the blocks in `piece`, bytes of this rank's heap.
+    """A `Scratch` places tensors in `piece`, a part of this rank's heap.
 
     Each rank places its own blocks wherever there is room: collectives accept tensors at any offset. A block is reused
     when its tensor has died, for a tensor of the same size.
@@ -48,7 +48,7 @@ class Scratch:
 
 
 def open_scratch(heap_bytes: int, allocate: Callable[[int], Tensor]) -> Scratch:
-    """Return a scratch in a quarter of a heap, for which `allocate` is called. All ranks call both."""
+    """Return a scratch in a quarter of the heap, at most 64 GiB, from `allocate`. All ranks call it together."""
     try:
         piece = allocate(min(_LARGEST_BYTES, heap_bytes // 4))
     except PhalanxError:  # on all ranks: memory in a file system is reserved, and there is not enough

@@ -44,7 +44,7 @@ class ProcessId:
         return self._is_visible() and not self._exists()
 
     def is_running(self) -> bool:
-        """Return whether the process is known to live; False also if this process cannot see it."""
+        """Return whether the process is known to run; False also if this process cannot see it."""
         return self._is_visible() and self._exists()
 
     def _is_visible(self) -> bool:
@@ -164,7 +164,7 @@ watch = _DescriptorCache()
 
 
 class Pidfds:
-    """`Pidfds` is one rank's view of `processes`, its own the `rank`-th: descriptors for each, -1 for itself."""
+    """`Pidfds` are descriptors for each of `processes`, -1 for the `rank`-th, which is this process."""
 
     def __init__(self, processes: Sequence[ProcessId], rank: int) -> None:
         self._watched: list[ProcessId] = []

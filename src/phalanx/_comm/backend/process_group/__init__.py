@@ -1,4 +1,4 @@
-"""`PhalanxProcessGroup` is c10d's process group."""
+"""`PhalanxProcessGroup` implements c10d's process group."""
 
 from __future__ import annotations
 

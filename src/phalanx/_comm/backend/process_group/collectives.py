@@ -1,9 +1,9 @@
 """Unpack and check each collective that c10d calls, and pass it to the transport (`transport/base`).
 
 Each public function is a method of `PhalanxProcessGroup`, listed in its table of calls. Callers may use all of
-PyTorch's overloads; the functions receive the first form, with options. As in Gloo, some calls accept several tensors:
-in early versions of torch, one per device of a process. A coalesced operation runs one operation per tensor, on the
-values from before the call.
+PyTorch's overloads; the functions receive the first form, with options. As in Gloo, some calls accept several tensors
+per rank: early versions of torch passed one per device of a process. A coalesced operation runs one operation per
+tensor, on the values from before the call.
 
 Shape: any, contiguous or not; the same number of elements and the same dtype on every rank, except where split
 sizes or lists of tensors say otherwise. Results have the shapes of the tensors that they are written to.
@@ -154,14 +154,15 @@ def _sparse_all_reduce(group: PhalanxProcessGroup, tensors: list[Tensor], opts: 
 def sparse_mean(group: PhalanxProcessGroup, tensor: Tensor) -> Tensor:
     """Return the mean over ranks of a coalesced sparse CPU tensor, on every rank; the inputs stay unchanged.
 
-    It waits. It is the all_reduce with AVG that c10d lacks for sparse tensors, and does not copy the result.
+    The call waits for the result. c10d has no all_reduce with AVG for sparse tensors; unlike c10d's all_reduce, this
+    does not copy the result into `tensor`.
     """
     ctx = group.call_context(None)
     return group.in_order(lambda: sparse.add_up(group.transport, tensor, ctx, divisor=group.members.size))
 
 
 def broadcast(group: PhalanxProcessGroup, tensors: Any, opts: Any = None) -> Work:
-    """Overwrite each tensor with the root's tensor, or of several with the root's number `opts.rootTensor`."""
+    """Overwrite each tensor with the root's tensor; if the root has several, with its tensor `opts.rootTensor`."""
     root = check_root(opts, group.members.size, "broadcast", "src", len(tensors))
     checked = check_alike(tensors, "broadcast", written=True)
     own = checked[opts.rootTensor if root == group.members.rank else 0]
@@ -313,7 +314,7 @@ def gather_single(group: PhalanxProcessGroup, output: Tensor, tensor: Tensor, op
 
 
 def scatter(group: PhalanxProcessGroup, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Work:
-    """Write the root's input_tensors[0][rank] to each output."""
+    """Write the root's input_tensors[0][r] to the output of rank r."""
     root = check_root(opts, group.members.size, "scatter", "src")
     output = one(output_tensors, "scatter", words="requires a single-element output tensor list", written=True)
     inputs: list[Tensor] = []
@@ -441,7 +442,7 @@ def monitored_barrier(
 ) -> None:
     """Wait for all ranks; the error names the missing ranks, and begins with the text of Gloo's monitored barrier.
 
-    With `wait_all_ranks` the first line names all missing ranks, otherwise the first; the other lines name all.
+    The first line names one missing rank, or with `wait_all_ranks` all of them; the other lines always name all.
     """
     opts = c10d.BarrierOptions()
     opts.asyncOp = False

@@ -1,4 +1,4 @@
-"""A process group for tensors of all devices: each call goes to the engine of its tensor's device.
+"""A process group for tensors of all devices: each call goes to the engine for its tensor's device.
 
     all_reduce(cpu tensor)   ──▶  shared memory, and the engine between hosts
     all_reduce(cuda tensor)  ──▶  an inner group of the same ranks, over NCCL; or, if ranks share a GPU, which NCCL
@@ -36,7 +36,7 @@ c10d: Any = dist.distributed_c10d  # its stubs lack what is used here
 _IDENTITY_BYTES = 128  # a device's name has at most so many bytes in UTF-8
 _IDENTITY_TAG = -(
     1 << 20
-)  # these tags are for the messages in which two ranks exchange their devices; PyTorch's are not below 0
+)  # the tag of the messages in which two ranks exchange their devices; PyTorch's tags are never negative
 
 # torch calls these with tensors first. Aliases are passed on under the name that was called.
 _COLLECTIVES = (
@@ -77,7 +77,7 @@ class RoutedProcessGroup(PhalanxProcessGroup):
         self._agreed: set[str] = set()
         self._comparing = threading.Lock()
         self._one_device: dict[tuple[str, int], _CachedAnswer] = {}  # keyed by type of device and rank
-        self._staged: set[str] = set()  # types of device whose tensors no engine such as NCCL supports
+        self._staged: set[str] = set()  # types of device whose tensors go through host memory
 
     @property
     def _device_types(self) -> list[torch.device]:
@@ -127,7 +127,7 @@ class RoutedProcessGroup(PhalanxProcessGroup):
         return None if self._is_staged(device.type) else self._group_inside(device.type)
 
     def _route_message(self, device: torch.device, operation: str, args: tuple[Any, ...]) -> Any:
-        """Route a message as `_route` does; its two ranks may not have had a collective on that device yet."""
+        """Return the group for a message, as `_route` does. There may have been no collective on this device yet."""
         self._device_backend(device, operation)
         compares = self.shares_memory and not (self._is_staged(device.type) or device.type in self._agreed)
         # NCCL cannot receive from any rank, so such a message goes through the host.

@@ -111,10 +111,10 @@ def _entry_point(method: Callable[..., Any]) -> Callable[..., Any]:
 class PhalanxProcessGroup(TorchGroup):
     """A `PhalanxProcessGroup` is the backend "phalanx", which `init_process_group("phalanx")` creates.
 
-    It has torch's process group interface, and runs the group's operations in order. A synchronous call runs in the
-    caller's thread unless asynchronous calls are queued; these run on the group's executor, a single thread with a FIFO
-    queue. Either way all ranks run the same calls in order. The transport lets Ctrl-C interrupt an operation in the
-    main thread; a wait for the executor can always be interrupted.
+    It has torch's process group interface, and runs the group's operations in order. Asynchronous calls run on the
+    group's executor, a single thread with a FIFO queue. A synchronous call runs in the caller's thread, unless calls
+    are queued. Either way all ranks run the same calls in the same order. The transport lets Ctrl-C interrupt an
+    operation in the main thread; a wait for the executor can always be interrupted.
     """
 
     # The interface of torch's `Backend`. The group refuses what Gloo refuses, with torch's error and text.
@@ -131,7 +131,7 @@ class PhalanxProcessGroup(TorchGroup):
     resume = _refuse("resume")
     memory_stats = _refuse("getMemoryStats")
     mem_allocator = property(_refuse("getMemAllocator"))
-    new_window = _refuse("new_window")  # torch's own answer ends the process
+    new_window = _refuse("new_window")  # torch's own method ends the process
     _start_time_estimate = _end_time_estimate = _refuse("time estimation")
     _register_on_completion_hook = _refuse("onCompletion hooks")
     _wait_for_pending_works = _refuse("waitForPendingWorks")
@@ -154,7 +154,7 @@ class PhalanxProcessGroup(TorchGroup):
         self._desc = ""
         self.number = next(_numbers)
         """The group's number among this process's groups, in the order of creation."""
-        self._closing = threading.RLock()  # a signal handler may interrupt this
+        self._closing = threading.RLock()  # reentrant: a signal handler may interrupt its owner
         self.done_work = CompletedWork()
         self.backend_options: Any = None
         """The `phalanx.Options` with which the group was created, or None."""
@@ -167,7 +167,7 @@ class PhalanxProcessGroup(TorchGroup):
         _open_groups.add(self)
 
     def _connect(self, transport: Transport, rank: int, size: int, global_ranks: Sequence[int] = ()) -> None:
-        """Start with the members that `transport` reaches; no operation may be running."""
+        """Connect the group to the members that `transport` reaches; no operation may be running."""
         self.transport = transport
         self.shared_memory = cast("SharedMemoryTransport", transport) if transport.ranks_share_memory else None
         self.members = Members(rank, size, tuple(global_ranks) or tuple(range(size)))
@@ -178,7 +178,7 @@ class PhalanxProcessGroup(TorchGroup):
             interrupted=self._interrupted,
             ledger=None if self.shared_memory is None else self.shared_memory.core,
         )
-        self.recent_works: deque[PhalanxWork] = deque(maxlen=4096)  # see PhalanxWork.finish: C++ may hold half of one
+        self.recent_works: deque[PhalanxWork] = deque(maxlen=4096)  # see PhalanxWork.complete: C++ may hold half of one
         self.messages = GroupMessages(transport, self.shared_memory, self.members, self._interrupted, self.recent_works)
         self.closed = False
         self._splits = Splits()
@@ -188,7 +188,7 @@ class PhalanxProcessGroup(TorchGroup):
 
     # -- the calls: each is a function that receives the group, checks, and calls its operation of the transport ----
 
-    allreduce: Any = collectives.allreduce  # it does by itself what `_entry_point` does
+    allreduce: Any = collectives.allreduce  # does by itself what `_entry_point` does
     allreduce_sparse = allreduce
     broadcast = _entry_point(collectives.broadcast)
     reduce = _entry_point(collectives.reduce)
@@ -218,7 +218,7 @@ class PhalanxProcessGroup(TorchGroup):
     sparse_mean = collectives.sparse_mean
 
     def _start_coalescing(self, device: torch.device) -> None:
-        """Do nothing: operations inside the block are carried out as they come."""
+        """Do nothing: operations in the block run as they are called."""
 
     def _end_coalescing(self, device: torch.device) -> dist.Work:
         """Return a Work that completes when all operations of the block have completed."""
@@ -257,7 +257,7 @@ class PhalanxProcessGroup(TorchGroup):
         size: int,
         global_ranks: Sequence[int] = (),
     ) -> None:
-        """Leave this group's members and start with those that `connect` reaches; if it fails, with `instead`."""
+        """Leave the group's members, and connect to those that `connect` reaches; if that fails, keep `instead`."""
         if not self.transport.closed:
             self.leave_members(_JOIN_S)
         self._connect(instead, self.members.rank, self.members.size, self.members.global_ranks)
@@ -294,7 +294,7 @@ class PhalanxProcessGroup(TorchGroup):
     name = getBackendName
 
     def rank(self) -> int:
-        """Return this process's number in the group."""
+        """Return this process's rank in the group."""
         return self.members.rank
 
     def size(self) -> int:
@@ -461,9 +461,9 @@ class PhalanxProcessGroup(TorchGroup):
             raise nested(f"{what} in group {self._name!r} on rank {self.members.rank}")
 
     def in_order(self, operation: Callable[[], Result]) -> Result:
-        """Run `operation` after all earlier calls, and wait for it; it calls the transport directly.
+        """Run `operation`, which calls the transport directly, after all earlier calls; return its result.
 
-        So operations that are not c10d collectives have the same place in the order of calls on all ranks.
+        So an operation that is not a c10d collective has the same place in the order of calls on all ranks.
         """
         self.refuse_nested()
         if self.executor.idle:
@@ -500,7 +500,7 @@ class PhalanxProcessGroup(TorchGroup):
         self.use_pg_for_symm_mem_rendezvous = value
 
     def _set_group_uid(self, pg_uid: str) -> None:
-        """Do nothing: torch's own log names groups by it."""
+        """Do nothing: torch needs the uid only for its own log."""
 
     def _enable_collectives_timing(self) -> None:
         """Do nothing, as Gloo."""
@@ -560,7 +560,7 @@ class PhalanxProcessGroup(TorchGroup):
             self._leave(0.1, for_good=True)
 
     def _leave(self, patience_s: float, *, for_good: bool = False) -> None:
-        """Leave the group; with `for_good` the process ends, and abandons operations that run after `patience_s`."""
+        """Leave the group; with `for_good` the process ends, and abandons what still runs after `patience_s`."""
         with self._closing:
             if self.closed:
                 return

@@ -1,4 +1,4 @@
-"""The inbox has the posted receives, and a thread that receives messages while no other thread waits."""
+"""The `Inbox` owns the posted receives, and a thread that receives messages while no other thread waits for one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ReceiveWork(PhalanxWork):
 
     @property
     def is_pending(self) -> bool:
-        """Return whether its message has not arrived, and it has not failed."""
+        """Return whether the message has not arrived, and the receive has not failed."""
         receive = self.receive
         return receive is not None and receive.is_pending
 
@@ -35,7 +35,7 @@ class ReceiveWork(PhalanxWork):
         self._inbox.wait_for(self, deadline or Deadline.after(None))
 
     def is_completed(self) -> bool:
-        """Return whether it has completed, successfully or not; this polls once for messages."""
+        """Return whether the receive has completed, successfully or not; this polls once for messages."""
         if not super().is_completed():
             self._inbox.poll()
         return super().is_completed()

@@ -76,7 +76,7 @@ _EVENTS = {
 
 
 def is_recorded() -> bool:
-    """Return whether PyTorch's tools have recorded the call, or none is active in this thread."""
+    """Return whether PyTorch's tools have already recorded the call, or none of them is active in this thread."""
     if getattr(_this_thread, "is_recorded", False):
         _this_thread.is_recorded = False  # it applies to this call only
         return True
@@ -95,7 +95,9 @@ def _is_dispatched() -> bool:
     return bool(num_modes()) or early_modes[0] is not None or transform() is not None
 
 
-_this_thread = threading.local()  # below: inside one of our kernels; reduce_op, work: of its operator
+# is_recorded: the tools have recorded this thread's next call; below: the thread is inside one of our kernels;
+# reduce_op, work: those of the operator that the thread has called.
+_this_thread = threading.local()
 
 
 # -- the profiler ------------------------------------------------------------------------------------------------------
@@ -142,7 +144,7 @@ def _tensors(value: Any) -> Any:
 
 _library: list[Any] = []
 _faces: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # faces, which live as long as their groups
-_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # a reference to the group, by its face
+_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # a weak reference to the group, by its face
 
 
 def _through_dispatcher(group: Any, name: str, args: tuple[Any, ...]) -> Any:
@@ -222,7 +224,7 @@ def _options(kind: Callable[[], Any], given: dict[str, Any]) -> Any:
 
 
 def _boxed(group: Any, work: Any) -> Any:
-    """Return the work as operators return it: only torch's half, so the group keeps a reference to ours."""
+    """Return torch's half of `work`, as operators return it; the group keeps a reference to our half."""
     _this_thread.work = work
     group.recent_works.append(work)
     return work.boxed()

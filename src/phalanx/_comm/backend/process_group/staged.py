@@ -36,7 +36,7 @@ _IN_PLACE = frozenset({"allreduce", "allreduce_coalesced", "broadcast", "reduce"
 
 
 class _CurrentCall(threading.local):
-    """A `_CurrentCall` has this thread's current operation on device tensors."""
+    """A `_CurrentCall` is each thread's current operation on device tensors."""
 
     call: StagedCall | None = None
 
@@ -129,7 +129,7 @@ class DeviceStaging:
 
     def close(self) -> None:
         """Release the host memory. No operation of the group may be running."""
-        # A device may still copy from and to the memory, for operations without a wait.
+        # A device may still copy from and to the memory, for operations that nobody waited for.
         idle = all([stream.drain(_PATIENCE_S) for stream, _ in self._copy_streams.values()])
         if idle:
             for memory in self._host_memory.values():

@@ -22,12 +22,13 @@ registers two names in torch's tables of backends. Everything else is applied wh
     _dist2's table of backends           its new_group("phalanx") works                 `_dist2` is imported
     NanCheckHook.attach                  our operations call it                         a group of ours is created
     FlightRecorderHook.attach            a group starts even if it cannot be attached   a group of ours is created
-    DDP's _pre_forward                   we warn of equal batches and epochs            a group of ours is created
     _new_process_group_helper            "mpi" creates a group of ours                  "mpi", if torch has no MPI
     DataLoader.__iter__                  we know which iterator is in use               our DistributedSampler exists
     _MapDatasetFetcher.fetch             a batch has its own random numbers             in its DataLoader's workers
     DataLoader's iterators' __next__     we see when a batch is requested and arrives   a run report is requested
     autograd.backward                    we see when it starts and ends                 a run report is requested
+    GradScaler.scale                     its result also has the unscaled loss          a run report is requested
+    Module.load_state_dict               it waits for ranks that read the parameters    ranks share their memory
     torch._C._collect_all                it fails with the first of our failed calls    a `phalanx.rpc` worker starts
 
     changed                              removed when torch (seen: 2.13)
@@ -46,11 +47,12 @@ registers two names in torch's tables of backends. Everything else is applied wh
     _dist2's table of backends           reads the backends that were registered with `Backend.register_backend`
     NanCheckHook.attach                  calls hooks of groups that are written in Python
     FlightRecorderHook.attach            continues without a recorder if a group has no name in C++
-    DDP's _pre_forward                   has hooks that it does not pickle or copy
     _new_process_group_helper            accepts "mpi" from `Backend.register_backend`
     DataLoader.__iter__                  reports how many batches the loop has received
     _MapDatasetFetcher.fetch             can seed each batch, and not only each worker
     __next__, autograd.backward          has hooks there, as optimizers have
+    GradScaler.scale                     has hooks there, or keeps the unscaled loss
+    Module.load_state_dict               has a hook that runs before the load of any module
     torch._C._collect_all                lets Python set an error in a Future that C++ sees
 
 (`csrc/interpose.c` changes more, libc10's allocation, when DDP requests gradients in shared memory; and

@@ -22,8 +22,8 @@ def offer_backend() -> None:
     devices = ["cpu", "cuda"] if dist.is_nccl_available() else ["cpu"]
     backend: Any = dist.Backend
     backend.register_backend("phalanx", create_group, extended_api=True, devices=devices)
-    # While any plugin is listed, torch (2.13, `_new_process_group_helper`) does not name a group "cpu:gloo" Gloo's. So
-    # ours is listed only when a program requests it; ends when torch compares names in one case.
+    # While any plugin is listed, torch (2.13, `_new_process_group_helper`) does not give a group "cpu:gloo" the name of
+    # Gloo. So ours is listed only once a program requests it; ends when torch compares names in one case.
     plugins = getattr(backend, "_plugins", {})
     plugin = plugins.pop("PHALANX", None)
     if plugin is not None:

@@ -1,8 +1,8 @@
-"""Register our process groups with torch, and find torch's; no other module uses torch's tables of groups.
+"""Register our process groups with torch, and look up torch's groups; no other module uses torch's tables of groups.
 
 The connection between torch and our groups has two directions, both in this module:
 
-    TorchGroup                  our groups derive from it; its `register_with_torch` makes a group known to torch's C++
+    TorchGroup                  our groups derive from it; its `register_with_torch` registers a group with torch's C++
     phalanx_group(group)        returns our group behind a group of torch
 
 Today both ends are one object, because our group is a subclass of `ProcessGroup`. Another connection (a subclass of
@@ -47,7 +47,7 @@ def list_groups() -> list[Any]:
 
 
 def is_listed(group: Any) -> bool:
-    """Return whether torch still has this group, that is, whether it has not been destroyed."""
+    """Return whether torch still lists this group: it has not been destroyed."""
     return group in _listed()
 
 

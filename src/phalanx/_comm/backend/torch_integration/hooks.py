@@ -130,7 +130,7 @@ def _dispatched(cls: Any, name: str) -> Callable[..., Any]:
 
 
 def carry_out(group: Any, name: str, args: tuple[Any, ...]) -> Any:
-    """Run an operation for torch's C++, which has called the hooks before."""
+    """Run an operation for torch's C++, which calls the hooks itself."""
     method = getattr(getattr(group, "class_without_hooks", type(group)), name)
     before, _this_thread.inside = _this_thread.inside, True
     try:

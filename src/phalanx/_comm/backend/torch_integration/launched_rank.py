@@ -12,7 +12,7 @@ from phalanx._comm.backend.torch_integration.stores import patch_file_store, pat
 
 
 def patch_launched_rank() -> None:
-    """Make ours the default backend, and `env://` use the agent's store, in a process whose launcher has set that up.
+    """In a rank of `phalanx run`, make ours the default backend, and `env://` use the agent's store.
 
     The zygote of `phalanx run`, which imports torch for all ranks, calls this before the ranks' variables are set.
     """

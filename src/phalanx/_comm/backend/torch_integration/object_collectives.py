@@ -119,8 +119,8 @@ def _recording(function: Callable[..., Any], name: str) -> Callable[..., Any]:
 class _Call:
     """A `_Call` is one call of an object collective on this rank; it assigns objects to streams, in their order.
 
-    All objects of a call have one number in their stream, which its first object increments: a call that fails before
-    it has sent or received anything does not count, and a call of which not all objects are read does.
+    All objects of a call have the same number in their stream. The call's first object takes the next number: a call
+    that fails before it sends or receives an object takes none, and a call that receives only some objects takes one.
     """
 
     def __init__(self, name: str, arguments: dict[str, Any], group: Any, pickles: PickleAuthenticator) -> None:
@@ -134,7 +134,7 @@ class _Call:
         self._receives: list[tuple[PickleStream, int]] = []
 
     def sign(self, pickle: bytes) -> bytes:
-        """Return the message with the next object that this rank sends."""
+        """Return `pickle`, the next object that this rank sends, as a message with a MAC."""
         if self._sends is None:
             to_one = self._kind in ("gather_object", "send_object_list")
             stream = PickleStream(self._kind, self._group.rank(), *([self._rank_of("dst")] if to_one else []))

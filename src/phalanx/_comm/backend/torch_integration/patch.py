@@ -1,4 +1,4 @@
-"""Apply a change to torch once in a process, and only to a torch that has the names that the change builds upon."""
+"""Apply a change to torch once in a process, and only if torch has the names that the change needs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _applied: set[str] = set()
 def patch(*needs: str, loses: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Apply a change to torch at the first call of the decorated function, if torch has all that it `needs`.
 
-    Otherwise it changes nothing, and logs one line on the missing feature.
+    Otherwise the function changes nothing, and logs one line about the missing feature.
     """
 
     def decorate(change: Callable[..., None]) -> Callable[..., None]:

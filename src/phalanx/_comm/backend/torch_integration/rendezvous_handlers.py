@@ -1,4 +1,4 @@
-"""Replace torch's rendezvous handlers for `env://`, `tcp://` and `file://` by ours, which may call torch's."""
+"""Replace torch's rendezvous handlers for `env://`, `tcp://` and `file://` with ours, which may call torch's."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def _is_in_file(store: Any) -> bool:
     loses="the store of `phalanx run` may lose values that ranks append to a key, and does not raise DistStoreError",
 )
 def patch_file_store() -> None:
-    """Make FileStore append, delete and fail as TCPStore does, also behind PrefixStores; ends when torch's does.
+    """Make FileStore append, delete and fail as TCPStore does, also behind PrefixStores; ends when it does.
 
     `delete_key` returns whether the key existed; if two ranks delete it at once, both may return True.
     """

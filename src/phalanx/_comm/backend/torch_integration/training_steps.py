@@ -49,7 +49,7 @@ def _hook_optimizers() -> None:
     loses="a run report lacks the DataLoader's batches",
 )
 def _observe_batches() -> None:
-    """Notify the recorder of batches, in few lines: each line runs with cold caches, next to a step that fills them."""
+    """Notify the recorder of batches, in few lines: a training step evicts them from the caches before each run."""
     import torch
     from torch.utils.data import dataloader
 
@@ -82,7 +82,7 @@ def _observe_batches() -> None:
 
 @patch("torch.autograd.backward(tensors)", loses="a run report lacks backwards and losses")
 def _observe_backward() -> None:
-    """Notify the recorder of backwards and losses, in few lines: they run with cold caches, next to each step."""
+    """Notify the recorder of backwards and losses, in few lines: they run with cold caches, as for batches."""
     import torch
 
     from phalanx._comm.diagnostics.interruptions import is_interruption

@@ -1,7 +1,6 @@
 """An engine over MPI through mpi4py, for any MPI that started the job.
 
-runtime   the MPI of this process: found, started once, finalized
-polling   waiting for MPI with a deadline
+runtime   the MPI of this process: found, started once, polled with a deadline, finalized
 engine    messages between the ranks of a group; how a rank leaves
 
 Every call into MPI returns at once, and waits poll: so each wait has a deadline, and Ctrl-C ends it. Calls come from

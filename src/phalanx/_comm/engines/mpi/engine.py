@@ -30,7 +30,7 @@ class TimedOut(RuntimeError):
 
 
 class PeerLeft(RuntimeError):
-    """`peer`, for which this rank waits, has left."""
+    """Rank `peer`, for which this rank waits, has left."""
 
     def __init__(self, peer: int) -> None:
         super().__init__(f"rank {peer} has left the group")
@@ -40,7 +40,7 @@ class PeerLeft(RuntimeError):
 class PendingOperation:
     """A `PendingOperation` is an MPI operation with its memory, which stays alive while MPI may access it.
 
-    `start` returns MPI's request; or None while there is no message to receive: then it is called again.
+    `start` returns MPI's request, or None while there is no message to receive; then `test` calls it again.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class MpiEngine:
     notifies all others.
 
     Raises:
-        TimedOut: some rank did not come within `timeout`.
+        TimedOut: some rank did not join within `timeout`.
         RuntimeError: MPI cannot create a communicator (it has a few thousand).
     """
 

@@ -24,7 +24,7 @@ _EXIT_SWEEP_S = 1.0
 
 @dataclass(frozen=True)
 class Launcher:
-    """A `Launcher` started this process. It has a name for messages, a number of ranks, and whether it is MPI's.
+    """A `Launcher` started this process: its name for messages, its number of ranks, and whether it is an `mpiexec`.
 
     `name` is "Open MPI" or "MPICH" (and those derived from it) for an `mpiexec`; other launchers are not MPI's.
     """
@@ -58,9 +58,7 @@ class Runtime:
 
     @property
     def is_over(self) -> bool:
-        """Return whether MPI was finalized, or this process is a fork of the one that started it: then no call is
-        allowed.
-        """
+        """Return whether MPI must not be called: finalized, or this process is a fork of the one that started it."""
         return self.pid != os.getpid() or bool(self.mpi.Is_finalized())
 
     def add_listener(self, listen: Callable[[], bool]) -> None:
@@ -91,7 +89,7 @@ class Runtime:
         """Return rank 0's `message`, at most 4 KiB, on all ranks of MPI_COMM_WORLD; errors begin with `here`.
 
         Raises:
-            DeadlineError: rank 0 did not come.
+            DeadlineError: rank 0 did not answer in time.
         """
         data = bytearray(message.ljust(_BROADCAST_BYTES, b"\0"))
         request = self.mpi.COMM_WORLD.Ibcast([data, self.mpi.BYTE], 0)
@@ -114,7 +112,7 @@ def start(launcher: Launcher | None) -> Runtime:
     waits for all; after an uncaught exception, or with incomplete operations, the job is aborted instead (MPI_Abort).
 
     Raises:
-        PhalanxError: mpi4py or MPI is missing; the launcher is another MPI's or none; this MPI supports one thread.
+        PhalanxError: mpi4py or MPI is missing; the launcher is another MPI's or none; MPI lacks MPI_THREAD_MULTIPLE.
     """
     global _runtime
     with _starting:
@@ -245,7 +243,7 @@ _POLL_PAUSE_S = 50e-6
 
 
 def wait_until(is_done: Callable[[], bool], look_around: Callable[[], None], timeout_s: float) -> bool:
-    """Poll `is_done` until it is true, and return True, or False after `timeout_s`. It is called at least twice.
+    """Poll `is_done` until it is true, and return True; return False after `timeout_s` and at least two polls.
 
     MPI moves bytes only during calls, so pauses stay short. `look_around` is called during long waits and may raise to
     end them.
