@@ -257,7 +257,7 @@ class Reducer:
     # During backward
 
     def on_begin(self, sync: bool) -> None:
-        """Record that a backward reached outputs of a forward that decided `sync`; one that syncs decides for all."""
+        """Record that a backward reached outputs of a forward that decided `sync`; a forward that syncs prevails."""
         backward = self._enter(syncs=sync)
         # torch.autograd.grad and backward(inputs=...) pass the same nodes, but write no parameter's gradient.
         backward.writes = _engine.is_checkpoint_valid()
@@ -303,9 +303,9 @@ class Reducer:
     def _syncs_unannounced(self) -> bool:
         """Return whether a backward syncs that passed no observed output.
 
-        Such a backward starts from hidden tensors of a forward, and syncs; or it belongs to no forward, such as that of
-        a penalty on the parameters after the backward of the loss. As in PyTorch, the latter adds to this rank's
-        gradients, which hold the mean. Before the first round it could be either.
+        A backward from hidden tensors of a forward syncs. A backward that belongs to no forward does not: a penalty on
+        the parameters, after the backward of the loss, adds to this rank's gradients, which hold the mean, as in
+        PyTorch. Before the first round it could be either.
         """
         if self._round.started:
             return True

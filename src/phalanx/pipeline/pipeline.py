@@ -505,7 +505,7 @@ class Loss:
 
 
 def materialize(own: nn.Module, device: torch.device, init_fn: Callable[[str, Tensor], object] | None) -> list[str]:
-    """Give every meta tensor of `own` memory and values: those of its module's `reset_parameters`, or of `init_fn`.
+    """Give every meta tensor of `own` memory and values, by its module's `reset_parameters` or else by `init_fn`.
 
     Tensors that two modules share stay shared. Return the names of tensors without initial values; they are zero.
     """

@@ -166,7 +166,7 @@ class FitLoader:
     # -- validation ----------------------------------------------------------------------------------------------------
 
     def validation_batches(self, most: int | None) -> Iterator[tuple[Any, bool]]:
-        """Yield the batches, at most `most`, and whether they count: a rank with fewer batches repeats one of them."""
+        """Yield at most `most` batches, and whether each counts: a rank with fewer batches adds some that do not."""
         together = self._strategy.evaluates_together and self._strategy.training_group is not None
         if self.sampler is not None:
             mine = len(self.loader) if most is None else min(len(self.loader), most)
