@@ -62,7 +62,7 @@ def sync_if_small(module: nn.Module, inputs: Iterable[Tensor], group: dist.Proce
     if not num_layers or group.size() == 1:
         return False
     size = batch_size(inputs)
-    # A maximum finds the smallest batch, so a zero, from a rank without a batch, decides nothing.
+    # The maximum of `_UNKNOWN - size` finds the smallest batch. A rank without a batch sends 0, which decides nothing.
     below_unknown = torch.tensor(0 if size is None else _UNKNOWN - size, device=device)
     dist.all_reduce(below_unknown, op=dist.ReduceOp.MAX, group=group)
     smallest = _UNKNOWN - int(below_unknown)

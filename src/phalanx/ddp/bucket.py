@@ -86,7 +86,7 @@ class GradientBuffer:
         return True
 
     def find_moved(self, position: int) -> bool:
-        """Recreate a view whose memory `module.to(...)` has swapped; return whether it was one."""
+        """Recreate a view if `module.to(...)` has swapped its memory; return whether that was so."""
         if self.views[position].data_ptr() == self._addresses[position]:
             return False
         self.views[position] = self._view(position)
@@ -254,11 +254,11 @@ class DenseBucket:
             self.buffer.mul_(scale)
 
     def _use_in_place(self, pool: SharedPool, *, written: bool) -> bool:
-        """Reduce the gradient where it is if that is in the pool and unshared; otherwise a copy in the pool.
+        """Let `in_place` be the gradient if it is in the pool and unshared, otherwise a copy in the pool.
 
-        The published mean of the last round, if still in `.grad`, may change in place whoever else refers to it: the
-        user did not call zero_grad, or called it with set_to_none=False. Return False, and change nothing, without a
-        gradient or without room in the pool.
+        If the published mean of the last round is still in `.grad`, it may change in place whoever else refers to it:
+        the user did not call zero_grad, or called it with set_to_none=False. If there is no gradient, or no room in the
+        pool, return False and change nothing.
         """
         (parameter,) = self.parameters
         if parameter.grad is None:

@@ -143,7 +143,7 @@ class LocalBucket:
                 check_gradient(parameter.grad, parameter, self.plan, slot)
 
     def publish(self, position: int) -> None:
-        """Keep the gradient in its own memory; make it zeros if it was used but has none, as with several ranks."""
+        """Keep the gradient in its own memory; make zeros if there is none, as several ranks would."""
         parameter = self.parameters[position]
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)

@@ -11,7 +11,7 @@ from torch import Tensor
 from phalanx._base.torch_names import find
 from phalanx.ddp.bucket import DenseBucket
 
-# `then` of a work returns an object of this class.
+# The `then` of a work's future returns an object of this class, which is the base class of torch.futures.Future.
 _Future: Any = find(
     "torch._C.Future", loses="a communication hook must return a torch.futures.Future", instead=torch.futures.Future
 )
@@ -120,7 +120,7 @@ class HookExchange:
         future: object = self._hook(
             self._state, GradBucket(bucket, is_last=bucket.plan.index == self._num_buckets() - 1)
         )
-        if not isinstance(future, _Future):  # `then` of a work returns only the base class
+        if not isinstance(future, _Future):
             name = getattr(self._hook, "__qualname__", repr(self._hook))
             raise TypeError(
                 f"The communication hook {name} returned {type(future).__name__} for bucket {bucket.plan.index}; "

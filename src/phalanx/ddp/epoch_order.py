@@ -13,7 +13,7 @@ from phalanx.ddp.graph import find_tensors
 from phalanx.ddp.invisible import all_elements_of, invisible
 
 NUM_BATCHES = 3
-"""The number of repeated batches, in the order of the beginning, that is no accident."""
+"""The number of first batches whose repetition, in the same order, is no accident."""
 
 MOST_STEPS = 1000
 """The number of steps after which the search for the first batches ends."""
@@ -47,8 +47,8 @@ class EpochOrder:
     def repeats(self, inputs: object) -> bool:
         """Return whether, with this batch, the first `NUM_BATCHES` were repeated in their order.
 
-        It is never True if two of the first are equal, or for tensors that torch cannot compare or that are not on the
-        CPU: comparing those would stall the device.
+        The result is never True if two of the first batches are equal, or if torch cannot compare the tensors. It is
+        never True for tensors on a device either: their comparison would stall the device.
 
         Cost: compares some 256 elements of each tensor, up to the first difference, in at most `MOST_STEPS` steps.
         """

@@ -136,7 +136,7 @@ class SparsePending:
                 check_invariants=False,
             )
         self._grad = grad.coalesce()
-        # Synchronously, since the program waits here anyway: a background thread would cost a switch.
+        # With shared memory `wait` does the exchange: the program waits there anyway, and a thread would cost a switch.
         self._direct = parameter.is_cpu and shares_memory(group)
         if self._direct:
             return

@@ -184,7 +184,7 @@ def _digest_each(parameters: Sequence[Tensor]) -> Tensor:
 
 
 def _nans(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Yield, for each tensor that can hold a NaN and be summed, whether its sum is NaN: faster than each element.
+    """Yield, for each tensor that can hold a NaN and be summed, whether its sum is NaN: faster than a test of elements.
 
     Infinities of both signs in one tensor also count.
     """

@@ -14,7 +14,7 @@ from torch.nn.modules.module import (
 
 
 class LateParameters:
-    """`LateParameters` detects parameters of `module` that were added or unfrozen since, and require a gradient.
+    """`LateParameters` detects parameters that require a gradient and were added or unfrozen after it was built.
 
     Torch's registration hooks report additions. Tensors that replace parameters during a call
     (`torch.func.functional_call`) are not registered, and do not count as added.
@@ -64,7 +64,7 @@ class LateParameters:
 
 
 def _parameters_in(module: nn.Module) -> Iterator[Tensor]:
-    """Yield the parameters of any module of the process, leaving out modules that refuse, as `RemoteModule` does."""
+    """Yield the parameters of a module without calling its methods, which `RemoteModule`, for example, refuses."""
     waiting = [module]
     while waiting:
         one = waiting.pop()

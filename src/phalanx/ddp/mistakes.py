@@ -61,10 +61,10 @@ class Mistake:
 def decide_warnings(
     steps: Sequence[StepObservations], names: Sequence[str], differing: Sequence[int] = ()
 ) -> list[Mistake]:
-    """Return the warnings after the steps so far, the latest one last.
+    """Return the warnings to log after `steps`, whose last is the latest.
 
     Arguments:
-        names: of the parameters, in the order that `Observation.nan_gradient` counts.
+        names: the parameters' names, in the order that `Observation.nan_gradient` counts.
         differing: positions of the parameters whose values differ between ranks in the latest step.
     """
     latest, number = steps[-1], len(steps)

@@ -61,11 +61,10 @@ class DistributedDataParallel(JoinInterface, TorchInterface):
     A forked process shares `.grad` with its parent (no copy on write). Before the fork, clone the gradients that the
     child reads.
 
-    Two arguments are additions of Phalanx. With `sync_batchnorm=True` BatchNorm layers normalize over all ranks'
-    batches (`phalanx.SyncBatchNorm`); with "auto" they do so if a rank's first batch has fewer than 16 samples, which
-    is logged. With `check` the wrapper detects common mistakes in the first 3 steps (for example, that every rank
-    reads the same batch), and logs one warning for each on rank 0; `phalanx docs mistakes` lists them. False turns
-    this off.
+    Phalanx adds two arguments. With `sync_batchnorm=True` BatchNorm layers normalize over all ranks' batches
+    (`phalanx.SyncBatchNorm`); with "auto" they do so if a rank's first batch has fewer than 16 samples, and rank 0 logs
+    it. With `check` the wrapper detects common mistakes in the first 3 steps (for example, that every rank reads the
+    same batch), and logs one warning for each on rank 0; `phalanx docs mistakes` lists them. False turns this off.
 
     Names follow the module tree, as in PyTorch: the wrapped module is the child `module`, and the keys of
     `state_dict()` begin with `module.`; the keys of `ddp.module.state_dict()` do not. `load_state_dict` accepts both.
@@ -201,7 +200,7 @@ class DistributedDataParallel(JoinInterface, TorchInterface):
         )
 
     def regroup(self, process_group: dist.ProcessGroup) -> None:
-        """Continue in another group, with the same module, without gradients. All ranks of `process_group` call this.
+        """Continue in another group with the same module; drop all gradients. All ranks of `process_group` call this.
 
         The order of gradients and a static graph are recorded again, since new ranks do not know them. The caller
         synchronises parameters and buffers. Of a comm hook's state only its `process_group` is changed.
@@ -361,7 +360,7 @@ class DistributedDataParallel(JoinInterface, TorchInterface):
                 "the module first, then wrap it"
             )
         if _is_bare(self.module.state_dict().keys(), state_dict.keys()):
-            return self.module.load_state_dict(state_dict, strict=strict)  # with the versions by its names
+            return self.module.load_state_dict(state_dict, strict=strict)  # the state's versions have its names
         return super().load_state_dict(state_dict, strict=strict)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:

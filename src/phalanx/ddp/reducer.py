@@ -75,7 +75,7 @@ class Backward:
 
     Arguments:
         syncs: it averages gradients, or only accumulates.
-        writes: it would write the gradient of every parameter that it reaches.
+        writes: it writes `.grad` of every parameter that it reaches, unlike torch.autograd.grad.
         fresh: in a backward that only accumulates, whether it creates the gradient, for each parameter.
     """
 
@@ -257,7 +257,7 @@ class Reducer:
     # During backward
 
     def on_begin(self, sync: bool) -> None:
-        """Record that a backward reached outputs of a forward that decided `sync`; one that syncs decides for all."""
+        """Record that a backward reached outputs of a forward that decided `sync`; a forward that syncs prevails."""
         backward = self._enter(syncs=sync)
         # torch.autograd.grad and backward(inputs=...) pass the same nodes, but write no parameter's gradient.
         backward.writes = _engine.is_checkpoint_valid()
@@ -295,16 +295,17 @@ class Reducer:
                 self._launch()
 
     def _may_launch_at_once(self, index: int) -> bool:
-        """Return whether the buckets that the latest gradient completed need nothing that follows its hook."""
+        """Return whether the buckets that the latest gradient completed may be launched from that gradient's hook."""
         return is_last_hook(self._parameters[index], self._hook_ids[index]) and not any(
             self._set.buckets[number].may_stay_in_place for number in self._round.complete
         )
 
     def _syncs_unannounced(self) -> bool:
-        """Return whether a backward syncs that passed no observed output: from hidden tensors, or from no forward.
+        """Return whether a backward syncs that passed no observed output.
 
-        A penalty on the parameters, after the backward of the loss, is from no forward: as in PyTorch it adds to this
-        rank's gradients, which hold the mean. Before the first round it could be either.
+        A backward from hidden tensors of a forward syncs. A backward that belongs to no forward does not: a penalty on
+        the parameters, after the backward of the loss, adds to this rank's gradients, which hold the mean, as in
+        PyTorch. Before the first round it could be either.
         """
         if self._round.started:
             return True
@@ -388,7 +389,7 @@ class Reducer:
             raise self._missing_gradients()
 
     def _separate(self, fresh: Sequence[bool]) -> None:
-        """Give each gradient that this backward made its own memory, so that the next can add to it.
+        """Give each gradient that this backward made its own memory, so that the next backward can add to it.
 
         AccumulateGrad adds in place, and does not check who else uses the memory: in `h + a.unsqueeze(0) +
         b.unsqueeze(0)` with one sample, the first gradients of `a` and `b` share memory, so that additions to one
@@ -487,7 +488,8 @@ class Reducer:
     def _rebuild(self, order: list[int]) -> None:
         """Plan again, in the order in which the first round's gradients became ready on rank 0.
 
-        All ranks are in step at the end of a backward, and old and new buckets need less memory than activations did.
+        Called at the end of a backward: all ranks are in step there, and old and new buckets together need less memory
+        than the activations did.
         """
         shared = torch.tensor(order, dtype=torch.int64, device=self._parameters[0].device)
         dist.broadcast(shared, group=self._group, group_src=0)
@@ -510,7 +512,7 @@ def weak_hook(
 ) -> Callable[[object], None]:
     """Return a hook that calls `call(owner, argument)` while the owner lives, and keeps nothing alive.
 
-    It needs a gradient in `.grad` until backward ends, also in a distributed backward of `phalanx.rpc`.
+    By its attribute `keeps_grad`, a distributed backward of `phalanx.rpc` leaves the gradient in `.grad` until it ends.
     """
 
     @untraced
@@ -530,8 +532,9 @@ def is_last_hook(parameter: Tensor, hook_id: int) -> bool:
 
 
 def register_gradient_hook(parameter: Tensor, hook: Callable[..., None]) -> Any:
-    """Register a hook of a parameter's gradient, even if the parameter is frozen for now: a wrapper that switches to
-    another group keeps its parameters.
+    """Register a hook of a parameter's gradient, even if the parameter is frozen for now.
+
+    A wrapper that switches to another group keeps its parameters, which may be frozen by then.
     """
     trains = parameter.requires_grad
     parameter.requires_grad_()

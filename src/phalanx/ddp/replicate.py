@@ -78,8 +78,8 @@ class BufferBroadcast:
     def from_first(self, tensors: Iterable[Tensor], num_rounds: int = 0) -> None:
         """Overwrite `tensors` with rank 0's, bit by bit; version counters do not change, as in `broadcast_tensors`.
 
-        `num_rounds` is the number of gradient rounds so far, the same on all ranks. Without it, after a forward of one
-        rank alone, the other ranks would keep receiving buffers of the previous step, without any rank waiting.
+        `num_rounds` is the number of gradient rounds so far, the same on all ranks. It detects a forward of one rank
+        alone: without it, the other ranks would receive the previous step's buffers from then on, and none would wait.
         """
         given = [tensor for tensor in tensors if tensor.numel()]
         members = _memories(given)
@@ -102,8 +102,9 @@ class BufferBroadcast:
 
 
 def _memories(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Return views of the tensors' elements in memory order: one element per expanded dimension, and neither conjugated
-    nor negated. Empty tensors are left out.
+    """Return views of the tensors' elements in memory, without empty tensors.
+
+    An expanded dimension has size 1, and the views are neither conjugated nor negated.
 
     Raises:
         RuntimeError: one is sparse or nested.

@@ -169,7 +169,7 @@ def _mismatch(everyone: Sequence[tuple[Structure, dict[str, str]]], caller: str)
 
 
 def specify(module: nn.Module, trained: Sequence[tuple[str, nn.Parameter]]) -> list[ParameterSpec]:
-    """Return the specs for planning of all parameters; an `nn.Embedding(sparse=True)` has sparse gradients."""
+    """Return the specs of the `trained` parameters for the plan; `nn.Embedding(sparse=True)` has sparse gradients."""
     specs = []
     for name, parameter in trained:
         owner = module.get_submodule(name.rpartition(".")[0])

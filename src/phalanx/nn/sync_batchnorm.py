@@ -272,8 +272,8 @@ class Normalize(torch.autograd.Function):
     """`Normalize` computes y = w (x - mean) / sqrt(variance + eps) + b with statistics that depend on all ranks' x.
 
     Cost: backward is one all_reduce of 2C numbers; there is none when x needs no gradient, on all ranks alike.
-    Numerics: half types are computed in float32 and rounded once. Gradients of w and b are this rank's part, as those
-    of any parameter: DistributedDataParallel averages them.
+    Numerics: half types are computed in float32 and rounded once. Gradients of w and b are this rank's part, like the
+    gradients of any parameter: DistributedDataParallel averages them.
     """
 
     @staticmethod

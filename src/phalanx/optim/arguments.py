@@ -87,7 +87,7 @@ def check_parameters(
 ) -> None:
     """Check that all ranks pass the same, valid parameters. All ranks call it, and all raise or none.
 
-    `others` are the parameters of other groups; they may include those of this one.
+    `others` are the parameters of other groups; they may include `parameters`.
 
     Raises:
         ValueError: a parameter cannot be in the host's memory, or, with `offload`, cannot be copied there; or two of

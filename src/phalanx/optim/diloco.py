@@ -89,7 +89,7 @@ class DiLoCo(Rounds):
 
     @torch.no_grad()
     def _catch_up_without_round(self, root: int) -> None:
-        self._flat.copy_in()  # the root's, which has not stepped: the outer parameters, and its buffers
+        self._flat.copy_in()  # on the root, which has not stepped: the outer parameters, and its buffers
         self._flat.broadcast(self.process_group, root)
         self._flat.copy_out()
 

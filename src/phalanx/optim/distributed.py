@@ -117,7 +117,7 @@ class LocalOptimizer:
 
 
 def _use_grad() -> Any:
-    """Return the decorator with which torch wraps its own optimizers' step, besides profiler and hooks."""
+    """Return the code of the wrapper that torch puts around its own optimizers' step, inside of profiler and hooks."""
     wrap: Any = find("torch.optim.optimizer._use_grad_for_differentiable", loses=_SLOWER, instead=None)
     return None if wrap is None else wrap(_use_grad).__code__
 
@@ -126,7 +126,7 @@ _USE_GRAD = _use_grad()
 
 
 def _step_of(optim: Any) -> Callable[[], Any]:
-    """Return the optimizer's step, without the profiler's event and hooks if unused, since they cost time."""
+    """Return the optimizer's step. Leave out the profiler's event and the hooks if they are unused: they cost time."""
     if (
         isinstance(optim, torch.optim.Optimizer)
         and type(optim).__module__.startswith("torch.optim.")

@@ -33,9 +33,9 @@ class MasterParameters(SharedBlock):
     """`MasterParameters` keep masters of `parameters` in a block of host memory, once for all ranks of the host.
 
     The parameters stay on their devices. Masters of float16 and bfloat16 are float32, all others have the parameter's
-    dtype. All ranks' parameters get the values of rank `source`. If it passes its earlier masters as `previous`, the
-    new masters have their full precision wherever a parameter was not written since. A frozen parameter's master is
-    reserved, but its memory is untouched until the parameter trains. All ranks create it together.
+    dtype. All ranks' parameters get the values of rank `source`. If rank `source` passes its earlier masters as
+    `previous`, the new masters keep the precision of these wherever the parameter was not written since. Room for the
+    master of a frozen parameter is reserved, but untouched until the parameter trains. All ranks create it together.
 
         rounded   the masters in the parameters' own dtype, if that differs and several ranks share them: each rank
                   rounds its slices, and all copy half the bytes; the device of a single rank rounds by itself
@@ -83,7 +83,7 @@ class MasterParameters(SharedBlock):
             register_shared_update(self.parameters, self)
 
     def move_to(self, memory: Tensor) -> None:
-        """Use `memory`, which is this rank's own and laid out as the block, instead; copy its values to the devices."""
+        """Replace the block by `memory`, this rank's own with the same layout; copy its values to the devices."""
         self.synchronize()
         super().move_to(memory)
         self._masters = [self.shaped(number) for number in range(len(self.parameters))]
@@ -115,7 +115,7 @@ class MasterParameters(SharedBlock):
         return self if self._rounded is None or not self._is_half[number] else self._rounded
 
     def values(self, number: int) -> Tensor:
-        """Return a parameter's current values on the host, in the master's precision wherever it rounds to them."""
+        """Return a parameter's current values on the host; where the master rounds to them, return the master's."""
         parameter, master = self.parameters[number], self._masters[number]
         now = parameter.detach().cpu()
         if not self._is_half[number] or not self._live[number]:
@@ -152,9 +152,9 @@ class MasterParameters(SharedBlock):
         self.round(part)
 
     def load(self, part: Slice, values: Tensor | None) -> None:
-        """Set this rank's slice of a master to `values`; with None, the next `pull` sets it to the parameter's.
+        """Set this rank's slice of a master to `values`; with None, the next `pull` copies the parameter's values.
 
-        That `pull` also replaces values that do not round to the parameter's.
+        The next `pull` also replaces `values` that do not round to the parameter's values.
         """
         self._keeps_precision[part.index] = values is not None
         self._notes.pop(part.index, None)

@@ -7,9 +7,9 @@ step          gradients ──────────────────�
 ------------- sync: all ranks have written ----------------------
 then          parameters ◀───────────────────────── all masters, rounded (by the device, for a single rank)
 
-Gradients are not copied during backward: other code (a collective, a GradScaler) may write them before the update,
-which shows only in their bits, and checking these twice takes longer than the copies, which except for
-the first wave are hidden behind the update.
+Gradients are not copied during backward: other code (a collective, a GradScaler) may still write them before the
+update. Such a write shows only in the gradient's bits, and checking the bits twice takes longer than the copies. The
+update hides all copies but those of the first wave.
 
 Source: Ren et al. (2021), ZeRO-Offload; masters and state once per host, in memory that its ranks share, are ours.
 """
@@ -130,7 +130,7 @@ class Offload:
             used[key] += shard.count
 
     def update(self, optimizer: Optimizer, kwargs: dict[str, Any]) -> None:
-        """Update this rank's slices of the masters; a group's only rank also begins to copy them to their devices."""
+        """Update this rank's slices of the masters; the only rank of a group also begins to copy them to devices."""
         for masters in self._masters:
             masters.pull()
         with_gradient = [pair for pair in self._all() if pair[1].parameter.grad is not None]
@@ -222,8 +222,9 @@ _STATES = 4
 
 
 class SharedState:
-    """A `SharedState` has room for four numbers per element that a rank updates; unused room costs no memory. All
-    ranks create it together.
+    """A `SharedState` has room for four numbers per element that a rank updates; unused room costs no memory.
+
+    All ranks create it together.
     """
 
     def __init__(self, extents: Sequence[ParameterExtent], plan: Plan, group: dist.ProcessGroup) -> None:

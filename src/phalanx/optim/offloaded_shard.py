@@ -63,7 +63,7 @@ class OffloadedShard:
         self.tensor.grad = self._copy = self._wait = None
 
     def load_master(self, values: Tensor | None) -> None:
-        """Set the slice of the master to its saved values; otherwise to the parameter's values."""
+        """Set the slice of the master to the saved `values`; with None, to the parameter's values."""
         self._masters.load(self.part, values)
 
     def gradient_slice(self) -> Tensor | None:

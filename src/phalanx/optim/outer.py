@@ -21,7 +21,7 @@ from phalanx.optim.flat import Flat
 
 
 def check_optimizers(name: str, model: nn.Module, inner: Optimizer, outer: Optimizer) -> None:
-    """Refuse optimizers that are identical, or an outer one that cannot step, or has not exactly the parameters.
+    """Refuse identical optimizers, and an outer optimizer that cannot step or holds the wrong parameters.
 
     Raises:
         ValueError: an optimizer is refused; the message says why.

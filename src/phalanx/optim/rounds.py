@@ -134,7 +134,7 @@ class Rounds(ABC):
 
         The steps of a lost rank since the last round are lost. A rank that learned of the loss after others had
         completed a round has missed that round, and gets the common values from them. With an outer optimizer only
-        ranks with steps count: a round of ranks that have just had one would move the outer parameters again.
+        ranks with steps count: a round of ranks that have just completed one would move the outer parameters again.
         """
         newest, root, is_torn = self._find_newest(is_new=is_new)
         is_behind = is_new or self.num_rounds < newest
@@ -168,7 +168,7 @@ class Rounds(ABC):
             pass
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's step in its round, and the number of rounds. Models differ between rounds: save each."""
+        """Return this rank's step in its round, and the number of rounds. Save every rank's model, as they differ."""
         return {"local_steps": self.local_steps, "num_rounds": self.num_rounds}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

@@ -71,7 +71,7 @@ class SharedBlock:
         return flat.as_strided(like.shape, like.stride()) if is_dense(like) else flat.view(like.shape)
 
     def move_to(self, memory: Tensor) -> None:
-        """Use `memory`, which is this rank's own and laid out as the block, instead."""
+        """Replace the block by `memory`, this rank's own with the same layout."""
         self.memory = memory
         self.flats = [self._flat(number) for number in range(len(self.parameters))]
 
@@ -82,8 +82,9 @@ class SharedBlock:
 
 
 class SharedParameters(SharedBlock):
-    """`SharedParameters` moves `parameters` into one block of host memory, with `source`'s values. All ranks create it
-    together.
+    """`SharedParameters` moves `parameters` into one block of host memory, with the values of rank `source`.
+
+    All ranks create it together.
     """
 
     def __init__(self, parameters: Sequence[Tensor], group: dist.ProcessGroup, source: int = 0) -> None:
@@ -125,9 +126,8 @@ _logger = get_logger(__name__)
 class Readers:
     """`Readers` are the ranks of `group`, which may read parameters that they share. All ranks create it together.
 
-    A rank publishes in a word how many loads it has begun. It no longer reads once it has begun the same load, or while
-    it waits in a collective that this rank has not called yet: this happens if one rank loads while the others wait in
-    a barrier.
+    A rank publishes in a word how many loads it has begun. Another rank no longer reads if it has begun the same load,
+    or while it waits in a collective that this rank has not called yet, such as a barrier while one rank loads.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:

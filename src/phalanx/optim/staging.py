@@ -55,7 +55,8 @@ class HostStaging:
     def to_host(self, host: Tensor, tensor: Tensor) -> Callable[[], object]:
         """Begin to copy `tensor` to `host`, inside `beside`; return a function that waits for the copy.
 
-        The tensor may be freed at once, and changed by code that waits or queues after the copy. Both are flat.
+        Both tensors have one dimension. `tensor` may be freed at once, and changed by code that waits for the copy, or
+        is queued after it.
         """
         if self._stream is None:
             host.copy_(tensor)
@@ -192,8 +193,8 @@ def plan_pages(address: int, ranges: Iterable[tuple[int, int]]) -> list[tuple[in
 
 _BLOCK = 1 << 16
 _BLOCKS_AT_ONCE = 64  # so that the products take 32 MB
-# Elements are read as integers. In the exact sum no element has 8 bytes: scaling by a power of two adds the same to
-# each, and could be lost above 64 bits.
+# Elements are read as integers of at most 4 bytes: scaling by a power of two adds the same number to each, and in an
+# exact sum of 8-byte elements that change could be lost above 64 bits.
 _WORDS = {1: torch.int8, 2: torch.int16}
 
 

@@ -157,7 +157,7 @@ class Undo:
 
     @property
     def number(self) -> int:
-        """Return the step that the parameters are of; equal on all ranks that know how the latest step ended."""
+        """Return the number of the step that the parameters have; equal on all ranks that know how the latest ended."""
         decided = self._decision()
         if self._failed_at and not (decided is not None and decided[0] == _NEW):
             return self._number - 1

@@ -422,7 +422,7 @@ class ZeroRedundancyOptimizer(ShardedState):
 
     def _state_after(self, num_updates: int) -> dict[int, Any] | None:
         backup = None if self._backup is None else self._backup.read(num_updates)
-        shards = [self.shard_state_dict()["state"]] if self._undo is None else backup  # the first for a single rank
+        shards = [self.shard_state_dict()["state"]] if self._undo is None else backup  # a single rank has no backup
         parameters = [p for group in self.param_groups for p in group["params"]]
         return None if shards is None else merge_states(shards, parameters)
 
@@ -486,7 +486,7 @@ def broadcast_parameters(parameters: Iterable[Tensor], group: dist.ProcessGroup)
 def build_local(
     optimizer_class: type[Optimizer], group: dict[str, Any], defaults: dict[str, Any], *, cuts: bool
 ) -> Optimizer:
-    """Return this rank's optimizer; if `cuts`, a class of torch, without its decorators, which import Dynamo."""
+    """Return this rank's optimizer. If `cuts`, it is torch's: leave out its decorators, which import Dynamo."""
     if not cuts:
         return optimizer_class([group], **defaults)
     local = optimizer_class.__new__(optimizer_class)
@@ -509,7 +509,7 @@ def request_gradients(parameters: Sequence[Tensor], mine: Mapping[int, Slice] | 
 
 
 def refuse_touched(slices: Iterable[tuple[Tensor, NeededSlice]], rank: int) -> None:
-    """Refuse gradients that other code has changed, which has read wrong values outside of this rank's slices.
+    """Refuse gradients that other code has changed: that code has read wrong values outside of this rank's slices.
 
     Raises:
         RuntimeError: a gradient was changed.

@@ -1,8 +1,9 @@
 """Refuse models in which a stage changes a tensor in place while another stage has a copy of the same memory.
 
-In one process an in-place change of a tensor changes its views. Across a cut each value is sent separately. So in the
-first micro-batch of a mode the stages record which values sent between stages overlap and which a stage changes; with
-the records of all stages, a model that would give another result is refused.
+In one process, an in-place change of a tensor also changes its views. Across a cut, each value is sent separately, so
+its copy does not change. In the first micro-batch of each mode, every stage records which values that it receives or
+sends overlap, and which received values it changes. If the records of all stages show that the result would differ from
+the result of one process, the model is refused.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from phalanx.pipeline.nested import tree_flatten
 
 @dataclass(frozen=True)
 class ValueAliases:
-    """`ValueAliases` are a stage's pairs of overlapping values, and foreign values that it changes, by node name."""
+    """`ValueAliases` records, by node name, which values of a stage overlap and which received values it changes."""
 
     stage: int
     pairs: tuple[tuple[str, str], ...] = ()
@@ -52,7 +53,7 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
 
 
 def find_stale(seen: Sequence[ValueAliases], graph: fx.Graph, home: Mapping[fx.Node, int]) -> str:
-    """Return why a pipeline of these stages would use an outdated copy of a value; "" if none would.
+    """Return the reason why a stage would use an outdated copy of a value; "" if no stage would.
 
     `home` maps a node to its stage.
     """
@@ -77,7 +78,7 @@ def find_stale(seen: Sequence[ValueAliases], graph: fx.Graph, home: Mapping[fx.N
 
 
 class CopyCheck:
-    """A `CopyCheck` checks, in the first step of a mode, that no stage uses a copy of a value that another changes.
+    """A `CopyCheck` checks, in the first step of a mode, that no stage uses an outdated copy of a value.
 
     `home` maps a node of `graph` to its stage.
     """
@@ -87,10 +88,10 @@ class CopyCheck:
         self._checked: set[tuple[bool, bool]] = set()
 
     def require_current(self, mode: tuple[bool, bool], seen: Iterable[ValueAliases], group: dist.ProcessGroup) -> None:
-        """Raise if a stage would use such a copy; `seen` are the records of this rank's stages. All ranks call it.
+        """Raise if a stage would use an outdated copy. Collective. `seen` has the records of this rank's stages.
 
         Raises:
-            ValueError: a stage would, on all ranks; the message names the values.
+            ValueError: a stage would use an outdated copy. All ranks raise it; the message names the values.
         """
         if mode in self._checked or torch.is_inference_mode_enabled():
             return

@@ -1,9 +1,9 @@
 """Update BatchNorm's running statistics once per step of a pipeline, from the whole mini-batch.
 
-In training every micro-batch is normalized by its own statistics: the whole mini-batch's are known only after its last
-micro-batch, and waiting for it would defeat the pipeline. The running statistics for evaluation are still updated
-once per step, with mean and variance of all values of the mini-batch (as in GPipe). A
-layer that forward calls twice gets two updates, one after the other.
+In training every micro-batch is normalized by its own statistics: the statistics of the whole mini-batch are known only
+after its last micro-batch, and waiting for that one would defeat the pipeline. The running statistics for evaluation
+are still updated once per step, with mean and variance of all values of the mini-batch (as in GPipe). A layer that
+forward calls twice gets two updates, one after the other.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from phalanx._base.torch_names import find
 
-# torch has no public name for any BatchNorm.
+# torch has no public name for the base class of its BatchNorm layers.
 _BatchNorm: Any = find(
     "torch.nn.modules.batchnorm._BatchNorm",
     loses="a Pipeline recognizes only PyTorch's own BatchNorm layers",
@@ -30,10 +30,10 @@ _Seen = list[tuple[float, Tensor, Tensor]]
 
 
 class MiniBatchStatistics:
-    """`MiniBatchStatistics` updates some stages' BatchNorm layers, except those whose class overrides `forward`."""
+    """`MiniBatchStatistics` updates a module's BatchNorm layers, except layers whose class overrides `forward`."""
 
     def __init__(self, module: nn.Module, replicas: dist.ProcessGroup | None = None) -> None:
-        """Find the layers of `module`; `replicas` are ranks with the same layers, whose mini-batches count as one."""
+        """Find the layers of `module`. The mini-batches of all `replicas`, ranks with the same layers, count as one."""
         self._replicas = replicas
         self._layers = [
             layer
@@ -46,14 +46,14 @@ class MiniBatchStatistics:
         self._seen: dict[nn.Module, list[_Seen]] = {}  # for each call of the layer in a forward
 
     def buffers(self) -> set[int]:
-        """Return the ids of the running statistics, which `update` gives the same bits on all replicas."""
+        """Return the ids of the running statistics' tensors, which `update` keeps bitwise equal on all replicas."""
         found = (
             t for layer in self._layers for t in (layer.running_mean, layer.running_var, layer.num_batches_tracked)
         )
         return {id(tensor) for tensor in found}
 
     def measured(self) -> AbstractContextManager[None]:
-        """Record the statistics of training layers' inputs during one forward, without changing the running ones."""
+        """Record the input statistics of layers in training during one forward; running statistics do not change."""
         return self._watched() if self._layers else nullcontext()
 
     @contextmanager
@@ -72,7 +72,7 @@ class MiniBatchStatistics:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Stop recording during the block: a micro-batch is run a second time."""
+        """Discard what the block records: it runs a micro-batch a second time."""
         seen, self._seen = self._seen, {}
         try:
             with self.measured():
@@ -104,7 +104,7 @@ class MiniBatchStatistics:
 
 
 class _Watch:
-    """A `_Watch` runs a layer on separate buffers, which then have the statistics of the micro-batch."""
+    """A `_Watch` runs a layer on separate buffers, which then contain the statistics of the micro-batch."""
 
     def __init__(self, seen: list[_Seen]) -> None:
         self._seen = seen

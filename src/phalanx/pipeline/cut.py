@@ -41,7 +41,7 @@ class CutPlan:
 
     @property
     def counts(self) -> list[int]:
-        """Return the layers per stage, as `balance=` takes them."""
+        """Return the number of layers of each stage, in the form that `balance=` accepts."""
         return [row.num_layers for row in self.rows]
 
     def __str__(self) -> str:
@@ -118,7 +118,7 @@ def decide_counts(
     *,
     recompute: bool = False,
 ) -> tuple[list[int], str]:
-    """Return the layers per stage, and the basis of the decision.
+    """Return the number of layers of each stage, and the basis of the decision.
 
     Raises:
         ValueError: the model cannot be cut in this way.
@@ -228,7 +228,7 @@ def require_one_owner_of_buffers(layers: LayerList, parts: Sequence[LayerRange])
 
 
 class Cut(NamedTuple):
-    """A `Cut` has the layers per stage, the basis of the decision, and the layers' costs if measured."""
+    """A `Cut` has the number of layers of each stage, the basis of the decision, and the layers' costs if measured."""
 
     counts: list[int]
     reason: str

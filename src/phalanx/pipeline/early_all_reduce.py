@@ -1,7 +1,8 @@
 """Sum a few numbers over all ranks at the end of each step, with messages whose receives are posted early.
 
-The first stage usually finishes last. A Gloo all_reduce would begin then, in a thread that first needs a core and
-exchanges notices; here the other ranks' numbers have arrived already, and the first rank sends each one message.
+The first stage usually finishes last. Only then could a Gloo all_reduce begin, in a thread that needs a core and
+exchanges notices first. Here the other ranks' numbers have already arrived, and the first rank sends one message to
+each of them.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ LEAVING_S = 5.0
 
 
 def keep_messages(group: dist.ProcessGroup, messages: Sequence[tuple[dist.Work, Tensor]]) -> None:
-    """Keep memory of messages in flight as long as the group: Gloo fails once one message's memory is freed."""
+    """Keep the memory of messages in flight as long as the group: Gloo fails when a message's memory is freed."""
     _kept.setdefault(group, []).extend(messages)
 
 
 def reduces_early(group: dist.ProcessGroup) -> bool:
-    """Return whether messages pay off: the backend `phalanx` has equally fast collectives with better error reports."""
+    """Return whether an `EarlyAllReduce` pays off: with Gloo only, as the backend `phalanx` is as fast without it."""
     return phalanx_group(group) is None and dist.get_backend(group) == "gloo"
 
 
@@ -52,8 +53,8 @@ class EarlyAllReduce:
     def begin(self, count: int) -> None:
         """Begin a step, at whose end `count` numbers are added.
 
-        `add` reports a lost rank: the other ranks need this rank's messages until then, and the neighbours of the lost
-        one detect the loss themselves.
+        If a rank is already lost, only `add` raises: the other ranks need this rank's messages until then, and the
+        neighbours of the lost rank detect the loss themselves.
         """
         for other in self._others:
             numbers = torch.empty(count, dtype=torch.float64, device="cpu")
@@ -66,9 +67,9 @@ class EarlyAllReduce:
         """Replace `numbers` by the sum over all ranks, in the order of ranks.
 
         Raises:
-            RuntimeError: a rank is lost. Unless it is the first, the first notifies the rest with `leave`. If it was
-                lost after it had sent its numbers, the rest may have received the sum, and detect the loss in the next
-                step.
+            RuntimeError: a rank is lost. Rank 0, unless it is the lost rank, notifies the other ranks with `leave`. If
+                the lost rank had sent its numbers, the others may have received the sum; they detect the loss in the
+                next step.
         """
         if self._error is not None:
             raise self._error
@@ -114,7 +115,7 @@ class EarlyAllReduce:
         return first
 
     def _error_of(self, other: int, error: RuntimeError) -> RuntimeError:
-        """Return the error, with the rank whose connection failed."""
+        """Add to the error the rank whose connection failed, and return the error."""
         self.lost = other if self.lost is None else self.lost
         with_note(error, f"That is the connection to rank {other}.")
         return error

@@ -28,10 +28,10 @@ from phalanx.pipeline.wire import AHEAD, Edge, StepPlan, Wire
 
 @dataclass
 class StepWork:
-    """`StepWork` is the input of a step on this rank. The first stage has `inputs`, the last one `finish`."""
+    """`StepWork` has a step's input and results on this rank. The first stage has `inputs`, the last stage `finish`."""
 
     training: bool
-    """Whether random states are sent along, as dropout needs them."""
+    """Whether the modules are in training. Then random states are sent along, because dropout needs them."""
     grad: bool
     recompute: str
     statistics: MiniBatchStatistics
@@ -40,8 +40,7 @@ class StepWork:
     inputs: Sequence[dict[fx.Node, Any]] = ()
     rows: Sequence[int] = ()
     finish: Callable[[int, StepPlan, dict[fx.Node, Any]], Any] | None = None
-    """A function that the last stage calls with each micro-batch's result; with `grad` it returns the loss to derive.
-    """
+    """A function that the last stage calls with each micro-batch's result; with `grad` it returns the loss."""
     results: dict[int, Any] = field(default_factory=dict)
     seed: int = 0
     """The seed of the first micro-batch's random numbers, if random states are sent along."""
@@ -78,7 +77,7 @@ class Executor:
             first = min(self.stages)
             step.act(Action("F", first, 0))
             micro_batches = len(work.inputs)
-            if first:  # the first micro-batch has their number
+            if first:  # the first message has the number of micro-batches
                 received = self._receive(first - 1, first)
                 micro_batches = received[1].micro_batches
                 self._local[Edge(first - 1, first)].append(received)
@@ -300,7 +299,7 @@ class AwaitedMessage(NamedTuple):
 def plan_receives(order: Sequence[Action], own: Mapping[int, LayerRange]) -> list[AwaitedMessage]:
     """Return the messages from other ranks that these actions need, in order. `own` has this rank's stages.
 
-    They include all possible gradients: a micro-batch's values may turn out to need none.
+    The result includes all gradients that may be sent: the values of a micro-batch may turn out to need none.
     """
     found = []
     for at, (kind, stage, micro_batch) in enumerate(order):
@@ -322,7 +321,7 @@ class ReceiveQueue:
     def __init__(
         self, receives: Sequence[AwaitedMessage], wire: Wire, stages: Mapping[int, Stage], step: StepProgress
     ) -> None:
-        """Take the receives of a step; `stages` are this rank's."""
+        """Queue the receives of a step; `stages` are this rank's."""
         self._receives = deque(receives)
         self._wire = wire
         self._stages = stages
@@ -333,7 +332,7 @@ class ReceiveQueue:
     def post(self, at: int) -> None:
         """Post the receives of the action at this position, and some of the next ones.
 
-        It posts only receives of messages that are sure to arrive, and none of gradients of values not yet made.
+        Only messages that are sure to arrive get a receive: there is none for the gradient of a value not yet made.
         """
         if not self._receives:
             return

@@ -42,7 +42,7 @@ def describe_failure(step: StepProgress, stages: Mapping[int, Stage], rank: int)
 
 
 def draw_failure(schedule: PipelineSchedule | None, at: Action | None) -> list[str]:
-    """Draw the schedule with that cell marked; for a large one, the part around the cell."""
+    """Return a drawing of the schedule with the cell of `at` marked; of a large schedule, the part around the cell."""
     if schedule is None or at is None:
         return []
     lines = plain(schedule, ideal(schedule), at, columns=None)
@@ -62,7 +62,7 @@ def draw_failure(schedule: PipelineSchedule | None, at: Action | None) -> list[s
 
 
 def with_note(error: BaseException, note: str) -> BaseException:
-    """Return the same error, with its place in the message."""
+    """Add `note` to the error's message, and return the error."""
     if type(error).__str__ in (Exception.__str__, BaseException.__str__) and len(error.args) == 1:
         error.args = (f"{error.args[0]}\n{note}",)
     elif sys.version_info >= (3, 11):

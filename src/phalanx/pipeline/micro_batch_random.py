@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 class MicroBatchRandom:
-    """`MicroBatchRandom` is the state of the generators of layers on `device`, as one tensor of bytes."""
+    """`MicroBatchRandom` reads and sets the state of the generators of layers on `device`, as one tensor of bytes."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

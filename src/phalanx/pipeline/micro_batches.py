@@ -48,8 +48,8 @@ def join(results: Sequence[Any], rows: Sequence[int]) -> Any:
     """Join the micro-batches' `results`, of `rows` rows each, into the mini-batch's result.
 
     Raises:
-        TypeError: a result has a value that can't be joined: no tensor, or one without dimensions.
-        ValueError: the first dimension of a tensor does not count the samples, nor a multiple of them.
+        TypeError: a value can't be joined: a tensor without dimensions, or another object that differs.
+        ValueError: the first dimension of a tensor is neither the number of samples nor a multiple of it.
     """
     flat = [tree_flatten(result) for result in results]
     tree = flat[0][1]

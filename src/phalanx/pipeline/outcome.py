@@ -1,8 +1,8 @@
 """Agree at the end of a step on its result: the same loss on all ranks, or an error on all of them.
 
-A rank that has completed its actions cannot know whether the others will complete theirs: a first stage may fail in its
-last backward, long after the last stage has computed its loss. So all ranks, and all replicas, reduce a few numbers at
-the end of a step.
+A rank that has completed its actions cannot know whether the others will complete theirs: the first stage may fail in
+its last backward, long after the last stage has computed its loss. So all ranks, and all replicas, reduce a few numbers
+at the end of a step.
 
 Only ranks in a lost rank's groups detect the loss. A rank that detects a loss and shares another group with ranks that
 cannot detect it aborts that group, so that they detect it there. MPI calls this revoking a communicator.
@@ -26,14 +26,11 @@ from phalanx.pipeline.progress import StepProgress
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _COMPLETED_ALONE = "Pipeline: this rank has completed its part of the step; another rank was lost before. Read its log."
 _LOST, _INTERRUPTED = 1e6, 1e12  # each more than the sum of the previous over all ranks
-_NAMED = -1.0  # in the field of the loss's dtype: the field of the loss has the lost rank
+_NAMED = -1.0  # instead of the loss's dtype: the lost rank is there instead of the loss
 
 
 class StepOutcome:
-    """A `StepOutcome` is the agreement of all ranks on how `step` ends; `data_group` has one rank per replica.
-
-    All ranks call it.
-    """
+    """A `StepOutcome` is the agreement of all ranks on how `step` ends; `data_group` has one rank per replica."""
 
     def __init__(
         self,
@@ -43,7 +40,7 @@ class StepOutcome:
         tag: int,
         step: StepProgress,
     ) -> None:
-        """Create the agreement; no other messages of the group have the tag `tag`."""
+        """Create the agreement. All ranks call it. No other messages of the group have the tag `tag`."""
         self._early = EarlyAllReduce(group, tag) if reduces_early(group) else None
         self._group, self._data_group, self._device = group, data_group, device
         self._step = step
@@ -55,7 +52,7 @@ class StepOutcome:
             self._early.begin(3)
 
     def share(self, loss: Tensor | None, error: Exception | None, *, replicas: bool) -> Tensor:
-        """Return the loss of the one rank that has it on every rank; with `replicas` return the mean over them.
+        """Return, on every rank, the loss of the one rank that has it; with `replicas`, the mean over the replicas.
 
         Raises:
             `error`, if this rank has one.
@@ -90,7 +87,7 @@ class StepOutcome:
         return self._early is not None
 
     def leave(self, *, lost: bool, peer: int | None = None) -> None:
-        """End this rank's step without making the others wait: it was interrupted, or `lost` a rank.
+        """End this rank's step without making the others wait: this rank was interrupted, or with `lost` a peer died.
 
         `peer` is the lost rank, if known.
         """

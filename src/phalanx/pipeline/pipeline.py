@@ -144,7 +144,8 @@ class Pipeline(StageModule):
     Arguments:
         module: an `nn.Sequential`, or another module whose `forward` torch.fx can trace. Its children are the layers
             between which it may be cut; a value may skip stages, and a parameter may be used in several.
-        stages: the number of stages. Default: one on each rank; with the interleaved schedule two, or another multiple.
+        stages: the number of stages. Default: one per rank. The interleaved schedule accepts any multiple of the number
+            of ranks; its default is two per rank.
         micro_batches: the number of parts of a mini-batch. More parts give shorter bubbles, but less work in each.
         schedule: the order in which stages work on micro-batches (`phalanx explain pipeline` draws it).
         balance: where to cut. "time": so that the slowest stage is as fast as possible; "memory": so that the largest
@@ -155,8 +156,8 @@ class Pipeline(StageModule):
         loss_fn: called on the last stage with the model's result and the target of a micro-batch. Without one the
             model's result is the loss.
         loss_reduction: how `loss_fn` combines its samples. The loss of the mini-batch combines them in the same way.
-        example: a micro-batch, or a tuple or dict of arguments. Arguments of `forward` that have a default can be given
-            to `step` if they are in it; else the default is traced.
+        example: a micro-batch, or a tuple or dict of arguments. `step` accepts an argument of `forward` that has a
+            default only if `example` has this argument; else the default is traced.
         outputs: which ranks get the result of an evaluation: the rank of the last stage, or all.
         mesh: a mesh with an axis "pipeline" and, if there are several pipelines, an axis "data", over which
             gradients are averaged (`phalanx.mesh`).
@@ -442,7 +443,7 @@ def clip(
     """Clip the gradients of this rank's parameters; return the norm before clipping, equal on all ranks. Collective.
 
     Arguments:
-        counted: those of `parameters` that this rank adds to the norm; one rank adds each shared parameter.
+        counted: the part of `parameters` that this rank adds to the norm; only one rank adds a shared parameter.
 
     Raises:
         ValueError: max_norm is below zero.
@@ -504,7 +505,7 @@ class Loss:
 
 
 def materialize(own: nn.Module, device: torch.device, init_fn: Callable[[str, Tensor], object] | None) -> list[str]:
-    """Give every meta tensor of `own` memory and values: those of its module's `reset_parameters`, or of `init_fn`.
+    """Give every meta tensor of `own` memory and values, by its module's `reset_parameters` or else by `init_fn`.
 
     Tensors that two modules share stay shared. Return the names of tensors without initial values; they are zero.
     """
@@ -542,7 +543,7 @@ class StepEnd:
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """Notify the other ranks of errors in this block, which all of them run after they have agreed."""
+        """Notify the other ranks of errors in this block, which all ranks run after their agreement."""
         try:
             yield
         except BaseException as error:

@@ -89,7 +89,7 @@ class StepProgress:
 
     @property
     def may_start(self) -> bool:
-        """Return whether another step may start: not after a failure, or where a step was interrupted."""
+        """Return whether another step may start: none may after a step that failed or was interrupted."""
         return StepPhase.STARTED in TRANSITIONS[self.phase]
 
     # -- actions -------------------------------------------------------------------------------------------------
@@ -115,7 +115,7 @@ class StepProgress:
 
     @contextlib.contextmanager
     def sending_to(self, stage: int) -> Iterator[None]:
-        """Run the body, which waits for no rank, and fail at once if `stage` is known to be lost."""
+        """Run the body, which waits for no rank; if it fails because `stage` is lost, record `stage` as awaited."""
         try:
             yield
         except RuntimeError:

@@ -1,4 +1,4 @@
-"""Keep pipelines equal that train one model on different data, stage by stage: gradients and buffers."""
+"""Keep replicas of a pipeline equal, stage by stage: average gradients, and copy the first replica's buffers."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _BUCKET_BYTES = 25 * 1024 * 1024
 
 
 class Replicas:
-    """`Replicas` averages over this stage's replicas, one per pipeline; all begin with the first's values.
+    """`Replicas` averages gradients over the replicas of this rank's stages, one per pipeline. Collective.
 
-    Collective.
+    All replicas begin with the values of the first.
     """
 
     def __init__(self, group: dist.ProcessGroup, module: nn.Module, statistics: MiniBatchStatistics) -> None:
-        """Include the parameters and buffers of `module`; `statistics` are equal on all replicas anyway."""
+        """Copy the first replica's parameters and buffers; the buffers of `statistics` need no copies later."""
         self.group = group
         self._module = module
         self._statistics = statistics
@@ -40,8 +40,8 @@ class Replicas:
         A parameter that no replica used has no gradient, and a frozen one keeps its gradient. If all gradients of a
         parameter are sparse, so is their mean.
 
-        Cost: one all_reduce of two numbers per parameter and one per buffer, one per 25 MiB of gradients and one per
-        sparse gradient; buffers are compared with a copy, and those that have changed are sent.
+        Cost: one all_reduce of two numbers for each parameter and one for each buffer; one all_reduce per 25 MiB of
+        gradients; one per sparse gradient. Buffers are compared with a copy, and one broadcast sends the changed ones.
         """
         # Any parameter may have been frozen or unfrozen since the last step, so all are checked each time.
         parameters = list(self._module.parameters())
@@ -105,7 +105,7 @@ class Replicas:
 
 
 def _memory(tensor: Tensor) -> Tensor:
-    """Return a view of a tensor's elements in memory: one for a whole expanded dimension."""
+    """Return a view that has each element in memory once: an expanded dimension has size 1."""
     tensor = tensor.detach()
     if 0 not in tensor.stride():
         return tensor

@@ -106,5 +106,5 @@ def unit_seconds(schedule: PipelineSchedule, backward: float = 2.0) -> Callable[
 
 
 def ideal_efficiency(num_ranks: int, micro_batches: int, stages_per_rank: int = 1) -> float:
-    """Return m / (m + p - 1), the ranks' busy share of time with equal parts; bubbles are 1/v as long."""
+    """Return m / (m + (p - 1) / v), the share of time in which ranks are busy if all stages take the same time."""
     return micro_batches / (micro_batches + (num_ranks - 1) / stages_per_rank)

@@ -51,9 +51,9 @@ class WeightsBackward:
 def backward_input(
     roots: list[Tensor], grads: list[Tensor | None], leaves: Sequence[Tensor], parameters: Sequence[nn.Parameter]
 ) -> WeightsBackward:
-    """Compute every leaf's gradient, and return the work that computes the parameters'.
+    """Compute the gradients of the leaves, and return the remaining work, which computes the parameters' gradients.
 
-    A stage without such leaves, the first, leaves all work for later, since no stage waits for it.
+    The first stage has no leaves. It leaves all work for later, since no stage waits for it.
     """
     with environment_preserved():
         # Importing them takes a second, as it loads much of torch's compiler: only on use.
@@ -104,8 +104,8 @@ def _accumulate(
 ) -> None:
     """Add `found` to the gradients `before`, each in separate memory and in its parameter's layout.
 
-    Autograd returns the same tensor for two parameters that are added (a weight and its change), or one of `others`,
-    which another stage reads: later additions to one of them must not change the other.
+    Autograd may return one tensor as the gradient of two parameters (if the model adds them up), or a tensor of
+    `others`, which another stage reads. A later addition to one gradient must not change the other.
     """
     addresses = {_address_of(tensor) for tensor in others if tensor is not None}
     for parameter, was, grad in zip(parameters, before, found, strict=True):

@@ -27,9 +27,9 @@ class PendingMicroBatch:
 
     inputs: dict[fx.Node, Any]
     leaves: dict[int, list[Tensor]] = field(default_factory=dict)
-    """The tensors from each other stage whose gradient that stage expects."""
+    """The tensors received from each other stage for which that stage expects a gradient."""
     outputs: dict[int, list[Tensor]] = field(default_factory=dict)
-    """The tensors to each other stage whose gradient that stage may send."""
+    """The tensors sent to each other stage for which that stage may send a gradient."""
     needs: dict[int, list[bool]] = field(default_factory=dict)
     """Whether each tensor sent to a stage is among its `outputs`."""
     loss: Tensor | None = None
@@ -83,7 +83,7 @@ class Stage:
     def begin(self, most: int) -> None:
         """Begin a step with at most `most` micro-batches in flight here."""
         self._most = most
-        # So does `register_backward_hook`, whose hooks see the weight gradients of the last operation.
+        # `register_backward_hook` also puts its hooks on the graph: they see the last operation's weight gradients.
         if any(module._backward_hooks and module._is_full_backward_hook is False for module in self._own):
             self._weights = None
         if self._weights is not None:
@@ -101,10 +101,11 @@ class Stage:
         finish: Callable[[dict[fx.Node, Any]], Any] | None = None,
         making: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> tuple[dict[int, tuple[list[Any], list[bool]]], Any]:
-        """Return each later stage's values, with which of their tensors need gradients; and the result of `finish`.
+        """Run the layers. Return each later stage's values, the gradients that they need, and the result of `finish`.
 
-        `finish` computes the loss of the last stage, and is recomputed with the stage. Values to send are made in
-        `making()`. `training` says whether there will be a backward; `in_training` is the mode of the modules.
+        The needed gradients are one bool for each tensor in the values. `finish` computes the loss of the last stage,
+        and is recomputed with the stage. Values to send are made in `making()`. `training` says whether there will be a
+        backward; `in_training` is the mode of the modules.
         """
         pending = PendingMicroBatch(inputs, leaves, finish=finish, recompute=recompute)
         self._mode = (training, in_training)
@@ -132,7 +133,7 @@ class Stage:
         return sends, made
 
     def recompute(self, micro_batch: int) -> None:
-        """Run forward again with gradients, if it was run without."""
+        """Run the forward again with gradients, if it ran without them."""
         pending = self.in_flight[micro_batch]
         if not pending.recompute:
             return
@@ -149,11 +150,12 @@ class Stage:
             pending.outputs[target] = [t for t, needed in zip(tensors, pending.needs[target], strict=True) if needed]
 
     def prepare_backward(self, micro_batch: int, *, later_weights: bool = False, is_last: bool = True) -> None:
-        """Find the parts of the backward that may run after its gradients are sent. Called before the gradients arrive.
+        """Plan which weight gradients to compute after the gradients for other stages are sent.
 
-        With `later_weights`, `backward_weights` will be called later for all deferrable work. `is_last` says that no
-        other micro-batch follows. A convolution's gradients cost more in two calls than in one: the stages before,
-        which have work until then, gain nothing if the others are early.
+        Call it before the gradients of later stages arrive. With `later_weights`, `backward_weights` will be called
+        later for all deferrable work. `is_last` says that no other micro-batch follows. The gradients of a convolution
+        cost more in two calls than in one. So they are split only in these two cases: otherwise the earlier stages have
+        other work, and gain nothing from an early gradient.
         """
         pending = self.in_flight[micro_batch]
         if self._weights is None:
@@ -235,7 +237,7 @@ class Stage:
         return results
 
     def _require_last_readers(self, written: Iterable[fx.Node]) -> None:
-        """Raise if a later stage reads a value that a layer here has changed: it gets the earlier value."""
+        """Raise if a later stage reads a value that a layer here has changed: that stage gets the unchanged value."""
         own = set(self.part.nodes)
         for node in written:
             here = [user for user in node.users if user in own]
@@ -260,7 +262,11 @@ def _roots(pending: PendingMicroBatch) -> list[Tensor]:
 
 
 def makers_of(root: nn.Module, nodes: Sequence[fx.Node], values: Sequence[fx.Node]) -> set[fx.Node]:
-    """Return the nodes that create the memory of `values`, without those that work in place or return their input."""
+    """Return the nodes that may create the memory of `values`.
+
+    These are the nodes that return the values. If such a node may work in place or return its input, the nodes of its
+    input are included.
+    """
     makers: set[fx.Node] = set()
     todo = [value for value in values if value in nodes]
     while todo:
@@ -297,10 +303,10 @@ def flat_tensors(values: Sequence[Any]) -> list[Tensor]:
     return [leaf for leaf in tree_flatten(list(values))[0] if isinstance(leaf, Tensor)]
 
 
-# Restore buffers that layers change in their forward, where a forward is run a second time in the backward.
+# Restore buffers that layers change in their forward, when a forward is run a second time in the backward.
 #
-# The second run begins with what they were at the first, and its changes are dropped: they were made already.
-# (BatchNorm has its own way, with statistics of the whole mini-batch.)
+# The second run begins with the buffers' values at the first run. Its changes are dropped: the first run has made them.
+# (Running statistics of BatchNorm layers come from the whole mini-batch: see `MiniBatchStatistics`.)
 
 _Place = tuple[nn.Module, str]
 

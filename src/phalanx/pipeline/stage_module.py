@@ -42,7 +42,7 @@ class StageModule(nn.Module):
     _no_parameter: nn.Parameter
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup) -> None:
-        """Keep this rank's part of `module`, the whole model, as defined by `take_own`."""
+        """Record the names of `module`, the whole model; `_set_own` adds this rank's part of it."""
         super().__init__()
         self.training = module.training
         self._group = group
@@ -55,8 +55,8 @@ class StageModule(nn.Module):
         self._places = {name: at for at, name in enumerate(first.values())}
         self._without_values: list[str] = []
         self._data_group: dist.ProcessGroup | None = None
-        # An optimizer gets this for a stage without parameters, which it would refuse; it does not belong to the
-        # module.
+        # Optimizers refuse an empty list of parameters, so a stage without parameters yields this one. It does not
+        # belong to the module.
         object.__setattr__(self, "_no_parameter", nn.Parameter(torch.empty(0, device="cpu")))
 
     def _set_own(self, own: OwnModules) -> None:
@@ -197,7 +197,7 @@ class StageModule(nn.Module):
     def own_optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Return this rank's entries of the whole state, under their numbers in it. All ranks call it.
 
-        A sharded optimizer with `shard_state_dict` returns that form, which has a "layout".
+        For a sharded optimizer, the result has the form of its `shard_state_dict`, with a "layout".
         """
         if not hasattr(optimizer, "shard_state_dict"):
             own, groups = self._own_entries(optimizer)
@@ -229,7 +229,7 @@ class StageModule(nn.Module):
         return fit(state, names, self._own_groups(optimizer), shapes, list(self._places))
 
     def _own_entries(self, optimizer: torch.optim.Optimizer) -> tuple[dict[tuple[Any, ...], Any], list[ParamGroup]]:
-        """Return this rank's state by whole number and key, and the groups of the whole."""
+        """Return this rank's state, by parameter number in the whole model and key, and the whole model's groups."""
         groups = self._whole_groups(optimizer)
         if isinstance(optimizer, torch.optim.LBFGS):
             raise ValueError(
@@ -326,7 +326,7 @@ def _describe(value: Any) -> tuple[str, Any, Any, Strides | None]:
 
 
 def _fetch(mine: Any, entry: tuple[str, Any, Any, Any], source: int, rank: int, group: Any, rank0_only: bool) -> Any:
-    kind, shape, dtype, strides = entry  # an entry may also be the object itself
+    kind, shape, dtype, strides = entry  # for an object, `shape` is the object itself
     if kind == "object":
         return mine if rank == source else shape
     if rank0_only and (source == 0 or rank not in (0, source)):

@@ -1,4 +1,4 @@
-"""Keep parameters equal that several stages use, such as an embedding that is also the output layer.
+"""Keep parameters that several stages use equal on their ranks, such as an embedding that is also the output layer.
 
 Each stage has a copy. In every step the gradients of all copies are added, in the order of the ranks, so that each rank
 makes the same update.
@@ -64,7 +64,7 @@ class TiedGradients:
         self._before: list[Tensor | None] = []
 
     def begin(self) -> None:
-        """Set aside, before the first backward of a step, the gradients of earlier steps, which are summed already."""
+        """Set aside the gradients of earlier steps, already summed. Call it before the first backward of a step."""
         self._before = [parameter.grad for _, parameter in self._ties]
         for _, parameter in self._ties:
             parameter.grad = None
@@ -107,7 +107,7 @@ class TiedGradients:
         return total
 
     def _send(self, grad: Tensor | None, rank: int) -> None:
-        """Send a gradient after a header, since ranks cannot know whether another's exists and is sparse."""
+        """Send a header before the gradient: the receiver cannot know whether a gradient exists or is sparse."""
         parts: list[Tensor] = []
         header = [_ABSENT, 0, 0]
         if grad is not None and grad.is_sparse:

@@ -30,9 +30,9 @@ class Forms:
     def check(
         self, part: LayerRange, micro_batch: int, rows: int, nodes: Sequence[fx.Node], values: Sequence[Any]
     ) -> None:
-        """Raise unless all values can be sent, and differ from those of the step's first micro-batch only in rows.
+        """Raise unless all values can be sent and match the step's first micro-batch in all but the number of rows.
 
-        The number of samples may be in another dimension than the first, as in the state of an nn.LSTM, and vary there.
+        The samples may be in a dimension other than the first, as in the state of an nn.LSTM; their number may vary.
 
         Raises:
             TypeError: a value is neither a tensor nor a plain constant.

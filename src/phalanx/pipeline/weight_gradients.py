@@ -1,10 +1,10 @@
 """Compute weight gradients outside of autograd: after the send of the input's gradients, and accumulated in place.
 
-Autograd computes the gradient of a weight for every micro-batch anew and adds it to the sum: a large weight is written
-and read twice more than by a product that accumulates in place (`addmm_`). And autograd computes it before the gradient
-of the layer's input is sent, for which the previous stage waits. So if only matrix products or convolutions use a
-weight, the graph is run without the gradient of the weight, the factors are kept, and the product is computed after the
-rest is sent:
+For every micro-batch, autograd computes a new gradient of a weight and adds it to the sum. A product that accumulates
+in place (`addmm_`) saves one write and one read of the whole gradient. Autograd also computes the weight's gradient
+before the gradient of the layer's input is sent, for which the previous stage waits. So if only matrix products or
+convolutions use a weight, the graph is run without the gradient of the weight, the factors are kept, and the product is
+computed after the gradients of the inputs are sent:
 
     autograd    every layer: grad_input = grad_output @ weight, weight.grad += grad_output.T @ input; send
     here        every layer: grad_input = grad_output @ weight; send; weight.grad.addmm_(grad_output.T, input)
@@ -47,12 +47,12 @@ class _Product:
     """Whether the product is added as soon as possible, and not later."""
 
     def add(self) -> None:
-        """Add the product to `weight.grad`. Its factors may be freed then."""
+        """Add the product to `weight.grad`, and release its factors."""
         grad, operand = self.grad, self.operand
         self.grad = self.operand = None
         if grad is None or operand is None:
             return
-        # The loop may call this inside its autocast, which the layer was kept out of: its gradient has its own dtype.
+        # The training loop may call this inside autocast. The layer ran outside: its gradient has the weight's dtype.
         with torch.autocast(grad.device.type, enabled=False):
             self._add(grad, operand)
 
@@ -128,9 +128,10 @@ class Weights:
     def find(self, roots: Sequence[Tensor], room: float, *, convolutions: bool = True) -> WeightGradients | None:
         """Return the weight gradients of `roots` to compute outside of autograd; None if there are none.
 
-        Gradients are deferred while their factors fit into `room`, in bytes: those that the backward reaches last, when
-        it has freed the memory of others. Others are accumulated in place, except those of convolutions, which cannot
-        be. Without `convolutions` those are left to autograd.
+        The gradients that the backward reaches last are deferred, as many as have factors that fit into `room` bytes:
+        by then the backward has freed the memory of the others. The others are accumulated in place at once. Gradients
+        of convolutions cannot be accumulated in place: autograd computes those that are not deferred, and without
+        `convolutions` all of them.
         """
         convolutions = convolutions and room > 0
         if convolutions in self._fruitless or True in self._fruitless:
@@ -196,7 +197,7 @@ class Weights:
     def _product(
         self, node: Any, edges: Any, at: int, saved: str, uses: dict[Any, int], convolutions: bool
     ) -> tuple[_Product, tuple[Any, ...]] | None:
-        """Return a product, and the ends of the graph whose gradients it computes."""
+        """Return a product, and the ends of the graph whose gradients it computes; None leaves them to autograd."""
         source = edges[at][0]
         if source is None or getattr(node, f"_raw{saved}").unpack_hook is not None:
             return None

@@ -85,8 +85,9 @@ def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
 def whole_names(state: Mapping[str, Any], layout: Layout | None, known: Sequence[str]) -> Layout | str:
     """Return the names of a saved state's parameters, group by group, or the reason why they are unknown.
 
-    They are in the state ("param_names", or keys as in torch.distributed.checkpoint); or the state has the groups of
-    `layout`; or one group with all parameters of the model, `known`.
+    The names are in the state ("param_names", or keys as in torch.distributed.checkpoint). Otherwise they come from
+    `layout`, if the state has groups of the same sizes; or from `known`, all parameters of the model, if the state has
+    one group with as many.
     """
     groups = state["param_groups"]
     if all("param_names" in group for group in groups):

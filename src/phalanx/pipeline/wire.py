@@ -53,8 +53,8 @@ class Edge(NamedTuple):
 class StepPlan(NamedTuple):
     """A `StepPlan` is a step's data that all stages share: the micro-batches, and the rows of this one and of all.
 
-    `seed` is this micro-batch's. `has_state` says that some stage has drawn random numbers; then the first value is the
-    generators' state after the draw. `micro_batch` is its number, which only the sender knows.
+    `seed` is the seed of this micro-batch. `has_state` says that some stage has drawn random numbers; then the first
+    value is the generators' state after the draw. `micro_batch` is the number of this micro-batch, and is not sent.
     """
 
     micro_batches: int
@@ -124,7 +124,7 @@ def aligned(nbytes: int) -> int:
 
 
 def tensor_in(frame: Tensor, begin: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return a tensor over the bytes of `frame` from `begin`. It is not a view: each counts its in-place changes."""
+    """Return a tensor over the bytes of `frame` from `begin`. It is not a view, and has its own version counter."""
     flat = torch.empty(0, dtype=dtype, device="cpu")
     return flat.set_(frame.untyped_storage(), begin // dtype.itemsize, (math.prod(shape),), (1,)).view(shape)
 
@@ -168,10 +168,10 @@ _VALUES, _FAILED, _LOST = 0, 1, 2
 _BY_MESSAGE, _ABSENT = -1, -2
 _LENT_BYTES = 16 * 1024  # smaller tensors travel in messages
 AHEAD = 2
-"""The number of messages beyond those of the current action for which a receive is posted.
+"""The number of receives that are posted in advance, beyond those of the current action.
 
-So many actions hide the time in which the sender learns of a receive; on one host one action is enough. Each receive
-occupies the memory of a message.
+Two hide the time until the sender learns of a receive; on one host one is enough. Each receive occupies the memory of a
+message.
 """
 _HAS_STATE, _INSIDE = 1, 2
 _WORD = 2**31
@@ -183,7 +183,7 @@ _Received = dict[Edge, tuple[Form, Any]]
 
 
 class PipelineNumbers:
-    """`PipelineNumbers` numbers the pipelines of a job, so that those with common ranks differ; `next` is free here."""
+    """`PipelineNumbers` gives pipelines with common ranks different numbers. `next` is this process's next free one."""
 
     next = 0
 
@@ -355,7 +355,7 @@ class Wire:
             works.popleft()[1].wait()
 
     def wait_sent(self) -> None:
-        """Wait until all sent data has left its memory."""
+        """Wait until the memory of all sent messages may be reused."""
         for edge, works in self._works.items():
             for _, work, _ in works:
                 try:
@@ -372,8 +372,7 @@ class Wire:
         """Return the next values on an edge; tensors whose gradient is expected require it.
 
         Raises:
-            StageFailedError, StageLostError: the sending stage failed, or lost a peer; the message is that of its
-                error.
+            StageFailedError, StageLostError: the sending stage failed, or lost a peer; the message repeats its error.
         """
         header, step, parts = self._header(edge)
         if header[1]:

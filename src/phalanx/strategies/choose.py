@@ -118,16 +118,16 @@ def _advise(name: str) -> str:
 
 
 def get(name: str = "auto", *, model: torch.nn.Module | None = None, **options: Any) -> Strategy:
-    """Return the strategy of this name; "auto" chooses one by ranks, hosts and devices, and gives the `reason`.
+    """Return the strategy of this name; "auto" chooses one by ranks, hosts and devices, and sets its `reason`.
 
     Arguments:
         name: one of `phalanx.strategies.STRATEGIES`, or "auto".
         model: with "auto", the model that has to fit into memory.
-        options: of the strategy.
+        options: passed to the strategy.
 
     Raises:
         ValueError: there is no such strategy.
-        TypeError: it has no such option.
+        TypeError: the strategy has no such option.
     """
     if name != "auto":
         if name not in STRATEGIES:

@@ -11,7 +11,7 @@ from phalanx.checkpoint.peers import Peers
 
 
 class EachRank:
-    """`EachRank` is a checkpoint part with each rank's own state: ranks resume with the same bits, each with its own.
+    """`EachRank` is a checkpoint part with each rank's own state, from which that rank resumes with the same bits.
 
     If another number of ranks loads it, all resume from rank 0's state.
     """

@@ -32,7 +32,7 @@ class PipelineStrategy(Strategy):
         options: of Pipeline: micro_batches, schedule, balance, checkpoint, example, ...
 
     Raises:
-        ValueError: the ranks do not divide evenly into the pipelines, or there are more or fewer of them than devices.
+        ValueError: the ranks do not divide evenly into the pipelines, or do not match `devices`.
     """
 
     name = "pipeline"

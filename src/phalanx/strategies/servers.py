@@ -136,7 +136,7 @@ class ParameterServerStrategy(Strategy):
         return self._served.total_norm
 
     def _close_at_exit(self) -> None:
-        """Close without waiting for the others if this process ends with an error, so that they see it."""
+        """Close; if this process ends with an error, do not wait for the others, so that they detect it."""
         if getattr(sys, "last_type", None) is None:
             self.close()
         else:

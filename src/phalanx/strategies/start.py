@@ -122,7 +122,7 @@ def local_world_size(job: Job) -> int:
 
 
 def find_world(environ: Mapping[str, str]) -> tuple[int, int]:
-    """Return the number of ranks of this process's job, and of those on this host; 1, 1 without a launcher."""
+    """Return the number of ranks of this process's job, and how many are on this host; 1, 1 without a launcher."""
     launch = find_launch(environ)
     sizes = [environ.get(name, "") for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")]
     if sizes[0].isdecimal():

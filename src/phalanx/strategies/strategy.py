@@ -89,7 +89,7 @@ class Strategy(ABC):
         self._loss_of: LossOf | None = None
         self._autocast: torch.dtype | None = None
         self._num_setups = 0
-        self._stream: IterableLoader | None = None  # it has given a batch last, and its iteration is not over
+        self._stream: IterableLoader | None = None  # the loader of the latest batch, until its iteration is over
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -203,7 +203,7 @@ class Strategy(ABC):
         return self.distribute(dataset)
 
     def distribute_datasets_from_function(self, dataset_fn: Callable[[InputContext], T]) -> T:
-        """Return the dataset that `dataset_fn` makes for this replica, as it is: for data without indices, as a stream.
+        """Return the dataset that `dataset_fn` makes for this replica, unchanged: for a stream, which has no indices.
 
         `dataset_fn` is called once, with the `InputContext` of this replica.
         """
@@ -221,7 +221,10 @@ class Strategy(ABC):
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
-        """Build models here: alike on all ranks, on this rank's device, for `get_strategy()`. All ranks enter it."""
+        """Build models inside this context: they are equal on all ranks, and on this rank's device. All ranks enter it.
+
+        Inside, `get_strategy()` returns this strategy.
+        """
         with entered(self), same_random_state(self.training_group), self.device:
             yield
 
@@ -237,10 +240,10 @@ class Strategy(ABC):
         """Return the model and the optimizer to train with; use these from here on. All ranks call it, once.
 
         Arguments:
-            optimizer: a new one over the model's parameters, or a function that makes one of parameters.
-            loss_fn: of the model's result and the target; its value is the mean over the samples.
+            optimizer: a new optimizer over the model's parameters, or a function that makes one from parameters.
+            loss_fn: a function of the model's result and the target, which returns the mean over the samples.
             loss_of: instead, a function of the model and a batch, for other losses.
-            precision: "bf16-mixed" and "16-mixed" run the forward under autocast, as Lightning names them; the latter
+            precision: "bf16-mixed" and "16-mixed" (Lightning's names) run the forward under autocast; "16-mixed" also
                 scales the loss.
 
         Raises:
@@ -274,7 +277,7 @@ class Strategy(ABC):
     def step(self, *batch: Any) -> Tensor:
         """Take one step on this replica's batch, which ends with the target; return its loss (the mean of its samples).
 
-        Shape: of the loss (). On replicas that hold parts of the model the loss is the same on each of their ranks.
+        Shape: the loss is (). If several ranks hold parts of one replica, all of them return the same loss.
         """
         loss = self.compute_gradients(batch)
         self.update()
@@ -286,7 +289,7 @@ class Strategy(ABC):
         """Run forward and backward of one batch: add `share` times its gradients, and return its detached loss.
 
         With `is_last=False` more batches follow before the update, and gradients are not exchanged yet. `weight` is the
-        weight of this replica's part: of the latest batch of a loader over an IterableDataset, or else 1.
+        weight of this replica's part. By default it is the loader's for its latest batch of an IterableDataset, else 1.
         """
         model, loss_of = self._require_ready()
         share *= self._weigh(weight)

@@ -36,12 +36,12 @@ class Callback:
         on_fit_end              also after an early stop
         on_error                instead of on_fit_end
 
-    A callback with `state_dict` and `load_state_dict` is part of checkpoints: the state of rank 0, for all ranks, or
-    where ranks have different models (parts of one, or copies that train apart) each rank's. A replacement rank
-    receives another rank's state. After the loss of a rank, the points after the last step of an epoch are repeated,
-    with callbacks restored to that step. Random numbers that a callback draws (torch, Python, NumPy) do not change the
-    model's: a resumed run, which calls some points again and others not, ends with the same bits. So a seed that a
-    callback sets holds until the point ends.
+    A callback with `state_dict` and `load_state_dict` is part of checkpoints. A checkpoint has rank 0's state, for all
+    ranks; if ranks have different models (parts of one, or copies that train apart), it has each rank's state. A
+    replacement rank receives another rank's state. After the loss of a rank, the points after the last step of an epoch
+    are repeated, with callbacks restored to that step. Random numbers that a callback draws (torch, Python, NumPy) do
+    not change the model's: a resumed run, which calls some points again and others not, ends with the same bits. So a
+    seed that a callback sets holds until the point ends.
     """
 
     def on_fit_begin(self, trainer: Trainer) -> None:
@@ -57,7 +57,7 @@ class Callback:
         """Override this to act when a save has begun; it is complete when the next one begins, or `fit` returns."""
 
     def on_validation_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
-        """Override this to act after a validation. `metrics` are of all samples of all ranks, the same on each rank."""
+        """Override this to act after a validation. `metrics` cover all samples of all ranks; all ranks get the same."""
 
     def on_epoch_end(self, trainer: Trainer) -> None:
         """Override this to act after validation, and the scheduler's step."""

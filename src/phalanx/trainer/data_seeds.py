@@ -4,8 +4,8 @@ Such a loader reports no position: a run that resumes inside an epoch reads the 
 yields the same samples only if the loader draws the same numbers.
 
     drawn from                               seeded in each epoch by
-    the global generators                    what `torch.initial_seed()` was where the run began, on this replica
-    a `torch.Generator` of the loader's      the seed that the script gave to the generator
+    the global generators                    the value of `torch.initial_seed()` when the run began, on this replica
+    the loader's own `torch.Generator`       the seed that the script gave to the generator
 """
 
 from __future__ import annotations

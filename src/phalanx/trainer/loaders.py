@@ -62,7 +62,7 @@ class FitLoader:
     def samples_shown(self, batch: Any) -> float:
         """Return a rank's share of the samples in all replicas' batches of this step.
 
-        The progress line multiplies it by the ranks of the job.
+        The progress line multiplies it by the number of ranks of the job.
         """
         if self._num_skipped:
             self._num_skipped -= 1
@@ -133,7 +133,7 @@ class FitLoader:
                 yield batch, own / total, place == len(group), number
 
     def _skip(self, iterator: Iterator[Any], count: int) -> int:
-        """Skip `count` batches. The random numbers of this reading were already drawn before the job stopped there."""
+        """Skip `count` batches, and restore the random states: the job drew these numbers before it stopped there."""
         self._num_skipped = count
         if not count:
             return 0
@@ -166,7 +166,7 @@ class FitLoader:
     # -- validation ----------------------------------------------------------------------------------------------------
 
     def validation_batches(self, most: int | None) -> Iterator[tuple[Any, bool]]:
-        """Yield the batches, at most `most`, and whether they count: a rank with fewer repeats one to keep pace."""
+        """Yield at most `most` batches, and whether each counts: a rank with fewer batches adds some that do not."""
         together = self._strategy.evaluates_together and self._strategy.training_group is not None
         if self.sampler is not None:
             mine = len(self.loader) if most is None else min(len(self.loader), most)

@@ -60,7 +60,7 @@ def call_metric(name: str, function: Callable[[Any, Any], Tensor], result: Any, 
 
 
 class Sums:
-    """`Sums` are the sums of a validation, by name, exact with uneven last batches and numbers of batches."""
+    """`Sums` are the sums of a validation, by name. They are exact, even if ranks have uneven batches."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -71,7 +71,7 @@ class Sums:
         self._num_samples += count
 
     def add_mean(self, name: str, value: Any, count: int) -> None:
-        """Add a value of a batch of `count` samples, which counts by its samples.
+        """Add a metric's value for a batch, weighted by `count`, its number of samples.
 
         Shape: (count) or (count, 1), one number for each sample, or one element, the mean of the batch.
 
@@ -93,7 +93,7 @@ class Sums:
         """Add to the sum of that name.
 
         Raises:
-            ValueError: it had another shape before.
+            ValueError: the sum had another shape before.
         """
         value = torch.as_tensor(value, device=self._device).detach().double()
         sum_ = self._sums.get(name)

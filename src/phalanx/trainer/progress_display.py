@@ -149,8 +149,9 @@ def progress(
             loss = train(images, labels)
             bar.update(loss=loss)
 
-    On a terminal (also that of `phalanx run`) a live line shows the progress, samples per second of all ranks together,
-    the time left and the numbers passed to `update`, which are rank 0's own. One plain line remains when the loop ends.
+    On a terminal (or if `phalanx run` is on one) a live line shows the progress, samples per second of all ranks
+    together, the time left and the numbers passed to `update`, which are rank 0's own. One plain line remains when the
+    loop ends.
 
     Arguments:
         total: steps of this rank; the length of `iterable` if it has one.
@@ -163,7 +164,7 @@ def progress(
 
     Cost: no communication, and nothing is read from a device except when the line is drawn, ten times a second at most.
     A step is counted within a microsecond.
-    The count of the whole job is rank 0's times the number of ranks.
+    The count of the whole job is rank 0's count times the number of ranks.
     """
     if total is None and isinstance(iterable, Sized):
         with contextlib.suppress(TypeError):  # a DataLoader over an IterableDataset has none
@@ -183,7 +184,7 @@ def progress(
 
 
 def _is_watched() -> bool:
-    """Return whether a person watches the output: on our own terminal or on that of `phalanx run`."""
+    """Return whether a person watches the output: on this process's terminal, or on the terminal of `phalanx run`."""
     return sys.stdout.isatty() or os.environ.get("PHALANX_TTY") == "1"
 
 

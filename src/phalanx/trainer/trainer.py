@@ -59,23 +59,24 @@ class Trainer:
 
     Arguments:
         model: the plain model on any device; the strategy wraps and moves it.
-        optimizer: a new one over the model's parameters, or a function that makes one of parameters.
-        loss: of the model's result and the target: the mean over the samples. Without it `model.training_step(batch)`
-            returns the loss, and `model.validation_step(batch)` a dict of metrics.
+        optimizer: a new optimizer over the model's parameters, or a function that makes one from parameters.
+        loss: a function of the model's result and the target, which returns the mean over the samples. Without it
+            `model.training_step(batch)` returns the loss, and `model.validation_step(batch)` a dict of metrics.
         strategy: one of `phalanx.strategies`, or its name.
         max_epochs: how often to go through the data.
         max_steps: the number of updates after which training ends, if that comes before `max_epochs`.
         scheduler: the optimizer's scheduler, or a function that makes one (if the strategy recreates the optimizer).
         scheduler_interval: whether it steps with the epoch or with each update.
-        accumulate: batches to an update; the gradient is their mean over all samples.
+        accumulate: the number of batches of an update, whose gradient is the mean over all their samples.
         max_norm: clip the gradients to this 2-norm.
         precision: "32-true", "bf16-mixed" or "16-mixed".
         metrics: functions of the model's result and the target, for validation: one number for each sample of the
             batch, or its mean.
         checkpoint: the folder of `phalanx.CheckpointManager`, its address (`s3://bucket/runs/a`), or the manager, with
-            `keep`, `keep_best` and its other options. If there is a checkpoint, `fit` continues from it: the same bits
-            as if it had never ended. A save that fails logs a warning, and training continues.
-        save_every: updates between two checkpoints, "epoch" (the default), or as in ("epochs", 5) epochs.
+            `keep`, `keep_best` and its other options. If there is a checkpoint, `fit` continues from it, with the same
+            bits as if the run had never ended. A save that fails logs a warning, and training continues.
+        save_every: the number of updates between two checkpoints, "epoch" (the default), or ("epochs", 5) for every
+            fifth epoch.
         keep: how many checkpoints to keep.
         keep_best: ("accuracy", "max", 3) also keeps the 3 checkpoints with the best validations; each epoch whose
             validation is one of the best is saved.
@@ -85,12 +86,12 @@ class Trainer:
         logger: "wandb", "mlflow", "tensorboard", "csv", one of `phalanx.loggers`, a run of wandb, an object with
             Lightning's `log_metrics`, or several in a list: they receive the same values as `log_dir`, and the run's
             report.
-        hyperparameters: for the loggers, beside those that the Trainer knows.
-        seed: of Python's, NumPy's and torch's random numbers, different on each replica. None leaves them unchanged.
+        hyperparameters: settings for the loggers, in addition to those that the Trainer knows.
+        seed: the seed of Python's, NumPy's and torch's random numbers, plus the replica's number. None sets no seed.
         min_ranks: with fewer ranks an elastic job waits.
         show_progress: print one line for each epoch and validation, and lines on where `fit` resumes and why it ends.
-        dry_run: two batches of training and validation, an update each (`accumulate` is 1), and nothing is written:
-            does it run at all?
+        dry_run: run two batches of training and validation, with an update for each (`accumulate` is 1), and write
+            nothing: a quick check that the script runs.
 
     Raises:
         ValueError, TypeError: invalid arguments, all in one message.
@@ -402,7 +403,7 @@ class Trainer:
         return True
 
     def _after_step(self, state: elastic.State, loss: Tensor, update_loss: Tensor, *, ends_epoch: bool) -> None:
-        """Do the work after the commit; no rank repeats it after a loss."""
+        """Do the work that follows the commit; it is not repeated after the loss of a rank."""
         if self.strategy.scaler is not None and (recorder := recording.current()) is not None:
             recorder.note_loss(recorder.read_loss(update_loss))  # the backward began from the scaled loss
         if self._scalars.loggers and state.step % self._log_every == 0:
@@ -460,7 +461,7 @@ class Trainer:
         self._manager.async_save(state.step, self._parts(state), metrics=measured)
         state.saved = state.epoch, state.step  # a new rank must not save alone a step that others have saved
         self._call("on_checkpoint")
-        self._stops.vote(state)  # also if ranks train apart: they meet at a save
+        self._stops.vote(state)  # also if ranks train apart, since a save is collective
 
     def _restore(self, state: elastic.State, *, from_best: bool) -> None:
         restored = None if self._manager is None else self._manager.load(self._parts(state), best=from_best)
@@ -469,7 +470,7 @@ class Trainer:
         if restored is not None:
             self._display.show_resumed(self, restored.path)
         self._recovery.called_step = state.step
-        self.optimizer._opt_called = state.step > 0  # type: ignore[attr-defined]  # a scheduler's question
+        self.optimizer._opt_called = state.step > 0  # type: ignore[attr-defined]  # otherwise schedulers warn
         group = self.strategy.training_group
         if group is None or not rehearses(group):  # a rank that joins a running job has nothing to undo
             params = collect_hyperparameters(self, state.batch_size, self._settings, self._hyperparameters)
