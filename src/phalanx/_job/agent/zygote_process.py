@@ -64,7 +64,7 @@ class _ForkedProcess:
 class ZygoteProcess:
     """A `ZygoteProcess` sends commands to the zygote.
 
-    No method blocks, except `wait_exit` and `restart`. A command to a dead zygote does not raise; `control.gone` is set.
+    No method blocks, except `wait_exit` and `restart`. Commands to a dead zygote do not raise; `control.gone` is set.
     """
 
     def __init__(
