@@ -85,9 +85,8 @@ def run_worker(assignment: Assignment) -> None:
     if not faulthandler.is_enabled():  # otherwise the user wants dumps on stderr
         faulthandler.enable(file=_move_up(assignment.dump))
     if hasattr(faulthandler, "register"):
-        faulthandler.register(
-            STACKS_SIGNAL, file=_move_up(assignment.stacks), all_threads=True
-        )  # the handler is in C, so it also works in a hang
+        # the handler is in C, so it also works in a hang
+        faulthandler.register(STACKS_SIGNAL, file=_move_up(assignment.stacks), all_threads=True)
     _record_steps()
     code = _prepare_main(assignment, report)
     if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:  # otherwise the parent ignores it

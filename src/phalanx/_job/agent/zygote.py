@@ -94,9 +94,8 @@ def main(
         sessions: the sessions of earlier zygotes that still have live ranks.
         reports_death: if the agent is killed, even during the import of torch, notify the first host.
     """
-    if (
-        not sessions and not reports_death
-    ):  # nothing polls the socket during the import of torch, and nothing is to be cleaned up
+    # nothing polls the socket during the import of torch, and without these nothing needs to be cleaned up
+    if not sessions and not reports_death:
         die_with_parent(agent)
     adopt_orphans()
     set_command([sys.executable, f"(phalanx run {agent}: the zygote, which forks the ranks)"])

@@ -176,7 +176,7 @@ def _match(hosts: Sequence[HostSnapshot]) -> list[_Call]:
     """Return the collectives, each with the processes known to have called it."""
     calls: dict[tuple[str, int, int, int, int], list[_Call]] = defaultdict(list)
     for host in hosts:
-        # When the ranks form a new group, it has the old one's name. Numbers from the newest group on agree on all hosts.
+        # When the ranks form a new group, it has the old one's name. Counted from the newest, hosts agree on it.
         later: dict[tuple[str, int], int] = defaultdict(int)
         for group in reversed(host.groups):
             number = later[group.name, group.world_size]
