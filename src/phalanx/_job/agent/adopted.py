@@ -6,8 +6,8 @@
            ├─ rank 0                └─ zygote B  (importing torch)    └─ zygote B
            └─ rank 1                                                       └─ rank 1, replaced
 
-SIGCHLD notifies this process when they exit. When this process is killed, the kernel kills them
-(`phalanx.elastic.channel`), and the new zygote kills their children, which are in the old zygote's session.
+SIGCHLD notifies this process when an adopted rank exits. When this process is killed, the kernel kills the adopted
+ranks (`phalanx.elastic.channel`), and the new zygote kills their children, which are in the old zygote's session.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class AdoptedRanks:
             self._sessions[zygote] = set(ranks)
 
     def signal(self, signum: int, ranks: Iterable[int], *, group: bool) -> None:
-        """Send `signum` to the adopted ranks of `ranks`."""
+        """Send `signum` to each rank of `ranks` that is adopted."""
         wanted = set(ranks)
         signal_children([pid for pid, rank in self._ranks.items() if rank in wanted], signum, group=group)
 

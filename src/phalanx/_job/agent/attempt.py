@@ -252,7 +252,7 @@ class Attempt:
 
     def on_exit(self, exit: Exit) -> None:
         """Process the exit of a rank on any host, after reading its last messages."""
-        # first these: otherwise the last known owner of the state exits before others have reported that they have it
+        # Read these first: otherwise the last known owner of the state may exit before others report that they have it.
         self.receive_from_ranks()
         for pid in self.ranks.processes.pids.values():
             progress = self.pages.read(pid)
@@ -276,7 +276,7 @@ class Attempt:
         """Process a rank's failure report: a loss in an elastic job, otherwise a failure of the job."""
         actions = self.elastic.on_report(report, time.monotonic()) if self.state.phase == "running" else None
         if actions is not None:
-            if self.elastic.survives_loss_of(report.rank, report.pid):  # it is not a rank of a host that is joining
+            if self.elastic.survives_loss_of(report.rank, report.pid):  # False for a rank of a host that is joining
                 self._loss_reports[report.rank] = report
                 if report.traceback and not self.plan.settings.traceback:
                     self.host.display.expect(report.rank, report.traceback)
@@ -297,7 +297,10 @@ class Attempt:
         self.link.on_rank_message(rank, pid, message)
 
     def on_signal(self, number: int, where: str = "") -> None:
-        """Process a signal that this agent has received, or the agent of the host `where`."""
+        """Process a signal that this agent, or another host's agent, has received.
+
+        `where` names the other host in messages, such as ` on node-b`; empty for a signal to this agent.
+        """
         if number == signal.SIGCHLD:  # the zygote's exit closes its socket
             self.ranks.on_child_signal()
             return
@@ -386,7 +389,7 @@ class Attempt:
             self.numbers.close_stores_before(min(generations, default=0))
 
     def _show_loss_reports(self, begun: BeginGeneration) -> None:
-        """Print the first exception for which ranks were lost; the line on each lost rank was already printed."""
+        """Print the first exception among the lost ranks; the line on each lost rank was already printed."""
         reports = [self._loss_reports.pop(lost.slot) for lost in begun.lost if lost.slot in self._loss_reports]
         if self.plan.settings.traceback:
             return  # the ranks print their tracebacks
@@ -468,7 +471,7 @@ def count_ranks(ranks: int) -> str:
     return f"{ranks} rank{'s' * (ranks != 1)}"
 
 
-_MAX_PAGES = 4096  # the limit matters for pages of processes that are not ranks, or no longer
+_MAX_PAGES = 4096  # a bound on pages of processes that are not ranks, or no longer are: nothing drops them
 
 
 class Pages:

@@ -12,7 +12,7 @@ _DEVICES = "/dev/nvidia"
 
 
 def find_cuda_use(modules: Mapping[str, Any], descriptors: Iterable[str]) -> str:
-    """Return the evidence that CUDA is initialised, from a process's modules and its descriptors' targets; or "".
+    """Return evidence that a process has initialised CUDA, from its modules and its descriptors' targets; "" if none.
 
     The driver opens its devices in cuInit, whichever library calls it, and torch reports its own state. This check does
     not initialise CUDA.
@@ -40,7 +40,10 @@ def close_devices() -> None:
 
 
 def describe(use: str, *, preloads: bool) -> str:
-    """Return the message for the user. `preloads`: CUDA was initialised by the zygote's import of torch, an option."""
+    """Return the message for the user.
+
+    `preloads`: the zygote's import of torch, which --no-preload turns off, has initialised CUDA.
+    """
     suspects = _plugins()
     suspected = f" Suspects: {', '.join(suspects)}." if suspects else ""
     text = (

@@ -77,8 +77,10 @@ TRANSITIONS: Mapping[ElasticPhase, Set[ElasticPhase]] = {
 
 @dataclass
 class ElasticRank:
-    """An `ElasticRank` is a process in a slot. `holds_state`: it has the training state, from which others can
-    continue. `generation` is the latest that it has joined.
+    """An `ElasticRank` is a process in a slot.
+
+    `holds_state`: the process has the training state, from which others can continue. `generation`: the newest
+    generation that the process has joined.
     """
 
     slot: int
@@ -162,7 +164,7 @@ class Elastic:
 
     @property
     def step(self) -> int:
-        """Return the last step that a rank is known to have completed, or with which it began; -1 if none is known."""
+        """Return the newest step that any rank is known to have completed or started from; -1 if none is known."""
         return self._repetition.best_step
 
     def on_commit(self, step: int) -> None:
@@ -222,7 +224,7 @@ class Elastic:
         return []
 
     def on_exit(self, exit: Exit, now: float) -> list[ElasticAction] | None:
-        """Process the exit of a rank; return None if it is no loss that the job survives."""
+        """Process the exit of a rank; return None unless it is a loss that the job survives."""
         member = self.members.get(exit.rank)
         if member is None or member.pid != exit.pid:
             return None
@@ -336,8 +338,9 @@ class Elastic:
         return actions
 
     def _reject(self, member: ElasticRank) -> list[ElasticAction]:
-        """Answer a rank that waits for a generation that will never form: a new rank leaves; a replacement fails, as
-        the rank that it replaces did.
+        """Refuse a rank that waits for a generation that will never form.
+
+        A new rank leaves. A replacement fails, as the rank that it replaces did.
         """
         if any(lost.slot == member.slot for lost in self._last_losses):
             return [refuse(member.slot, _HAS_ENDED)]
@@ -472,7 +475,7 @@ class Elastic:
         ]
 
     def _fail(self, why: str) -> list[ElasticAction]:
-        """Fail the job because of the lost ranks; without any, because of the errors for which the ranks left."""
+        """Fail the job because of the lost ranks or, if none is lost, because of the errors for which ranks left."""
         refusals = (
             [] if self._exits or self._lost_slots else [refuse(member.slot, why) for member in self.members.values()]
         )

@@ -2,8 +2,8 @@
 
     rank ──{"kind": "elastic", …}──▶ agent             the first message on a new connection
     rank ◀──welcome, a descriptor── agent              `phalanx.elastic.channel.outlive_zygote`
-    rank ──lost, regrouped, progress, …──▶ agent
-    rank ◀──generation, joining, end── agent
+    rank ──outlives, lost, regrouped, waiting, failed, finished──▶ agent
+    rank ◀──generation, joining, wait, end, leave, no generation── agent
 
 The agent never waits: messages to a slow rank are queued.
 """

@@ -11,7 +11,7 @@ from phalanx._job.agent.plan import JobPlan
 # Only the agent needs the job's key: it must not leak through a rank's environment or core dump.
 KEY_VARIABLE = "PHALANX_KEY"
 
-# A launcher sets these for each rank, over the user's values. An outer launcher's values must never reach our ranks.
+# A launcher sets these for each rank, and overrides the user's values. An outer launcher's must never reach our ranks.
 RANK_VARIABLES = (
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE",
     "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",

@@ -135,7 +135,7 @@ def decide_failures(
         exits: the exits by rank.
         reports: the reports by rank.
         lost: the host losses by rank.
-        sent: the signals sent to stop ranks, with the time of the first; we caused later deaths by these signals.
+        sent: by signal, when it was first sent to stop ranks; a later death by that signal is our doing.
 
     Failures are sorted by time, with three corrections. A silent death (a signal, os._exit) is dated back by
     `SILENT_DEATH_LAG_S`: the kernel closes the dying rank's sockets first, so peers can raise before its parent is

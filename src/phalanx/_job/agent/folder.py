@@ -27,7 +27,7 @@ _MAX_TRIES = 100
 
 
 class JobFolder:
-    """A `JobFolder` is created and locked at construction. If that fails, `path` is empty, and the job runs without."""
+    """A `JobFolder` is created and locked at construction. If that fails, `path` is empty: the job has no folder."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self.path, self._lock = "", -1

@@ -8,7 +8,7 @@ a generation is the position of the slot among the occupied slots:
     b is lost  0 1         2 3          ranks of generation 1: survivors keep their order
     d joins    0 1 | 2 3 | 4 5          generation 2: d gets the slots of b, and every rank is as in the beginning
 
-So when the job has all its ranks again, each process has its first rank again, and sums have the same bits.
+So when the job has all its ranks again, each process has its original rank again, and sums are bitwise equal.
 """
 
 from __future__ import annotations

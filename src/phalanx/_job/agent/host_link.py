@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 class HostLink:
     """A `HostLink` is the link of a job on one host. The links of a job on several hosts derive from it.
 
-    An attempt gets its deciders from its link, reports the events of this host's ranks to it, and has it execute on
-    other hosts the actions that the attempt executes on this one.
+    An attempt gets its deciders from its link, and reports the events of this host's ranks to the link. The link
+    executes on other hosts the actions that the attempt executes on this host.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class HostLink:
         return False
 
     def send_generation(self, rank: int) -> bool:
-        """Send an elastic rank on another host its rank; return whether it is on another host."""
+        """Send an elastic rank on another host its new rank; return whether the rank is on another host."""
         return False
 
     def begin_generation(self, begun: BeginGeneration) -> None:
@@ -106,7 +106,7 @@ class HostLink:
         """Report that an elastic job fails because of its losses."""
 
     def send_signal(self, signum: int, ranks: tuple[int, ...], *, group: bool, is_relayed: bool = False) -> None:
-        """Send a signal to the ranks of `ranks` on other hosts."""
+        """Send a signal to each rank of `ranks` that is on another host."""
 
     def intercept_signal(self, signum: int) -> bool:
         """Process a signal to this host that would end the job; return whether the attempt should ignore the signal."""

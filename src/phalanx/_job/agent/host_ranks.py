@@ -142,7 +142,7 @@ class HostRanks:
         self.processes.fork(setup, self._rank_reports.fileno(), self._host.zygote, self._host.pump)
 
     def send_signal(self, signum: int, ranks: Iterable[int], *, group: bool, delay_s: float | None = None) -> None:
-        """Send a signal to the ranks of `ranks` on this host.
+        """Send a signal to each rank of `ranks` that is on this host.
 
         `delay_s`: for a signal from outside, how long the zygote waits to detect that every process of the job receives
         the signal anyway.
@@ -307,7 +307,7 @@ class HostRanks:
             )
 
     def _reap_adopted(self) -> None:
-        """Reap adopted ranks, of whose exit only this process is notified."""
+        """Reap adopted ranks; only this process is notified of their exits."""
         sessions = self._host.adopted.sessions
         self._report_exits(list(self._host.adopted.reap(self._host.zygote.pid)))
         if sessions != self._host.adopted.sessions:

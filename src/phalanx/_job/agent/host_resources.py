@@ -38,8 +38,8 @@ class HostResources:
     def watch_signals(self, on_signal: Callable[[int], object]) -> Source:
         """Return the loop's source for signals.
 
-        A signal that ends the job is processed after `_REPEAT_S`; a repetition within that time, as `timeout` sends it,
-        is the same request.
+        A signal that ends the job is processed after `_REPEAT_S`. A repetition within that time, such as the command
+        `timeout` sends, is part of the same request.
         """
 
         def receive(ready: set[int]) -> None:

@@ -1,4 +1,4 @@
-"""Run a job on its zygote: the attempts, the restarts, the summary at the end; return the exit code."""
+"""Run a job on its zygote: attempts, restarts and the final summary; return the exit code."""
 
 from __future__ import annotations
 
@@ -56,8 +56,9 @@ class Flight:
 
 @dataclass(frozen=True)
 class LedAttempt:
-    """A `LedAttempt` is a finished attempt that this host has led since the first host was lost; `report` is the job's
-    report, which this host began then.
+    """A `LedAttempt` is a finished attempt that this host has led since the first host was lost.
+
+    `report` is the job's report, which this host began when it took over the lead.
     """
 
     attempt: Attempt

@@ -73,7 +73,7 @@ class JobReport:
     ) -> None:
         """Add the failures and losses of an attempt that has ended.
 
-        `hosts` has the clock offset and the copy speed of a core of each other host.
+        `hosts` has, by name of another host, its clock offset in seconds and one core's copy speed in bytes per second.
         """
         self._state = state
         self.record = replace(

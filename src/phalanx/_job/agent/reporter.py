@@ -52,11 +52,8 @@ class Reporter:
     def _describe(self, error: BaseException, at: float) -> ExceptionReport:
         names = tuple(cls.__name__ for cls in type(error).__mro__)
         if isinstance(error, SystemExit):
-            text, own_lines, summary = (
-                "",
-                "",
-                f"sys.exit({error.code!r})",
-            )  # the script's decision: the place is enough
+            # the script's decision: the place is enough
+            text, own_lines, summary = "", "", f"sys.exit({error.code!r})"
         else:
             text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
             own_lines = format_own_lines(error)

@@ -26,8 +26,8 @@ def create_store() -> int | None:
     """Return an anonymous file, which the ranks open through this process; it needs no port, and disappears with us.
 
     The number of its descriptor is never reused except for stores: the destructor of torch's FileStore, which garbage
-    collection may delay by several generations, opens the path once more to decrement its count. If it found a pipe
-    there, the rank would die; it would overwrite any other file.
+    collection may delay by several generations, opens the path once more to decrement its count. If the path then led
+    to a pipe, the rank would die; any other file would be overwritten.
     """
     global _next_store
     if sys.platform != "linux":

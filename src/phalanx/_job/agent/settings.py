@@ -29,7 +29,7 @@ class Settings:
             torch.distributed.launch.
         share: the index of this command's share of the host's cores, and the number of shares.
         needs_metrics: whether the job fails if the metrics cannot be served, because this command requests them.
-        print_completion: a shell: print its completion script, and run nothing.
+        print_completion: the shell whose completion script is printed instead of running a job; empty for a job.
     """
 
     target: JobTarget

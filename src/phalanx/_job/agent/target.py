@@ -89,7 +89,7 @@ def read_source(target: JobTarget) -> bytes:
 
 
 def find_problem(target: JobTarget, environment: Mapping[str, str]) -> str | None:
-    """Return the reason for the user why `target` cannot run in `environment`; None if none is found.
+    """Return why `target` cannot run in `environment`, as text for the user; None if no problem is found.
 
     Runs no code of `target`.
     """

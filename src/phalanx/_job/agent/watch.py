@@ -37,7 +37,10 @@ _MAX_STACK_BYTES = 1 << 16
 
 @dataclass(frozen=True)
 class SuspectedRank:
-    """A `SuspectedRank` is a rank that may make the others wait; it writes its requested stack after `offset`."""
+    """A `SuspectedRank` is a rank that may make the others wait.
+
+    Its requested stack begins at byte `offset` of the file for its stacks.
+    """
 
     rank: int
     pid: int
@@ -56,7 +59,7 @@ class RankWatch:
         if evict_after_s is not None:
             self._period_s = min(_CHECK_S, max(_MIN_CHECK_S, evict_after_s / _CHECKS_BEFORE_EVICTION))
         self._next_check = now + self._period_s
-        self._stuck_since_ns: dict[int, int] = {}  # by process: when it was first seen in such a state (ns)
+        self._stuck_since_ns: dict[int, int] = {}  # by process: when it was first seen in a state of STUCK_STATES
         self._num_reports: dict[int, int] = {}  # by process: the number of reports in this silence
         self._suspects: dict[int, SuspectedRank] = {}  # by rank
         self._lateness = LatenessCounter()
@@ -128,7 +131,7 @@ class RankWatch:
         ]
 
     def find_slow(self, now: float) -> SlowProcess | None:
-        """Return a process that is constantly slower than the others; at most one per attempt."""
+        """Return a process that is consistently slower than the others; at most one per attempt."""
         if self._slow_reported or now < self._slow_due:
             return None
         self._slow_due = now + _SLOW_AFTER_S
@@ -236,7 +239,7 @@ def describe_slow(slow: SlowProcess, rank: int) -> str:
 #     rank 2   ──────── (not in any operation) ……… now        silent: since ranks 0 and 1 entered, or its last sign
 #
 # A rank in an operation is not silent, unless its process is stopped, or in a system call that cannot be interrupted:
-# then it may block the very operation in which it is.
+# then it may itself block the operation.
 
 STUCK_STATES = "TtD"  # letters of /proc/PID/stat: stopped, in a debugger, in a system call that cannot be interrupted
 _MIN_LAST_SHARE = 0.8  # a slow rank enters last in at least this share of the operations
@@ -246,7 +249,7 @@ _MIN_OPERATIONS = 50  # with fewer operations no rank is called slow
 
 @dataclass(frozen=True)
 class SilentProcess:
-    """A `SilentProcess` is a process for which others wait, and for how long, and in which operation."""
+    """A `SilentProcess` is a process for which the processes `waiting` wait in `operation`, for `silent_s` seconds."""
 
     pid: int
     silent_s: float
@@ -391,7 +394,7 @@ class LatenessCounter:
             self._span_ns += max(seen_ns) - min(seen_ns)
 
     def find_slow(self) -> SlowProcess | None:
-        """Return the process that is constantly slower than the others, if there is one."""
+        """Return the process that is consistently slower than the others; None if there is none."""
         if self._num_operations < _MIN_OPERATIONS:
             return None
         pid = max(self._times, key=self._times.__getitem__)

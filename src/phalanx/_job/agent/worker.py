@@ -1,8 +1,8 @@
 """Turn a fork of the zygote into a rank: the user's `python script.py`, `python -m module` or program.
 
-The script is the process's real `__main__`, run at the bottom of the stack; after it the interpreter finalises as
-usual (joins threads, runs atexit, flushes output), and sets the exit code. This module only observes: it reports an
-uncaught exception and its time to the agent before the interpreter prints it.
+The script is the process's real `__main__`, run at the bottom of the stack. Afterwards the rank exits like any Python
+program: it joins threads, runs atexit hooks, flushes output and sets the exit code. `end_quickly` does so without
+finalising the interpreter. The agent receives an uncaught exception and its time before the traceback is printed.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def fill_in_local_rank(target: JobTarget, local_rank: str, flag: str) -> JobTarg
 def run_worker(assignment: Assignment) -> None:
     """Run the assigned rank in this process, and exit.
 
-    If the interpreter must finalise, return, or raise the exception of the user's code.
+    If the interpreter must be finalised, return instead, or raise the exception of the user's code.
     """
     shared = frozenset(sys.modules)
     _become_own_process(assignment)
@@ -85,9 +85,8 @@ def run_worker(assignment: Assignment) -> None:
     if not faulthandler.is_enabled():  # otherwise the user wants dumps on stderr
         faulthandler.enable(file=_move_up(assignment.dump))
     if hasattr(faulthandler, "register"):
-        faulthandler.register(
-            STACKS_SIGNAL, file=_move_up(assignment.stacks), all_threads=True
-        )  # the handler is in C, so it also works in a hang
+        # the handler is in C, so it also works in a hang
+        faulthandler.register(STACKS_SIGNAL, file=_move_up(assignment.stacks), all_threads=True)
     _record_steps()
     code = _prepare_main(assignment, report)
     if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:  # otherwise the parent ignores it

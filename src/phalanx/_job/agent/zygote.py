@@ -8,7 +8,7 @@ reason, the zygote kills all its descendants and exits. When the zygote dies, th
 parent-death signal), and the agent adopts and kills their children.
 
 In an elastic job the zygote has a spare: a fork of itself, which sleeps until the zygote is killed, and then replaces
-it without an import. For the agent the spare is another zygote, to which it now sends the first command.
+it without an import. The agent's first command to the spare makes it the zygote.
 
 A signal may be sent to the agent alone (`docker stop`, Ctrl-C) or to every process of the job (systemd, `scancel`). The
 zygote survives the signal, and so can distinguish the two: nobody signals the zygote alone. It relays the agent's
@@ -17,12 +17,13 @@ signal, unless it receives the same signal itself, because then the ranks do, to
 A rank is identified by its slot, the rank as which it was started. In an elastic job the replacement of a lost rank has
 the same slot, and the ranks survive the zygote: the agent adopts them, and a new zygote forks later ranks.
 
-Commands:  fork {rank, environment, cpus}, with descriptors stdout, stderr, reports, dump, stacks;
+Commands:  target {target, local_rank_flag, folder}: what the ranks run; sent once, before the first fork;
+           fork {setup: {rank, environment, cpus}}, with descriptors stdout, stderr, reports, dump, stacks;
            signal {signum, ranks, group};  sweep;
            relay {signum, ranks, group, delay_s}: send a signal that the agent received, unless the zygote receives it;
-           elastic {rank}: the job survives the loss of this rank: then kill the rest of its process group;
+           elastic {rank}: the job survives the loss of this rank; kill the rest of its process group when it fails;
            warm: import the modules for training;
-           guard {sessions}: the sessions of earlier zygotes, to be killed, too, when the agent has exited;
+           guard {sessions}: the sessions of earlier zygotes, to be killed as well when the agent has exited;
            spare, with a descriptor, the spare's control socket: fork a spare;
            membership {membership}: to notify the first host if the agent is killed;
 Events:    started {rank, pid};  unforked {rank, errno};  exit {rank, pid, status, at};  swept;
@@ -71,7 +72,7 @@ from phalanx._job.agent.worker import Assignment, fill_in_local_rank, run_worker
 from phalanx._job.agent.zygote_command import plan_zygote_code
 
 # The modules that a rank imports to train. The first takes half a second or more, and every optimizer of torch imports
-# it: the others would wait for a replacement to import it.
+# it. Otherwise the other ranks would wait while a replacement imports it.
 _TRAINING_MODULES = (
     "torch._dynamo", "torch.nn.parallel.distributed", "torch.utils.data", "phalanx.ddp.module", "phalanx.data.sampler",
     "phalanx.optim.zero", "phalanx.elastic.run",
@@ -93,9 +94,8 @@ def main(
         sessions: the sessions of earlier zygotes that still have live ranks.
         reports_death: if the agent is killed, even during the import of torch, notify the first host.
     """
-    if (
-        not sessions and not reports_death
-    ):  # nothing polls the socket during the import of torch, and nothing is to be cleaned up
+    # nothing polls the socket during the import of torch, and without these nothing needs to be cleaned up
+    if not sessions and not reports_death:
         die_with_parent(agent)
     adopt_orphans()
     set_command([sys.executable, f"(phalanx run {agent}: the zygote, which forks the ranks)"])

@@ -1,4 +1,4 @@
-"""A `ZygoteProcess` is the agent's handle of the zygote: the child process, and the socket for messages."""
+"""A `ZygoteProcess` is the agent's handle to the zygote: the child process, and the socket for messages."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MAX_SPARES = 20  # per zygote, because the cause of their deaths may persist
 
 
 class Spare:
-    """A `Spare` is a fork of the zygote that replaces it when it is killed. `pid` is 0 until the fork."""
+    """A `Spare` is a fork of the zygote that replaces a killed zygote. `pid` is 0 until the fork is reported."""
 
     def __init__(self, control: Channel) -> None:
         self.control = control
@@ -62,7 +62,10 @@ class _ForkedProcess:
 
 
 class ZygoteProcess:
-    """No method blocks, except `wait_exit`; if the zygote has died, none raises, and `control.gone` is set."""
+    """A `ZygoteProcess` sends commands to the zygote.
+
+    No method blocks, except `wait_exit` and `restart`. Commands to a dead zygote do not raise; `control.gone` is set.
+    """
 
     def __init__(
         self,
@@ -182,7 +185,7 @@ class ZygoteProcess:
             spare.control.close()
 
     def _release_spare(self) -> Spare | None:
-        """Return the spare, without ownership any more; None if there is none, or it has exited."""
+        """Return the spare and transfer its ownership to the caller; None if there is none, or it has exited."""
         spare, self._spare = self._spare, None
         if spare is None:
             return None

@@ -1,4 +1,4 @@
-"""`AgentSocket` is the socket at which the agent serves ranks that share memory with it, and `phalanx stacks`.
+"""`AgentSocket` is the socket at which the agent serves its ranks, `phalanx stacks` and `phalanx top`.
 
 The socket has no file; its name has the pid and random digits, so that no other process can bind the name first. The
 kernel identifies the client's user. A client sends one message (`phalanx._base.ipc.channel`). The agent never waits for
@@ -33,7 +33,7 @@ _MAX_PENDING = 64  # accepted connections without a whole message; with more, th
 
 @dataclass(frozen=True)
 class ClientRequest:
-    """A `ClientRequest` is a client's message, its descriptors, and the channel for the answer. Its user owns all."""
+    """A `ClientRequest` is a client's message, its descriptors, and the channel for the answer. Its reader owns all."""
 
     message: dict[str, Any]
     fds: tuple[int, ...]

@@ -23,7 +23,7 @@ from phalanx._comm.diagnostics.rank_list import name_ranks
 _MAX_GROUPS = 4
 _MAX_LINES = 12
 
-# These ended the wait.
+# By status: why the wait ended.
 _ENDINGS = {
     MISMATCH: "until the ranks were found to call different operations",
     PEER_LOST: "until a rank was lost",
@@ -34,13 +34,13 @@ _ENDINGS = {
 
 
 def describe_flight(groups: Sequence[GroupLog], ended_ns: Mapping[int, int], *, waited_s: float = 0.0) -> str:
-    """Return a block for each group in which some rank was waiting; it is empty when none was.
+    """Return a block of text for each group in which a rank waited; empty if no rank waited.
 
     Arguments:
-        groups: their logs, taken after the end.
-        ended_ns: when processes ended, by process number, CLOCK_MONOTONIC.
-        waited_s: the shortest wait to report. After Ctrl-C every rank was in some operation; only a long one shows
-            where the job hung.
+        groups: the logs of the groups, read after the ranks have exited.
+        ended_ns: when processes exited, by pid, on CLOCK_MONOTONIC.
+        waited_s: report a group only if a rank waited at least this long. After Ctrl-C every rank was in some
+            operation; only a long wait shows where the job hung.
     """
     blocks = [block for group in groups if (block := _describe_group(group, ended_ns, waited_s))]
     shown = blocks[:_MAX_GROUPS]
@@ -89,7 +89,7 @@ def _seconds(record: Record, rank: RankLog, ended_ns: Mapping[int, int]) -> floa
 
 
 def _clauses(last: Record | None, rank: RankLog) -> tuple[str, str]:
-    """Return where the rank was, and how its wait ended: "." for one that lasted to the end; "" for no wait."""
+    """Return where the rank was, and how its wait ended: "." if it lasted until the rank exited; "" for no wait."""
     if last is None:
         return ("had called nothing yet" if rank.came else "never came"), ""
     if last.leave_ns == 0:
@@ -107,7 +107,7 @@ FORMAT_VERSION = 1
 def write_flight(
     folder: str, groups: Sequence[GroupLog], ended_ns: Mapping[int, int], *, attempt: int | None = None
 ) -> None:
-    """Write `flight.json` into `folder`; for an attempt that is started again its name has the number.
+    """Write `flight.json` into `folder`. If another attempt follows, the file's name has the number of this one.
 
     Raises:
         OSError: the folder cannot be written.

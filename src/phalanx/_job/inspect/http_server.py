@@ -1,10 +1,10 @@
-"""Serve, over HTTP, pages about a job to a browser or a scraper; each page is made when it is asked for.
+"""Serve pages about a job to a browser or a scraper over HTTP; make each page when it is requested.
 
-    bound to      without a token                                 with one
-    loopback      requests whose Host is a name of this machine   those that bring it
-    another       refused                                         those that bring it
+    bound to          without a token                                 with a token
+    loopback          requests whose Host is a name of this machine   requests that have the token
+    another address   refused at construction (ValueError)            requests that have the token
 
-Addresses that other hosts reach are never served without a token.
+An address that other hosts can reach is never served without a token.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class HTTPServer:
         return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
 
     def close(self) -> None:
-        """Serve no more pages. A page that is being made is not waited for."""
+        """Stop serving, without waiting for a page that is being made."""
         self._server.close()
 
     def _answer(self, received: bytes) -> Answer | None:
@@ -94,7 +94,7 @@ def is_loopback(host: str) -> bool:
 
 
 class _Request(NamedTuple):
-    """A `_Request` is a request's first line, and its fields by their lower-case names."""
+    """A `_Request` is a request's first line, and its header fields by their lower-case names."""
 
     method: str
     path: str
@@ -106,7 +106,7 @@ class _Request(NamedTuple):
         """Return the request that has this head.
 
         Raises:
-            ValueError: it is none.
+            ValueError: `head` is not the head of a request.
         """
         line, _, fields = head.partition(b"\r\n")
         method, target, _ = line.decode("latin-1").split(" ")
@@ -118,12 +118,12 @@ class _Request(NamedTuple):
         return cls(method, url.path, url.query, {name.lower(): str(value) for name, value in found.items()})
 
     def is_admitted(self, token: str) -> bool:
-        """Return whether it brings the token; without one, whether it calls this machine by a name of its own.
+        """Return whether the request has `token` or, if `token` is empty, whether its Host is a name of this machine.
 
         Raises:
-            ValueError: it is malformed.
+            ValueError: the Host field is malformed.
         """
-        if not token:  # a page of another site must not reach it by a name of that site's for 127.0.0.1
+        if not token:  # against DNS rebinding: another site may resolve its own name to 127.0.0.1
             return urlsplit(f"//{self.fields.get('host', '')}").hostname in _OWN_NAMES
         kind, _, given = self.fields.get("authorization", "").partition(" ")
         if kind != "Bearer":
@@ -136,7 +136,7 @@ def _make(make: Callable[[], Page]) -> bytes:
         return _response(200, make())
     except LaunchError as error:  # the job has ended, or its agent is busy
         return _response(503, _text(str(error)))
-    except Exception as error:  # those who come later still get their pages
+    except Exception as error:  # later requests are still answered
         return _response(500, _text(f"{type(error).__name__}: {error}"))
 
 

@@ -1,4 +1,4 @@
-"""Write a Job, and what it needs, for Kubernetes."""
+"""Write a Kubernetes Job, and the Service by which its pods find each other."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def write_manifest(request: JobRequest, cluster: KubernetesCluster) -> str:
     """Return a headless Service, by which the pods find each other, and an indexed Job with a pod for each node.
 
     Raises:
-        LaunchError: a name or an amount is none of Kubernetes'.
+        LaunchError: Kubernetes would not accept a name or an amount.
     """
     _check(request, cluster)
     documents = [_service(request, cluster), _job(request, cluster)]
@@ -81,7 +81,7 @@ def _job(request: JobRequest, cluster: KubernetesCluster) -> dict[str, Any]:
     container: dict[str, Any] = {
         "name": "phalanx",
         "image": cluster.image,
-        "command": ["phalanx", "run", *(word.replace("$", "$$") for word in request.run_words)],  # $(X) is its variable
+        "command": ["phalanx", "run", *(word.replace("$", "$$") for word in request.run_words)],  # escapes $(X)
         **({"workingDir": cluster.folder} if cluster.folder else {}),
         "env": [
             {"name": "PET_NNODES", "value": str(request.nodes)},
@@ -95,7 +95,7 @@ def _job(request: JobRequest, cluster: KubernetesCluster) -> dict[str, Any]:
         "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
         "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}],
     }
-    # DataLoader's workers and the ranks' own memory. What a volume in memory holds counts as the pod's.
+    # For DataLoader workers, and the ranks' own memory. The contents of a volume in memory count as the pod's memory.
     shm = {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": cluster.shm or request.memory or _SHM}}
     user = cluster.user
     whom = {"runAsNonRoot": True, "runAsUser": user, "runAsGroup": user, "fsGroup": user} if user else {}
@@ -147,7 +147,7 @@ def _check(request: JobRequest, cluster: KubernetesCluster) -> None:
 
 
 def _as_yaml(value: Any, indent: int = 0) -> str:
-    """Return YAML in block style; texts are as JSON writes them, which YAML reads alike (never as number or `no`)."""
+    """Return YAML in block style. Strings are written as in JSON, so that YAML reads none as a number or as `no`."""
     pad = "  " * indent
     if isinstance(value, dict):
         return "\n".join(f"{pad}{key}:{_inner(one, indent + 1)}" for key, one in value.items())

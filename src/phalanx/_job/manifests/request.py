@@ -15,7 +15,8 @@ from phalanx.errors import LaunchError
 class JobRequest:
     """A `JobRequest` is a job of `nodes` nodes with resources for each; 0 and "" leave them to the scheduler.
 
-    `settings` are what `phalanx run` reads from `words`. `variables` are the file's variables with the number of nodes.
+    `settings`: the settings that `phalanx run` reads from `words`. `variables`: the environment variables by which the
+    file sets the number of nodes.
     """
 
     words: tuple[str, ...]

@@ -10,7 +10,7 @@ from phalanx._job.manifests.request import JobRequest, quote
 def write_batch_script(
     request: JobRequest, program: Sequence[str], *, time: str = "", partition: str = "", output: str = "%x-%j.log"
 ) -> str:
-    """Return the script for `sbatch`. `program` is how every host, sharing the file system, starts `phalanx`."""
+    """Return the script for `sbatch`. `program` starts `phalanx` on every host; the hosts share the file system."""
     options = [
         f"--job-name={request.name}",
         f"--nodes={request.nodes}",

@@ -127,7 +127,7 @@ class Display:
             self.print(text)
 
     def expect(self, rank: int, traceback: str, *, quiet: bool = False) -> None:
-        """Buffer `traceback`, which `rank` is about to print, until `release`; forever if `quiet`. Logs show it."""
+        """Buffer `traceback`, which `rank` is about to print, until `release`; forever if `quiet`. Logs have it."""
         self._tracebacks.expect(rank, traceback, quiet=quiet)
 
     def hide(self, rank: int) -> None:
@@ -204,7 +204,7 @@ class FoldedLine:
 
 
 class _Twins:
-    """`_Twins` are the pending lines with one text, in order. Each search is binary: 100,000 lines may be blank."""
+    """`_Twins` are the pending lines with equal text, in order. Searches are binary: 100,000 lines may be blank."""
 
     def __init__(self) -> None:
         self.lines: list[FoldedLine] = []

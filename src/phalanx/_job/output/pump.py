@@ -128,9 +128,8 @@ class Pump:
 
 
 MAX_LINE_BYTES = 1 << 20  # a longer line is split, so that memory stays bounded
-REDRAW_S = (
-    0.1  # how long an ended line that was redrawn waits for the cursor to return; bars return within microseconds
-)
+# how long an ended line that was redrawn waits for the cursor to return; bars return within microseconds
+REDRAW_S = 0.1
 PARTIAL_S = 1.0  # how long a line without its end waits for more output before its text is shown
 _MAX_ROWS = 64  # more lines than this do not wait
 

@@ -1,7 +1,7 @@
 """Buffer the tracebacks that ranks have reported, because the command may print the failure itself.
 
 In that case it prints the first failure, and one line for each other rank. Otherwise (Ctrl-C, a lost zygote) the
-buffered tracebacks are shown; of tracebacks that differ only in numbers, the first.
+buffered tracebacks are shown. Of tracebacks that differ only in numbers, only the first is shown.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Turn a run's records into measurements, findings, pictures and a page.
 
-recording             when a process records its steps (diagnostics.step_recorder does), and for which folder
+recording             whether this process records its steps, and for which folder (diagnostics.step_recorder records)
 job_record            the launcher's record
 gather, matching      both together: measurements
 findings              measurements in, sentences out

@@ -12,7 +12,7 @@ _MOST = 1e300  # the largest drawable value: differences and marks beyond it ove
 
 @dataclass(frozen=True)
 class Axis:
-    """An axis is a scale from `low` to `high`, with marks; it goes in powers if `is_log`."""
+    """An axis is a scale from `low` to `high`, with marks; it is logarithmic if `is_log`."""
 
     low: float
     high: float

@@ -31,7 +31,7 @@ _MARKED = 0.02  # a smaller difference from the first run is insignificant
 class Row:
     """A `Row` is one quantity of all runs: its format, and its ratio to the first run's, if that is meaningful.
 
-    `better` says whether less is better, or more, or neither.
+    `better` is "less", "more", or "" if neither is better.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Derive findings from a run's measurements for people who want it faster, or repaired: sentences with advice.
+"""Derive findings from a run's measurements: sentences with advice on how to fix the run or make it faster.
 
 The functions are pure: measurements go in, sentences come out, the worst first.
 """
@@ -101,7 +101,7 @@ def _lost_records(run: Measurements) -> Iterator[ReportFinding]:
     recorded = {(rank.host.partition("#")[0], rank.pid) for rank in run.ranks}
     missing: dict[str, list[int]] = {}
     for event in run.events:
-        host = event.host.partition(" ")[0].partition("#")[0]  # of several with one name it is "name#1 (address)"
+        host = event.host.partition(" ")[0].partition("#")[0]  # if hosts share a name, "name#1 (address)"
         if event.host and event.rank is not None and (host, event.pid) not in recorded:
             missing.setdefault(event.host, []).append(event.rank)
     for host, ranks in missing.items():
@@ -156,9 +156,8 @@ def _loss(run: Measurements) -> Iterator[ReportFinding]:
         tenth = max(1, len(losses) // 10)
         first, last = median(losses[:tenth]), median(losses[-tenth:])
         best = min(median(losses[i : i + tenth]) for i in range(0, len(losses) - tenth + 1, tenth))
-        gained_back = last - best > 0.1 * (
-            first - best
-        )  # near its least value noise alone makes it half as large again
+        # near its minimum, noise alone can raise the loss by half
+        gained_back = last - best > 0.1 * (first - best)
         # Three times the difference of two such medians by chance, estimated from the differences of successive losses.
         noise = 4.5 * median(abs(a - b) for a, b in pairwise(losses)) / math.sqrt(tenth)
         if last - best <= noise:
@@ -317,8 +316,7 @@ def _stragglers(run: Measurements) -> Iterator[ReportFinding]:
         excess = _excess(slow, others)
         excess_s = max(excess.values())
         often = max(rank.preemptions_per_s or 0.0 for rank in ranks.values())
-        # A rank preempted from its core is late, now one, now another; a rank that waits for data has released its
-        # core.
+        # Preemption makes different ranks late at different times. A rank that waits for data has released its core.
         noise_s = min(_MOST_NOISE, _SLICE_S * often) * slow.step_s
         if excess_s < noise_s and excess["data"] < _LATE_SHARE * slow.step_s:
             yield ReportFinding(

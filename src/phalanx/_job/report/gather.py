@@ -17,8 +17,8 @@ from phalanx._job.report.measurements import PARTS, Curve, Measurements, RankRun
 from phalanx._job.report.records import is_running, run_of
 
 MAX_POINTS = 240  # the most points of a curve: more than a screen can show
-_CLOCKS_APART_S = 60.0  # hosts' clocks may differ by so much; older files are of a run before
-_WARM_STEPS, _WARM_SHARE = 5, 0.1  # the first steps, in which memory is found and code compiled, are left out of means
+_CLOCKS_APART_S = 60.0  # the most by which hosts' clocks may differ; older files belong to an earlier run
+_WARM_STEPS, _WARM_SHARE = 5, 0.1  # means leave out the first steps, which allocate memory and compile code
 
 
 def find_job(folder: str, files: Sequence[RankFile]) -> JobRecord:
@@ -27,7 +27,7 @@ def find_job(folder: str, files: Sequence[RankFile]) -> JobRecord:
     A launcher that did not record the job's end, and is no longer running, was killed.
     """
     job = JobRecord.read(folder)
-    if job is None:  # the ranks were started by another launcher, and the first has died
+    if job is None:  # another launcher started the ranks, and rank 0 has left no record
         begun = min((file.begun for file in files), default=0.0)
         unix = min((file.begun + file.unix_offset for file in files), default=0.0)
         sizes = [int(file.facts.get("world_size", 1)) for file in files]
@@ -38,14 +38,14 @@ def find_job(folder: str, files: Sequence[RankFile]) -> JobRecord:
 
 
 def of_ranks(job: JobRecord, files: Sequence[RankFile]) -> list[RankFile]:
-    """Return the files of this run, without a rank's other processes, which trained nothing."""
+    """Return the files of this run; of a rank with a process that has trained, without processes that have not."""
     files = [file for file in files if is_of_run(job, file)]
     trains = {(_attempt(file), file.facts.get("rank")) for file in files if file.steps_done}
     return [file for file in files if file.steps_done or (_attempt(file), file.facts.get("rank")) not in trains]
 
 
 def is_of_run(job: JobRecord, file: RankFile) -> bool:
-    """Return whether a rank of this run has written it: by the run's id, or by the clock if the rank knew no id."""
+    """Return whether a rank of this run wrote `file`: by the run's id, and unless that is unique, by the clock."""
     if job.run and run_of(file) not in ("", job.run):
         return False
     if job.is_run_unique and run_of(file):  # a host's clock may be wrong
@@ -54,7 +54,7 @@ def is_of_run(job: JobRecord, file: RankFile) -> bool:
 
 
 def combine(job: JobRecord, files: Sequence[RankFile]) -> Measurements:
-    """Combine `job` and the ranks' `files` into the run."""
+    """Combine `job` and the ranks' `files` into measurements of the run."""
     offsets = [job.clock_offsets.get(str(file.facts.get("host", "")), 0.0) for file in files]
     newest = max((_attempt(file) for file in files), default=0)
     trains = any(file.steps for file in files)  # otherwise the ranks' messages still deserve a table
@@ -91,7 +91,7 @@ def combine(job: JobRecord, files: Sequence[RankFile]) -> Measurements:
 
 
 def _tell_hosts_apart(ranks: tuple[RankRun, ...]) -> tuple[RankRun, ...]:
-    """Give hosts of one name their number after it, as the launcher calls them."""
+    """Append its number to the name of a host that shares its name with others, as the launcher does."""
     nodes: dict[str, set[int]] = defaultdict(set)
     for rank in ranks:
         nodes[rank.host].add(rank.node)
@@ -117,7 +117,7 @@ def _num_warm(records: Sequence[StepRecord]) -> int:
 
 
 def _steady(records: Sequence[StepRecord]) -> list[StepRecord]:
-    """Return the records that means are taken of: warm ones, without steps in which the ranks regrouped."""
+    """Return the records for means: without the first steps, and without steps in which the ranks regrouped."""
     after = records[1:]
     left = [
         record
@@ -184,14 +184,14 @@ def _measure(file: RankFile, split: Split, shift: float) -> RankRun:
 
 
 def _parts(steady: Sequence[StepRecord], split: Split, num: float) -> Mapping[str, float]:
-    """Return the seconds of a step by phase, without the rank's waiting and data movement in it."""
+    """Return the seconds of a step by part; waiting and communication in a phase do not count for the phase."""
     parts = dict.fromkeys(PARTS, 0.0)
     parts["waiting"] = sum(record.waited for record in steady) / num
     for phase in ("data", "forward", "backward", "update", "other"):
         seconds = sum(getattr(record, phase) for record in steady) / num
         waiting, moving = split.waiting.get(phase, 0.0), split.moving.get(phase, 0.0)
         inside = waiting + moving
-        share = min(1.0, seconds / inside) if inside else 0.0  # time beside the program is not the program's time
+        share = min(1.0, seconds / inside) if inside else 0.0  # operations beside the program may outlast the phase
         parts["waiting"] += waiting * share
         parts["communication"] += moving * share
         parts[phase] = seconds - inside * share
@@ -218,7 +218,8 @@ def _thin(records: Sequence[StepRecord]) -> list[StepRecord]:
 def _loss_curve(files: Sequence[RankFile]) -> Curve:
     """Return by step the mean loss of the ranks that have one; for a repeated step, the last one.
 
-    If the newest attempt's first step is unknown, only that attempt is drawn; earlier attempts like it end the curve.
+    If the newest attempt's first step is unknown, only that attempt is drawn. An earlier attempt whose first step is
+    unknown is left out, with all attempts before it.
     """
     curve: Curve = ()
     begins_at = math.inf
@@ -235,8 +236,8 @@ def _loss_curve(files: Sequence[RankFile]) -> Curve:
 
 
 def _mean_loss(files: Sequence[RankFile]) -> Curve:
-    """Return the mean loss of one attempt. Ranks' records may differ in length: those within the longest unite."""
-    # of steps that were done again the last counts
+    """Return the mean loss of one attempt. Records may differ in length: all within the longest are combined."""
+    # if a step was repeated, its last record counts
     once = [{record.first: record for record in _thin(file.steps)} for file in files]
     records = [record for those in once for record in those.values() if record.num_losses]
     width = max((record.num_steps for record in records), default=1.0)
@@ -269,7 +270,7 @@ def _throughput(files: Sequence[RankFile], shifts: Sequence[float]) -> Curve:
     if not most or width <= 0:
         return ()
     amounts = [0.0] * num
-    present = [0.0] * num  # ranks, as some may come and go
+    present = [0.0] * num  # the number of ranks: ranks may join and leave
     for file, shift in pairs:
         for record in file.steps:
             amount = record.samples if counts else record.num_steps

@@ -15,13 +15,13 @@ from typing import Any
 from phalanx._job.report.measurements import RunEvent
 
 FILE = "job.json"
-RANKS = "ranks"  # the folder in the report's, for the ranks' files
+RANKS = "ranks"  # the subfolder of the report's folder for the ranks' files
 _SURROGATES = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
 class JobRecord:
-    """A `JobRecord` has times of CLOCK_MONOTONIC; `end` is as in `Measurements`, or "running"."""
+    """A `JobRecord` has times of CLOCK_MONOTONIC; `end` is one of `measurements.ENDS`."""
 
     name: str
     command: str

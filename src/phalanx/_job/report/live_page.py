@@ -27,10 +27,10 @@ from phalanx._job.report.pictures import figure, seconds_mark, time_axis
 from phalanx._job.report.units import percent, seconds, size, three_digits
 
 _HTML = "text/html; charset=utf-8"
-_AGAIN_S = 1.0  # a look is not older than that, and looks are not made more often
-_REPORT_EVERY_S = 5.0  # reading all of the ranks' files takes longer than a look
+_AGAIN_S = 1.0  # the job is sampled at most once in this time, and no sample shown is older
+_REPORT_EVERY_S = 5.0  # reading all of the ranks' files takes longer than a sample
 _MOST_POINTS = 600
-_MOST_RANKS = 64  # of more ranks those that wait least are shown
+_MOST_RANKS = 64  # with more ranks, the ranks that wait least are shown
 _COLOURS = {
     "computing": "forward",
     "idle": "other",
@@ -110,7 +110,7 @@ class LivePage:
         return _head(job) + titled([("Now", grid), ("Ranks", _ranks(job))]) + self._report_of(job)
 
     def _report_of(self, job: JobView) -> str:
-        """Return the sections of the report that the job's ranks record for, as far as they have written it."""
+        """Return the sections of the report for which the job's ranks record, from their records so far."""
         if not job.report:
             return ""
         with self._lock:

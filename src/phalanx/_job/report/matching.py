@@ -38,7 +38,7 @@ class ProcessSample:
     end_ns: float  # the end of the last step
     num_steps: int
     offset_ns: float = 0.0
-    recoveries: Sequence[tuple[float, float]] = ()  # steps that survived a loss, whose waiting is ignored
+    recoveries: Sequence[tuple[float, float]] = ()  # spans of steps that survived a loss, whose operations are ignored
 
 
 @dataclass

@@ -1,6 +1,6 @@
-"""`Measurements` are a run as data: the findings read it, the page draws it and `phalanx report` compares it.
+"""`Measurements` are a run as data: findings are derived from them, pages draw them, `phalanx report` compares them.
 
-They are the file `report.json`. Times are seconds since the run began, on the clock of the host that led it.
+The file `report.json` contains them. Times are seconds since the run began, on the clock of the host that led it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Curve = tuple[tuple[float, float], ...]
 
 @dataclass(frozen=True)
 class RankRun:
-    """A `RankRun` is one process of a rank. `parts` has a mean step's seconds by part, after the first steps."""
+    """A `RankRun` is one process of a rank. `parts` has the seconds of a mean step by part, without the first steps."""
 
     rank: int
     attempt: int
@@ -49,7 +49,7 @@ class RankRun:
     device_bytes: float
     step_curve: Curve = ()  # time, seconds of a step
     memory_curve: Curve = ()
-    generations: tuple[tuple[int, float], ...] = ()  # its number, and when the first step in it ended
+    generations: tuple[tuple[int, float], ...] = ()  # by generation: its number, and when the first step in it began
 
     @property
     def reached(self) -> int:
@@ -65,10 +65,10 @@ class CollectiveTimes:
     num_bytes: float
     num_ranks: int
     count: float
-    duration_s: float  # median time from the last rank's coming to the end
+    duration_s: float  # median time from the last rank's entry to the end
     waiting_s: float  # mean time for which a rank waits for the last one
     bandwidth: float | None
-    overlapped: bool = False  # most of it was done before, beside the backward
+    overlapped: bool = False  # most of it was done before that, during the backward
 
 
 @dataclass(frozen=True)
@@ -82,8 +82,9 @@ class Lateness:
 
 @dataclass(frozen=True)
 class RunEvent:
-    """An event is something that happened to the job: `kind` is attempt, failure, loss, replaced, signal or host
-    lost. Of a loss `pid` is the process, and `host` the name and address of its host, if that is lost as well.
+    """An event is something that happened to the job: `kind` is loss, failure, host lost, stopped, signal or restart.
+
+    For a loss, `pid` is the lost process, and `host` the name and address of its host if the host is lost, too.
     """
 
     at: float
@@ -123,9 +124,9 @@ class Measurements:
 
     @property
     def last_attempt(self) -> tuple[RankRun, ...]:
-        """Return the processes of the newest attempt, and for each rank the one that progressed farthest.
+        """Return, for each rank of the newest attempt, the process that progressed farthest.
 
-        Processes that were lost on the way are left out: they ended long before the others, and not in order.
+        Lost processes are left out: they stopped long before the others, and did not close their records.
         """
         chosen: dict[int, RankRun] = {}
         for run in self.newest:
@@ -142,12 +143,12 @@ class Measurements:
 
     @property
     def steps(self) -> int:
-        """Return how many steps are done: the most that any rank has reached, as each may come late or leave early."""
+        """Return how many steps are done: the most that any rank has reached, as ranks may join late or leave early."""
         return max((run.reached for run in self.newest), default=0)
 
     @property
     def step_s(self) -> float:
-        """Return a step's mean time, of the slowest rank."""
+        """Return the mean time of a step on the slowest rank."""
         return max((run.step_s for run in self.last_attempt), default=0.0)
 
     @property
@@ -158,11 +159,11 @@ class Measurements:
 
     @property
     def final_loss(self) -> float | None:
-        """Return the last point of the curve of the loss."""
+        """Return the last point of the loss curve."""
         return self.loss[-1][1] if self.loss else None
 
     def to_json(self) -> str:
-        """Return the text of report.json; a number that is not finite is null there, as strict readers want it."""
+        """Return the text of report.json, in which NaN and infinity are null, because JSON has neither."""
         fields = _without_nan({"format": FORMAT, "version": VERSION, **asdict(self)})
         return json.dumps(fields, separators=(",", ":"), allow_nan=False)
 
@@ -171,7 +172,7 @@ class Measurements:
         """Return the measurements in `text`, which `to_json` has made.
 
         Raises:
-            ValueError: it holds none, or another version's.
+            ValueError: `text` is not a report, is damaged, or is of another version of Phalanx.
         """
         try:
             fields = json.loads(text)

@@ -1,4 +1,4 @@
-"""Render the page: measurements and findings in, one HTML file out, which asks the network for nothing."""
+"""Render the page: measurements and findings in, one HTML file out, which loads nothing from the network."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def sections_of(run: Measurements, findings: Sequence[ReportFinding]) -> str:
 
 
 def document(title: str, body: str, foot: str, *, script: str = SCRIPT, asks_server: bool = False) -> str:
-    """Return a whole page with a script, which asks only the page's own server, and only if `asks_server`."""
+    """Return a whole page with a script, which may contact only the page's server, and only if `asks_server`."""
     allowed = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
     if asks_server:
         allowed += "; connect-src 'self'"

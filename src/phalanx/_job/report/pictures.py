@@ -16,7 +16,7 @@ from phalanx._job.report.units import percent, rate, seconds, size
 
 _MAX_LINES = 8  # the most ranks that a chart can distinguish
 _MAX_DOT_LABELS = 8
-MANY_RANKS = 16  # of more ranks those that are alike are shown as one
+MANY_RANKS = 16  # with more ranks, ranks that are alike are shown as one
 _ALIKE = 0.05  # two steps that differ by this part are the same to a reader
 _MOST_LETTERS = 24  # the most letters before a bar
 _ON_DARK = ("backward", "update", "waiting")
@@ -160,13 +160,13 @@ def part_bars(run: Measurements) -> str:
 
 
 def mean_step(ranks: Sequence[RankRun]) -> tuple[dict[str, float], float]:
-    """Return the parts of a step, and how long it takes, of these ranks together."""
+    """Return the mean over these ranks of a step's parts, and of its total time."""
     parts = {part: sum(rank.parts[part] for rank in ranks) / len(ranks) for part in PARTS}
     return parts, sum(rank.step_s for rank in ranks) / len(ranks)
 
 
 def _divide_alike(ranks: Sequence[RankRun]) -> tuple[list[RankRun], list[RankRun]]:
-    """Return the ranks to show by themselves, of many the most different first, and those that are alike."""
+    """Return the ranks to show one by one, if many the most different first, and the ranks to show as one."""
     if len(ranks) <= MANY_RANKS:
         return list(ranks), []
     usual = {part: median(rank.parts[part] for rank in ranks) for part in PARTS}

@@ -28,9 +28,9 @@ from phalanx._job.report.job_record import RANKS, JobRecord
 from phalanx._job.report.records import find_other_run, remove_old_records
 
 _recorder: StepRecorder | None = None
-_folder = ""  # the folder of the report that it records for
+_folder = ""  # the folder of the report for which this process records
 _is_given = False  # the folder comes from the launcher, whatever the program passes
-_writers: list[Callable[[], None]] = []  # this process writes these as the job's own launcher: one, or none
+_writers: list[Callable[[], None]] = []  # at most one: writes the report at exit, in a job without a launcher of ours
 
 
 def current() -> StepRecorder | None:
@@ -46,7 +46,7 @@ def current_folder() -> str:
 def begin_in_rank(folder: str) -> StepRecorder:
     """Record the steps of this process for the report in `folder`, which a launcher writes there.
 
-    It begins once in a process: a further call returns the same recorder.
+    Recording begins once per process: a further call returns the same recorder.
 
     Raises:
         OSError: its file can't be made.
@@ -60,8 +60,8 @@ def begin_in_rank(folder: str) -> StepRecorder:
 def begin(folder: str | os.PathLike[str]) -> StepRecorder:
     """Record this process's steps for a report in `folder`; every rank calls it, before its first step.
 
-    Under `phalanx run` the launcher writes the report at the end, also when ranks have died. Under another launcher, or
-    none, rank 0 writes it when it ends, or begins another. The folder of `phalanx run --report` comes first.
+    Under `phalanx run` the launcher writes the report at the end, even if ranks have died. Under another launcher, or
+    none, rank 0 writes it when its process ends or begins another report. `phalanx run --report` overrides `folder`.
 
     Raises:
         ValueError: the folder has no name.
@@ -122,7 +122,7 @@ def _see_end_and_forks() -> None:
 
 
 def _make_way(folder: str) -> None:
-    """Prepare the folder as rank 0, since no launcher of ours has looked at it."""
+    """Prepare the folder, on rank 0 only, since no launcher of ours has prepared it."""
     if _find_place(os.environ)[0]:
         return
     other = find_other_run(folder)
@@ -132,7 +132,7 @@ def _make_way(folder: str) -> None:
             f"{folder}. Choose another folder; or, if both are ranks of one job, call init_process_group before this, "
             "so that each knows which one it is."
         )
-    if not _number(os.environ, "TORCHELASTIC_RESTART_COUNT"):  # else the attempts before have left theirs
+    if not _number(os.environ, "TORCHELASTIC_RESTART_COUNT"):  # else keep the records of earlier attempts
         remove_old_records(folder)
 
 
@@ -157,7 +157,7 @@ def _run_id(environ: Mapping[str, str], world_size: int) -> str:
 
 
 def _write_at_end(folder: str, recorder: StepRecorder) -> None:
-    """Write the report at the end of this process, which is the job's own launcher."""
+    """Write the report when this process ends, since the job has no launcher of ours."""
     from phalanx._job.report.write import write_report
 
     begun = time.monotonic()
@@ -277,7 +277,7 @@ def _forget() -> None:
 
 
 def _end() -> None:
-    """End recording, and write the report if that is this process's part."""
+    """End recording, and write the report if no launcher of ours does."""
     global _recorder
     try:
         if _recorder is not None:

@@ -1,4 +1,4 @@
-"""List the ranks' files in a report's folder, and remove those that may go. Other files stay."""
+"""List the ranks' files in a report's folder, and remove files no longer needed. Other files stay."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from phalanx._base.processes import read_stat
 from phalanx._comm.diagnostics.step_file import RankFile, read_rank_file
 from phalanx._job.report.job_record import RANKS, JobRecord
 
-_CLOCK_SET_S = 60.0  # a host's clock may have been set by so much since
+_CLOCK_SET_S = 60.0  # the most by which a host's clock may have been set since
 
 
 def list_records(folder: str) -> Iterator[tuple[Path, RankFile]]:
@@ -25,12 +25,12 @@ def list_records(folder: str) -> Iterator[tuple[Path, RankFile]]:
 
 
 def run_of(file: RankFile) -> str:
-    """Return the id of the file's run; it is empty if the rank knew none."""
+    """Return the id of the file's run; empty if the rank knew none."""
     return str(file.facts.get("run", ""))
 
 
 def remove_records(folder: str, may_go: Callable[[RankFile], bool]) -> None:
-    """Remove the ranks' files that may go; their folder stays, as another rank may be about to make its file there."""
+    """Remove the ranks' files that `may_go` selects; keep their folder: another rank may be about to create a file."""
     for path, file in list_records(folder):
         if may_go(file):
             with suppress(OSError):

@@ -1,6 +1,6 @@
-"""This module is the page's style: system fonts, light and dark, one column on a telephone, black on white in print."""
+"""This module is the page's style: system fonts, light and dark, one column on a phone, black on white in print."""
 
-# Colours by Okabe and Ito (2008), which stay apart for colour-blind readers; darker or lighter where the paper asks.
+# Colours of Okabe and Ito (2008), distinct for colour-blind readers; darker or lighter where the background needs it.
 CSS = """
 :root{color-scheme:light dark;--paper:#fff;--card:#f6f7f9;--ink:#1b2430;--faint:#5f6b7a;--rule:#dfe3e8;
 --data:#e69f00;--forward:#56b4e9;--backward:#0072b2;--update:#009e73;--waiting:#d55e00;--communication:#cc79a7;

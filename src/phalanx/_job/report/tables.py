@@ -68,7 +68,7 @@ def memory_table(run: Measurements) -> str:
     rows = [
         [
             f"rank {rank.rank}",
-            size(rank.resident_bytes) if rank.resident_bytes else "",  # read together with the steps
+            size(rank.resident_bytes) if rank.resident_bytes else "",  # 0 if no step was recorded
             size(rank.shared_bytes) if rank.resident_bytes else "",
             size(max(rank.peak_bytes, rank.resident_bytes)),
             *([size(rank.device_bytes)] if has_device else []),

@@ -32,7 +32,7 @@ def pack_files(folder: str, run: str, since: float) -> Iterator[tuple[str, str]]
 
 
 def unpack_file(folder: str, name: str, text: str) -> None:
-    """Write a received file on this host; it may overwrite the original if hosts share files.
+    """Write a received file on this host, under another name, and remove the original if hosts share the folder.
 
     Raises:
         ValueError: the text is not such a file.

@@ -38,7 +38,7 @@ def measure(world_size: int, device: str, rounds: int) -> Seconds:
     Raises:
         RankFailed: a rank failed.
     """
-    start: Any = "spawn" if device == "cuda" else None  # a fork cannot use a GPU that this process has asked for
+    start: Any = "spawn" if device == "cuda" else None  # a fork of a process that has initialised CUDA cannot use a GPU
     by_rank: list[Seconds] = run_ranks(_rank, world_size, device, rounds, start=start, timeout=_TIMEOUT_S)
     return {name: {size: max(seconds[name][size] for seconds in by_rank) for size in SIZES} for name in by_rank[0]}
 
@@ -55,7 +55,7 @@ def _rank(rank: int, world_size: int, device: str, rounds: int) -> Seconds:
 
 
 def _call(name: str, size: int, device: torch.device, world_size: int) -> Callable[[], Any]:
-    """Return the collective on a tensor of `size` bytes in all: of all ranks together, or of one rank."""
+    """Return a call of the collective whose whole tensor, with the parts of all ranks, has about `size` bytes."""
     whole = torch.zeros(size // 4 // world_size * world_size, device=device)
     part = torch.zeros(whole.numel() // world_size, device=device)
     parts: list[Tensor] = list(whole.chunk(world_size))

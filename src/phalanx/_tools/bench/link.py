@@ -1,7 +1,7 @@
-"""Measure how long messages take between hosts, and find the link for the choice of an algorithm.
+"""Measure the time of messages between hosts, and fit the link by which algorithms are chosen.
 
-A rank of each of two hosts sends to the other and receives from it at once, as the steps of a collective do, while all
-others wait; every pair of hosts in turn.
+The pairs of hosts are measured in turn. A rank of each host sends to and receives from its peer at the same time, as in
+a step of a collective, while all other ranks wait.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ class LinkMeasurement:
 
 
 def measure(transport: HierarchicalTransport, names: Sequence[str], rounds: int) -> list[LinkMeasurement]:
-    """Measure the link between each two hosts. All ranks of the group call it; the result is the same on all.
+    """Measure the link between each pair of hosts. All ranks of the group call this; the result is the same on all.
 
     Arguments:
         names: the name of each rank's host in messages.
 
     Raises:
-        PeerLostError, DeadlineError: a rank died, or a link is too slow for ten minutes.
+        PeerLostError, DeadlineError: a rank died, or the exchanges of a pair took longer than ten minutes.
     """
     hosts = transport.layout.topology.hosts
     measured = []
@@ -122,7 +122,7 @@ def run(rounds: int, print_line: Callable[[str], None], *, in_json: bool) -> Non
     """Run the command on one rank of a job on several hosts; rank 0 prints the results.
 
     Raises:
-        PhalanxError: all ranks are on one host, or the hosts' engine is another than Gloo or MPI.
+        PhalanxError: all ranks are on one host, so there is no link.
     """
     dist.init_process_group("phalanx")
     try:

@@ -376,7 +376,7 @@ def check_clock(facts: DoctorFacts) -> CheckResult:
 
 
 def check_variables(facts: DoctorFacts) -> CheckResult:
-    """Return whether the shell pretends to be a rank."""
+    """Return whether variables of this shell make scripts believe that they are ranks."""
     variables = facts.host.variables
     if left := {name: variables[name] for name in ("RANK", "WORLD_SIZE") if name in variables}:
         return CheckResult(
@@ -391,7 +391,7 @@ def check_variables(facts: DoctorFacts) -> CheckResult:
 
 
 def check_scheduler(facts: DoctorFacts) -> CheckResult:
-    """Return whether a scheduler has started this command, and as which node, or could start several."""
+    """Return whether a scheduler has started this command, and as which node, or has hosts that stay unused."""
     scheduler, unused = facts.host.scheduler, facts.host.unused_hosts
     if not scheduler.works:
         return CheckResult(
@@ -565,7 +565,7 @@ CHECKS: tuple[Callable[[DoctorFacts], CheckResult], ...] = (
 
 
 def run_checks(facts: DoctorFacts) -> list[CheckResult]:
-    """Return the finding of every check, in the order of CHECKS, with the GPUs' before the training's."""
+    """Return the finding of every check, in the order of CHECKS; findings on GPUs come before the last, on training."""
     findings = [check(facts) for check in CHECKS]
     return [*findings[:-1], *run_gpu_checks(facts), findings[-1]]
 

@@ -1,4 +1,4 @@
-"""Gather the facts of this host. This module reads the operating system's, and changes nothing."""
+"""Gather the facts of this host: read the operating system's files and settings, and change nothing."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def _meminfo(root: Path) -> dict[str, int]:
 
 
 def _processes(groups: list[str]) -> tuple[int | None, int | None]:
-    """Return the limit on processes and threads, and their current number; a control group's if tighter."""
+    """Return the limit on processes and threads, and their number: a control group's, else RLIMIT_NPROC and None."""
     for group in groups:
         limit, used = read_number(group, "pids.max"), read_number(group, "pids.current")
         if limit is not None:

@@ -1,6 +1,6 @@
 """Import PyTorch and train for one step, in a separate process: either may crash, and the doctor must report it.
 
-The process prints its results in lines of JSON, one per stage; it died in the stage without a line.
+The process prints its results in lines of JSON, one per stage; if it dies, the stage in which it died has no line.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _COPIED_BYTES = 64 << 20
 
 
 def try_training(python: str = sys.executable) -> tuple[Torch | str, Probe]:
-    """Return PyTorch's information on itself, or why it could not be imported, and the result of two ranks."""
+    """Return PyTorch's information on itself, or why it could not be imported, and how a step on two ranks went."""
     try:
         run = subprocess.run(
             [python, "-m", __name__],

@@ -168,8 +168,7 @@ def _count(number: int, noun: str) -> str:
 
 # Write chunks and values in letters and numbers: a0+a1 is chunk a, the contributions of ranks 0 and 1 combined.
 
-# Up to so many contributions are written out, so that five ranks fit 80 columns; more become Σa (all
-# ranks) or a[0-3,6].
+# The most contributions written out, so that five ranks fit 80 columns; more become Σa (all ranks) or a[0-3,6].
 _WRITTEN_OUT = 4
 
 

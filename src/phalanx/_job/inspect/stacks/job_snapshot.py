@@ -38,22 +38,22 @@ class JobSnapshot:
     groups: tuple[GroupInfo, ...]
     node: int = 0
     num_nodes: int = 1
-    pages: tuple[int, ...] = ()  # the processes that have shown the page on which they count their steps
+    pages: tuple[int, ...] = ()  # the processes that share a progress page
     with_stacks: bool = True
     ended: tuple[tuple[int, int], ...] = ()  # ranks and their exit codes
     restart_count: int = 0
     max_restarts: int = 0
     generation: int = 0
     started_ns: int = 0  # when this attempt started; CLOCK_MONOTONIC
-    lost: tuple[tuple[int, int, int, str], ...] = ()  # ranks that an elastic job has lost: process, when (ns), why
-    report: str = ""  # the folder for which its ranks record
+    lost: tuple[tuple[int, int, int, str], ...] = ()  # by loss of an elastic job: rank, pid, when (ns), why
+    report: str = ""  # the folder of the report for which the ranks record; empty if none
 
     def to_bytes(self) -> bytes:
         return json.dumps(asdict(self)).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> JobSnapshot:
-        """Read what `to_bytes` wrote.
+        """Return the snapshot that `to_bytes` has encoded.
 
         Raises:
             KeyError, TypeError, ValueError: another version of Phalanx wrote it.
@@ -91,7 +91,7 @@ def answer(
     controls: Sequence[int],
     pages: Sequence[int] = (),
 ) -> None:
-    """Answer as the agent, which never waits: a client that has left, or does not read, gets nothing."""
+    """Send the agent's answer without waiting: a client that has left, or does not read, gets nothing."""
     with suppress(OSError), _file(snapshot.to_bytes()) as description:
         fds = [description, *stacks, *controls, *pages]
         for start in range(0, len(fds), _FDS_AT_ONCE):
@@ -118,7 +118,7 @@ class HostAnswer(NamedTuple):
 
 
 def answer_others(channel: Channel, answers: Sequence[HostAnswer]) -> None:
-    """Answer `ask_others` as the agent, which never waits."""
+    """Send the agent's answer to `ask_others`, without waiting."""
     with suppress(OSError), _file(json.dumps(answers).encode()) as description:
         channel.put({}, [description])
 
@@ -186,7 +186,7 @@ def ask(
 
 
 def _receive(channel: Channel, fds: list[int], deadline: Deadline) -> JobSnapshot:
-    """Collect the answer; descriptors go to `fds` as they come, so that they are closed whatever happens."""
+    """Receive the answer. Descriptors are appended to `fds` as they arrive, so that the caller always closes them."""
     snapshot, expected = None, 1
     while len(fds) < expected:
         part = channel.receive(deadline)

@@ -1,6 +1,6 @@
-"""Find the jobs of this user that run on this host by their agents' sockets: all, or the one that the user names.
+"""Find the jobs of this user that run on this host by their agents' sockets: all jobs, or the job that the user names.
 
-`command` is named in messages.
+The parameter `command` is the calling command, for messages.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def choose_job(wanted: str | None, command: str) -> RunningJob:
     """Return the only job of this user, or the newest whose process number or script is `wanted`.
 
     Arguments:
-        wanted: the user's word for the job, or None.
+        wanted: the job as the user has named it, or None.
         command: the calling command, for the messages.
 
     Raises:
@@ -93,7 +93,7 @@ def choose_job(wanted: str | None, command: str) -> RunningJob:
 
 
 def is_called(target: str, wanted: str) -> bool:
-    """Return whether people call a job that runs `target` so: `exp/train.py` is also `train.py` and `train`."""
+    """Return whether `wanted` names a job that runs `target`: `exp/train.py` is also called `train.py` and `train`."""
     name = target.rpartition("/")[2]
     return wanted in (target, name, name.removesuffix(".py"))
 

@@ -24,7 +24,7 @@ _OTHERS_TIMEOUT_S = 10.0  # more than the agent of the first host waits for the 
 
 
 def report_stacks(wanted: str | None) -> str:
-    """Return where each rank is of the job called `wanted` (see `choose_job`); with None, of the only job of this user.
+    """Return where each rank of the job `wanted` is (see `choose_job`); None means the only job of this user.
 
     Raises:
         LaunchError: there is no such job, or several to choose from, or it does not answer.
@@ -44,7 +44,7 @@ def report_stacks(wanted: str | None) -> str:
 
 
 def report_own_stacks() -> str:
-    """Return where the ranks are whose agent this process is, for the first host; a thread of the agent calls it."""
+    """Return where the ranks of this agent are, for the first host; a thread of the agent calls this."""
     try:
         return _report_here(next(job for job in find_jobs() if job.pid == os.getpid()))[0]
     except (LaunchError, StopIteration) as error:
@@ -68,9 +68,9 @@ def _report_here(job: RunningJob) -> tuple[str, int]:
 
 
 def format_report(snapshot: JobSnapshot, groups: Sequence[GroupLog], stacks: Mapping[int, str], now_ns: int) -> str:
-    """Return the text; `stacks` has by rank faulthandler's output, or one line on why there is none.
+    """Return the text; `stacks` has, by rank, faulthandler's output or one line on why there is none.
 
-    A name of the job (a script, a file) with a line break or an escape code is shown on one line, as text.
+    Line breaks and escape codes in names of scripts and files are shown as text.
     """
     here = f" on this host, {snapshot.node + 1} of {snapshot.num_nodes}" if snapshot.num_nodes > 1 else ""
     count = f"{len(snapshot.ranks)} of {snapshot.world_size} ranks running{here}"
@@ -78,7 +78,7 @@ def format_report(snapshot: JobSnapshot, groups: Sequence[GroupLog], stacks: Map
     for rank, pid in snapshot.ranks:
         lines += ["", f"rank {rank} (pid {pid})"]
         members = [(group, log) for group in groups for log in group.ranks if log.pid == pid and not log.left]
-        used = [member for member in members if member[1].records]  # groups are often made in numbers and used by few
+        used = [member for member in members if member[1].records]  # programs often create many groups, and use few
         lines += [f"  group {group.name!r}: {position_of(log.records, now_ns)}" for group, log in used or members[:1]]
         stack = stacks[rank]
         lines += textwrap.indent(stack, "  ").splitlines() if "\n" in stack else [f"  {stack}"]
@@ -168,7 +168,7 @@ def _await(asked: Mapping[int, tuple[int, int]]) -> dict[int, str]:
 
 
 def _status(pid: int) -> dict[str, str]:
-    """Return the fields of /proc/PID/status; it is empty when there is no such process."""
+    """Return the fields of /proc/PID/status; empty if there is no such process."""
     try:
         with open(f"/proc/{pid}/status", encoding="utf-8", errors="replace") as file:
             return {name: value.strip() for name, _, value in (line.partition(":") for line in file)}
@@ -178,7 +178,7 @@ def _status(pid: int) -> dict[str, str]:
 
 @contextmanager
 def _one_at_a_time(fd: int) -> Iterator[None]:
-    """Let only one command ask at a time, since two would mix up their answers: they queue at the first rank's file."""
+    """Let only one command ask at a time, since two would mix up their answers; lock the first rank's file."""
     # opened anew, because a lock belongs to an open file, and the received one is shared
     own = os.open(f"/proc/self/fd/{fd}", os.O_RDWR)
     try:

@@ -24,7 +24,7 @@ MAX_OPERATIONS = 64  # enough operations of a rank in a group for the last secon
 
 
 class RankOperation(NamedTuple):
-    """A `RankOperation` is one operation of one rank; `root` and `peer` as recorded. `leave_ns` is 0 while it runs."""
+    """A `RankOperation` is one operation of one rank; `root` is as recorded, and `leave_ns` is 0 while it runs."""
 
     seq: int
     kind: int
@@ -87,19 +87,19 @@ class HostSnapshot:
 
 
 def read_host(job: RunningJob, memory: MemoryReader) -> HostSnapshot:
-    """Return the ranks of `job` that are on this host.
+    """Return a snapshot of the ranks of `job` that are on this host.
 
     Cost: a message for the agent, a few microseconds of reading for each rank, and /proc. The ranks do nothing.
 
     Raises:
-        LaunchError: it has ended, is another user's, or its agent does not answer.
+        LaunchError: the job has ended, is another user's, or its agent does not answer.
     """
     with ask(job.name, job.pid, TIMEOUT_S, command=COMMAND, stacks=False) as answer:
         return _read(answer, memory)
 
 
 def read_own_host(memory: MemoryReader) -> str:
-    """Return the ranks whose agent this process is, as JSON, for the first host; a thread of the agent calls it."""
+    """Return a snapshot of this agent's ranks as JSON, for the first host; a thread of the agent calls this."""
     try:
         job = next(job for job in find_jobs(COMMAND) if job.pid == os.getpid())
         return to_json(read_host(job, memory))
@@ -161,15 +161,17 @@ def _summarise(log: GroupLog) -> GroupSnapshot:
 
 
 def to_json(host: HostSnapshot) -> str:
-    """Return the look as text."""
+    """Return the snapshot as JSON."""
     return json.dumps(asdict(host), separators=(",", ":"))
 
 
 def from_json(text: str, name: str, offset_ns: int) -> HostSnapshot | str:
-    """Return the look that `to_json` wrote on a host called `name`, whose clock is `offset_ns` behind ours, or why not.
+    """Return the snapshot that `to_json` wrote on the host `name`, or why that host has none.
+
+    `offset_ns`: how far that host's clock is behind ours; it is added to all times.
 
     Raises:
-        ValueError, KeyError, TypeError: the text is no look.
+        ValueError, KeyError, TypeError: the text is not a snapshot.
     """
     fields: dict[str, Any] = json.loads(text)
     if "why" in fields:

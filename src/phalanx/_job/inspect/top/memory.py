@@ -1,4 +1,4 @@
-"""Read a process's memory: with its share of shared memory, if the system reports that in time."""
+"""Read the memory of a process: its PSS, which divides shared memory, if the system reports it; otherwise its RSS."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 
 _AGAIN_S = 10.0
-# so much of the time may go into it: the kernel walks over all pages, and holds the process's map meanwhile
+# the largest share of the time spent on reading PSS: the kernel walks over all pages, and locks the process's map
 _SHARE = 1 / 200
 _KEPT = 4096
 
@@ -16,7 +16,7 @@ _KEPT = 4096
 class Memory:
     """`Memory` is in bytes.
 
-    With `is_pss` shared pages are divided among their processes; else each counts them whole.
+    If `is_pss`, shared pages are divided among their processes; otherwise each process counts them in full.
     """
 
     num_bytes: int

@@ -1,6 +1,6 @@
 """Serve the job's numbers in the text format of Prometheus, which OpenTelemetry's collectors read, too.
 
-The option for it is `phalanx run --metrics :9400`.
+`phalanx run --metrics :9400` starts it.
 
 Source: the text exposition format, version 0.0.4.
 """
@@ -24,7 +24,7 @@ _COMMAND = "phalanx run --metrics"
 class Metrics:
     """`Metrics` serves the data that `phalanx top` shows of this agent's job, at /metrics.
 
-    A thread queries the agent through its socket, as `phalanx top` does; the ranks have no work with it.
+    A thread queries the agent through its socket, as `phalanx top` does; the ranks do no work for it.
 
     Raises:
         LaunchError: the address cannot be bound.

@@ -1,8 +1,8 @@
-"""Draw the terminal anew when something is new, the terminal has another size, or a key was pressed.
+"""Redraw the terminal when there is a new view, the terminal was resized, or a key was pressed.
 
                     ┌── SIGWINCH, SIGTERM, SIGINT, SIGTSTP (a byte each)
 select ── wait for ─┼── keys
-                    └── views, from the thread that looks: the job may not answer, and keys work all the same
+                    └── views, from the sampling thread: keys work even if the job does not answer
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ from phalanx._job.inspect.top.view import JobView
 from phalanx._job.inspect.top.watch import JobWatch
 from phalanx.errors import LaunchError
 
-_SHARE = 1 / 50  # looks take at most so much of a core: with many ranks there are fewer looks
+_SHARE = 1 / 50  # sampling takes at most this share of a core: with many ranks, samples are rarer
 _SIGNALS = (signal.SIGWINCH, signal.SIGTERM, signal.SIGINT, signal.SIGTSTP)
 _KEYS = {"\x1b[A": -1, "\x1b[B": 1, "k": -1, "j": 1, "\x1b[5~": -10, "\x1b[6~": 10, "\x1b[H": -(10**9), "g": -(10**9)}
 
 
 class Looker:
-    """`Looker` is the looking thread; code that waits on `fileno` gets views, or the reason for none, from `take`."""
+    """A `Looker` samples the job in a thread. When `fileno` is readable, `take` returns views, or why there is none."""
 
     def __init__(self, watch: JobWatch, interval_s: float) -> None:
         self._watch = watch
         self._interval_s = interval_s
         self._found: Mailbox[JobView | str | None] = Mailbox()
         self._end = threading.Event()
-        # daemon: at the end it may be waiting for an agent that does not answer, and nobody waits for it
+        # daemon: at exit the thread may still wait for an agent that does not answer
         self._thread = threading.Thread(target=self._run, name="phalanx-top", daemon=True)
         self._thread.start()
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable when there is something to take."""
+        """Return a descriptor that is readable when `take` has something to return."""
         return self._found.fileno()
 
     def take(self) -> list[JobView | str | None]:
-        """Return views; text on why there is none now; and None when the job has ended."""
+        """Return all new items: views, texts on why there is no view now, and None when the job has ended."""
         return self._found.receive_all()
 
     def close(self) -> None:
@@ -84,7 +84,7 @@ class _Screen:
         return Live(console=self.console, screen=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
 
     def draw(self) -> None:
-        """Draw all of it, at the terminal's present size."""
+        """Draw everything, at the terminal's current size."""
         if self.job is None:
             self.live.update(self.problem or "looking for the ranks ...", refresh=True)
             return
@@ -106,10 +106,10 @@ class _Screen:
 
 
 def show(watch: JobWatch, interval_s: float) -> JobView | None:
-    """Show the job until it ends or the user has seen enough; return the last view if it has ended.
+    """Show the job until it ends or the user quits; return the last view if the job has ended.
 
     Raises:
-        SystemExit: SIGTERM came.
+        SystemExit: SIGTERM has arrived.
     """
     screen = _Screen(Console(file=sys.stdout, highlight=False))
     looker = Looker(watch, interval_s)
@@ -149,7 +149,7 @@ def _loop(screen: _Screen, looker: Looker, signals: int, stdin: int | None) -> J
 
 @contextlib.contextmanager
 def _keys(stdin: int | None) -> Iterator[None]:
-    """Let keys come one by one inside, without showing them."""
+    """Make the terminal deliver keys one by one, without echo, while the context is open."""
     if stdin is None:
         yield
         return
@@ -163,7 +163,7 @@ def _keys(stdin: int | None) -> Iterator[None]:
 
 
 def _suspend(screen: _Screen, stdin: int | None) -> None:
-    """Suspend on Ctrl-Z: give the terminal back as it was, stop, and take it again."""
+    """Suspend on Ctrl-Z: restore the terminal, stop, and set the terminal up again after `fg`."""
     screen.live.stop()
     mode = termios.tcgetattr(stdin) if stdin is not None else None
     if stdin is not None and mode is not None:
@@ -171,7 +171,7 @@ def _suspend(screen: _Screen, stdin: int | None) -> None:
         usual[3] |= termios.ECHO | termios.ICANON
         termios.tcsetattr(stdin, termios.TCSADRAIN, usual)
     handler = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
-    os.kill(os.getpid(), signal.SIGTSTP)  # here it stands until `fg`
+    os.kill(os.getpid(), signal.SIGTSTP)  # this stops here until `fg`
     signal.signal(signal.SIGTSTP, handler)
     if stdin is not None and mode is not None:
         termios.tcsetattr(stdin, termios.TCSADRAIN, mode)

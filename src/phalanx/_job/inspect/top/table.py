@@ -14,8 +14,8 @@ from phalanx._comm.diagnostics.rank_list import name_ranks
 from phalanx._job.inspect.top.view import COUNTED, ROUNDS, JobView, RankView, left_s
 
 _FOLDER = re.compile(r"\([^()]*/")
-_LAST_WIDTH = 16  # the width of the last column, before others make way for it
-_WHY = 100  # so many characters of a reason are shown
+_LAST_WIDTH = 16  # the least width of the last column; other columns are dropped for it
+_WHY = 100  # the most characters shown of a reason
 _MOSTLY = 0.5  # a rank must be idle for this share of the time to be shown as idle
 _LONG_S = 1.0  # the time of a longer operation is shown
 
@@ -31,7 +31,7 @@ _STATES = {
 
 @dataclass(frozen=True)
 class _Column:
-    """A `_Column` has the `text` of a rank; `leaves` orders which columns a narrow terminal drops first (0: none)."""
+    """A `_Column` has a rank's `text`. A narrow terminal first drops the column with the largest `leaves`; 0: never."""
 
     title: str
     text: Callable[[RankView], str]
@@ -121,7 +121,7 @@ def table(job: JobView, width: int | None, *, slowest_first: bool = False) -> tu
 
 
 def page(job: JobView, width: int, height: int, *, offset: int = 0, slowest_first: bool = False) -> list[Text]:
-    """Return a screen of `height` lines: the summary, as many rows from `offset` on as fit, and which these are."""
+    """Return a screen of `height` lines: the summary, as many rows from `offset` on as fit, and the keys."""
     above = [part for line in summary(job) for part in _wrap(line, width)]
     if len(above) > height // 2:  # the ranks need room, too
         above = [_fit(line, width) for line in summary(job)][: max(1, height // 2)]

@@ -5,12 +5,12 @@
                         │     waiting      │ moving │
                                         the last one has entered
 
-An operation that runs beside the program (an asynchronous one) counts while it runs, and is not computing.
+An asynchronous operation counts as waiting and moving while it runs, even if the program computes meanwhile.
 Messages between two ranks are left out: a receive may be posted long before a rank waits for it.
 
-Outside of operations a rank computes, or it is idle: it uses no CPU, as it waits for its DataLoader, a disk or a
-device. CPU time is known only for the whole time between two looks, so idle time is underestimated, never
-overestimated: the CPU may have worked inside operations.
+Outside of operations a rank computes, or is idle: it uses no CPU, because it waits for its DataLoader, a disk or a
+device. CPU time is known only for the whole time between two snapshots, and some of it may have been used inside
+operations. So idle time may be underestimated, but never overestimated.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Times:
 
 @dataclass(frozen=True)
 class LatenessOfRank:
-    """`LatenessOfRank` counts how often a process was last in an operation, and how long after the one before it."""
+    """`LatenessOfRank` counts how often a process entered an operation last, and how long after all others."""
 
     times: int
     lead_ns: int
@@ -60,13 +60,13 @@ class Stuck:
     label: str
     inside: tuple[HostPid, ...]
     missing: tuple[HostPid, ...]
-    num_unknown: int  # also missing on hosts that were not looked at
+    num_unknown: int  # missing processes on hosts without a snapshot
     waited_ns: int
 
 
 @dataclass(frozen=True)
 class OperationTimes:
-    """`OperationTimes` is the time between two looks. `num_operations` were entered by all ranks of a group."""
+    """`OperationTimes` is the time between two snapshots. All ranks of a group entered `num_operations` operations."""
 
     span_ns: int
     times: dict[HostPid, Times]
@@ -90,9 +90,9 @@ class _Call:
 def measure(
     hosts: Sequence[HostSnapshot], since_ns: int, before: Mapping[HostPid, int] = types.MappingProxyType({})
 ) -> OperationTimes:
-    """Return the time from `since_ns` to the looks; from later on where the recorders do not reach that far back.
+    """Divide the time from `since_ns` to the snapshots; begin later if the recorders do not reach that far back.
 
-    `before` is the processor's time for each process, as it was at `since_ns`.
+    `before` is the CPU time of each process at `since_ns`.
     """
     now_ns = min((host.at_ns for host in hosts), default=0)
     members = [
@@ -131,7 +131,7 @@ def measure(
 
 
 def add(several: Iterable[OperationTimes]) -> OperationTimes | None:
-    """Return all the time that they cover; `stuck` is the last one's. It is None if there are none."""
+    """Return the sum of `several`, for the processes in the last one, whose `stuck` it has; None if there are none."""
     list_ = list(several)
     if not list_:
         return None
@@ -176,7 +176,7 @@ def _match(hosts: Sequence[HostSnapshot]) -> list[_Call]:
     """Return the collectives, each with the processes known to have called it."""
     calls: dict[tuple[str, int, int, int, int], list[_Call]] = defaultdict(list)
     for host in hosts:
-        # Groups of one name follow each other when the ranks form theirs anew: counted from the newest, hosts agree.
+        # When the ranks form a new group, it has the old one's name. Counted from the newest, hosts agree on it.
         later: dict[tuple[str, int], int] = defaultdict(int)
         for group in reversed(host.groups):
             number = later[group.name, group.world_size]
@@ -197,10 +197,10 @@ def _match(hosts: Sequence[HostSnapshot]) -> list[_Call]:
 
 
 def _is_of(operation: RankOperation, who: HostPid, call: _Call) -> bool:
-    """Return whether a process's operation with the number of `call` belongs to it.
+    """Return whether a process's operation, which has the number of `call`, belongs to `call`.
 
-    Each reducer counts its rounds of gradients from 1, and a wrapper makes another reducer after its first step: rounds
-    of one number are the same if no rank had left before another came.
+    DDP rebuilds its reducer after the first step, and each reducer counts its rounds of gradients from 1. Rounds with
+    the same number are the same round if no rank had left before another entered.
     """
     if operation.kind != GRADIENTS:
         return True

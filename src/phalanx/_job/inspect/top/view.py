@@ -13,7 +13,7 @@ from phalanx._job.inspect.top.times import HostPid, OperationTimes, Times
 
 RECENT_NS = 10_000_000_000  # rates are measured over this time
 _OFTEN = 0.5  # the slowest rank enters last in at least this share of the operations
-_FEW = 5  # too few operations to show which rank is slow
+_FEW = 5  # fewer operations do not show which rank is slow
 _COSTLY = 0.01  # the least share of the time to report
 _STUCK_NS = 1_000_000_000
 
