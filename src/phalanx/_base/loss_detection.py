@@ -34,8 +34,9 @@ CHECK_S = 0.2  # how often a waiting thread checks whether the group has failed
 AFTER_BREAK_S = 0.5  # by then a killed process has ended, or a rank that knows more has published its report
 MAP_REDUCE_AFTER_BREAK_S = 5.0  # the same if the rest of the work depends on which process it was
 
+# How long a rank whose connection broke waits for a rank that saw the cause: a dead rank's neighbours notice in 50 ms.
 REPORT_S = 0.4
-COLLECT_REPORT_S = 1.5
+COLLECT_REPORT_S = 1.5  # the same if that rank collects the positions or calls of all ranks first
 
 HOST_TIMEOUT_S = 9.0  # the timeout of an agent; --host-timeout
 MEMBER_TIMEOUT_S = 10.0  # the timeout of a coordinator without a job

@@ -29,10 +29,10 @@ def use_place(folder: str) -> None:
 
 
 def new_listener(backlog: int) -> tuple[socket.socket, int]:
-    """Return a listening socket, and a descriptor by which our processes find it: connect to /proc/<pid>/fd/<it>.
+    """Return a listening socket and a descriptor; our processes connect to /proc/<pid>/fd/<descriptor>.
 
-    Its file is removed before this returns, so that a later kill leaves nothing behind; after a kill during the call,
-    the file is in the folder of `use_place`. The caller closes both.
+    The socket's file is removed before this returns, so that a later kill leaves nothing behind; after a kill during
+    the call, the file is in the folder of `use_place`. The caller closes the socket and the descriptor.
 
     Raises:
         OSError: this system has no Unix sockets, or no folder for temporary files.
