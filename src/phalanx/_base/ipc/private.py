@@ -124,7 +124,7 @@ def folder() -> Path:
 
 
 def _in_folder(path: str, bind: Callable[[str], None]) -> None:
-    """Bind a socket whose path may be longer than the kernel's limit of 107 bytes."""
+    """Call `bind`, which may be a socket's `connect`, with a path that may exceed the kernel's limit of 107 bytes."""
     if len(os.fsencode(path)) < 100:
         bind(path)
         return

@@ -123,7 +123,7 @@ class FailureStore:
         return FailureReport.from_json(published.decode()) if published else self.find_local_report() or report
 
     def await_report(self, patience_s: float) -> FailureReport | None:
-        """Return the report of a rank that knows more, if it comes soon."""
+        """Return the report of a rank that knows more; None if no rank publishes one within `patience_s`."""
         deadline = Deadline.after(patience_s)
         while (report := self.report()) is None and not deadline.passed:
             self._pause([f"failure/{self.group_key}"], min(deadline.left_s, _WAIT_S))

@@ -5,7 +5,7 @@
     steps      x 2   1,024 records of `stride` steps each; a full table is merged in pairs into the other one
     operations x 2   4,096 operations, likewise: every second window of them is kept
     state      x 2   JSON: the rank's state when it last turned events into records
-    events           the newest 1,024, as they came: later ones are not in the records yet
+    events           the newest 1,024, in order: those since the last state are not in the records yet
 
 An event is a few stores into the page cache: no system call, no thread, and nothing is lost when the process is killed:
 `read_rank_file` turns the last events into records. There is one writer. It writes a table first, then the count.

@@ -16,7 +16,7 @@ group runs `async_op=True` calls on its own thread. Methods may be called from a
 
 **Sizes.** Tensors are on the CPU, of any strides, and checked by the caller. They have one size on all ranks, except
 the outputs of `gather` (outputs[r] is as large as rank r's tensor), the inputs of `reduce_scatter` (inputs[r] as rank
-r's output) and those of `all_to_all` with `splits`; ranks that disagree about those sizes get a MismatchError, too. A
+r's output) and those of `all_to_all` with `splits`; ranks that disagree about these sizes raise a MismatchError. A
 message is as long as the tensor that receives it.
 
 **Numerics.** The same bits on every rank, and in every run of the same job.

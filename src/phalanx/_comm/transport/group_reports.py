@@ -143,8 +143,8 @@ class GroupReports:
     def interrupted(self, error: BaseException, *, what: str = "", peer: int = -1) -> None:
         """End the operation and the group: a waiting thread was interrupted (Ctrl-C, a signal handler that raised).
 
-        This notifies the peers, and adds to `error` which ranks were waited for. `what` describes a message with
-        `peer`; if it is empty, the operation is the collective. It takes at most a second, in which the others report
+        Notify the peers, and add to `error` the ranks for which this rank waited. `what` describes a message with
+        `peer`; if it is empty, the operation is the collective. This takes at most a second, in which the others report
         their positions.
         """
         if self.here.closed or self.report is not None:

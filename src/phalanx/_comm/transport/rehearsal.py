@@ -62,7 +62,7 @@ class RehearsalTransport(Transport):
         """Return at once."""
 
     def _check_script(self, source: int = -1) -> None:
-        """Warn once of an operation of the script itself, unless its result is the data of `source`, this rank.
+        """Warn once if the script itself called the operation, unless its result is the data of `source`, this rank.
 
         Raises:
             PhalanxError: the operation receives objects, whose sizes this rank cannot know.

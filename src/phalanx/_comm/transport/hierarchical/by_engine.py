@@ -60,7 +60,7 @@ class EngineCollectives:
                 if result.data_ptr() != tensor.data_ptr():
                     write_back(tensor, result)
                 else:
-                    result[:0].zero_()  # what Gloo has added up counts as a change, as a copy does
+                    result[:0].zero_()  # count Gloo's reduction as a change of the tensor
 
     def broadcast(self, tensor: Tensor, call: CollectiveCall, root: int, ctx: CallContext) -> None:
         with self._session.running(call, ctx) as deadline:

@@ -164,7 +164,7 @@ def write_message(buffer: MessageBuffer, heads: Sequence[bytes], pieces: Sequenc
 
 @lru_cache(maxsize=1024)
 def _beginning(num_distinct: int, nbytes: int, kinds: bytes) -> bytes:
-    """Return what precedes the heads of a message."""
+    """Return the part of a message before its heads."""
     return (_PREFIX.pack(num_distinct, nbytes) + kinds).ljust(_payload_offset(len(kinds), 0), b"\0")
 
 

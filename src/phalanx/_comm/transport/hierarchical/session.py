@@ -237,8 +237,8 @@ class HierarchicalSession:
     def _acquire_lock(self, call: CollectiveCall, timeout_s: float) -> None:
         """Acquire `lock` for `call`.
 
-        The thread that holds it may be blocked in the engine, while the group has failed. Errors are those of
-        `take_call_lock`.
+        The thread that holds the lock may be blocked in the engine although the group has failed. The errors are those
+        of `take_call_lock`.
         """
 
         def check() -> None:

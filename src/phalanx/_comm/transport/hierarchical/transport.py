@@ -217,7 +217,7 @@ class HierarchicalTransport(Transport):
     def gather(self, outputs: Sequence[Tensor], tensor: Tensor, ctx: CallContext, *, root: int = -1) -> None:
         """Write rank r's `tensor` to outputs[r], on every rank or only on `root`; elsewhere `outputs` is empty.
 
-        Cost: of S bytes in all, S(H-1)/H leave each of H hosts; what belongs to `root` crosses once.
+        Cost: of S bytes in all, S(H-1)/H leave each of H hosts; with a `root`, each byte leaves a host at most once.
         """
         tensor, outputs = alias(tensor), [alias(t) for t in outputs]
         if root >= 0:
