@@ -81,7 +81,7 @@ class PostedReceive:
     def conclude(self) -> None:
         """Copy the message to the tensor, or raise the error. Called once, when the receive is no longer pending.
 
-        The tensor is released: a group keeps its last few thousand receives (see PhalanxWork.settle).
+        The receive then no longer refers to the tensor, even if the caller keeps the receive.
         """
         tensor, data = self._tensor, self._data
         del self._tensor, self._data
