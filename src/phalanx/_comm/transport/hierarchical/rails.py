@@ -24,8 +24,8 @@ from phalanx._comm.schedules.cost import ETHERNET, cheapest
 from phalanx._comm.schedules.schedule import Operation
 from phalanx._comm.transport.hierarchical.compression import Compression, Widening
 
-# Tags below DATA are for users' messages; above are those of collectives' data, then of messages that precede a
-# collective, and last those of the fingerprints.
+# The tags in ascending order: users' messages (below DATA), data of collectives, messages that precede a collective,
+# fingerprints.
 FINGERPRINT = 0x7FFFFFFE
 _NUMBERS = 4000  # the most distinct messages within one collective
 _LONG_WAIT_S = 20.0  # a longer wait lasts whole seconds, so that few timedelta objects are created
