@@ -34,8 +34,9 @@ CHECK_S = 0.2  # how often a waiting thread checks whether the group has failed
 AFTER_BREAK_S = 0.5  # by then a killed process has ended, or a rank that knows more has published its report
 MAP_REDUCE_AFTER_BREAK_S = 5.0  # the same if the rest of the work depends on which process it was
 
+# How long a rank whose connection broke waits for a rank that saw the cause: a dead rank's neighbours notice in 50 ms.
 REPORT_S = 0.4
-COLLECT_REPORT_S = 1.5
+COLLECT_REPORT_S = 1.5  # the same if that rank collects the positions or calls of all ranks first
 
 HOST_TIMEOUT_S = 9.0  # the timeout of an agent; --host-timeout
 MEMBER_TIMEOUT_S = 10.0  # the timeout of a coordinator without a job
@@ -52,7 +53,7 @@ SAME_SIGNAL_S = 0.25  # a scheduler signals all processes of a job on a host wit
 SAME_SIGTERM_S = 2.0  # the same on all hosts
 STARTING_S = 300.0  # a script that mentions `phalanx.elastic` but has not called it by then may not be elastic
 REPORT_GRACE_S = 0.2  # the time for other ranks to report their errors before they are stopped
-HOST_LOSS_GRACE_S = 3.0  # ranks check every CHECK_S whether a host is lost, and then ask a store that may be gone, too
+HOST_LOSS_GRACE_S = 3.0  # ranks check for a lost host every CHECK_S, and then query a store that may also be gone
 SILENT_DEATH_LAG_S = 0.5  # subtracted from the time of an unreported death
 ENDING_S = 5.0  # the time for a process to end after its exception, while the others wait
 DYING_S = 5.0  # the time for the kernel to end a killed process (a system call that cannot be interrupted)

@@ -31,10 +31,10 @@ def keep_freed_memory() -> None:
 
 
 def release_freed_memory() -> None:
-    """Return freed memory to the system that malloc would keep: because of `keep_freed_memory` or `phalanx run`, or
-    because the freed memory is between blocks in use.
+    """Return to the system the freed memory that malloc keeps.
 
-    It does nothing if malloc is not glibc's. Cost: a hundredth of a second for hundreds of megabytes.
+    malloc keeps memory because of `keep_freed_memory` or `phalanx run`, or because the memory is between blocks in use.
+    This does nothing if malloc is not glibc's. Cost: a hundredth of a second for hundreds of megabytes.
     """
     if (trim := _find_trim()) is not None:
         trim(0)

@@ -250,8 +250,8 @@ def signal_children(pids: Iterable[int], signum: int, *, group: bool) -> None:
 def reap_children(spared: int | None = None) -> Iterator[tuple[int, int]]:
     """Yield the process number and exit code (minus the signal) of each child that has ended.
 
-    A child is reaped only when the caller requests the next one, so that until then its number, and that of its process
-    group, are not reused (on Linux). `spared` is a child that other code waits for; it ends the list.
+    A child is reaped only when the caller requests the next one, so that until then the numbers of the child and of its
+    process group are not reused (on Linux). `spared` is a child that other code waits for; it ends the list.
     """
     while True:
         try:

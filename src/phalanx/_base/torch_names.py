@@ -1,4 +1,4 @@
-"""Look up undocumented names of torch at one place, and report the lost features if a name is missing."""
+"""Look up undocumented names of torch in one place, and report the lost features if a name is missing."""
 
 from __future__ import annotations
 

@@ -4,5 +4,5 @@ channel         messages with file descriptors over a Unix socket: between agent
 agent           a rank sends messages to its agent
 local_listener  a rank listens for the other ranks of its host, which send the job's token
 private         sockets that no other user of the machine can reach
-peer            identifies the process at the other end
+event_loop      waits for several sources at once; signals and wakeup are such sources
 """

@@ -1,8 +1,8 @@
-"""The processes of a host reach the agent of `phalanx run` at a socket with a name and without a file.
+"""The processes of a host reach the agent of `phalanx run` at a socket that has a name, but no file.
 
-A rank has the address `name:token` in PHALANX_AGENT. Every user can read the name (in /proc/net/unix), only processes
-of the job the token. The socket is in Linux's abstract namespace, so that no file is left behind; other systems have
-no agent socket.
+A rank has the address `name:token` in PHALANX_AGENT. Every user can read the name (in /proc/net/unix), but only the
+job's processes know the token. The socket is in Linux's abstract namespace, so that no file is left behind. Other
+systems have no agent socket.
 """
 
 from __future__ import annotations

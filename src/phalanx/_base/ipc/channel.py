@@ -178,7 +178,7 @@ class Channel:
         return message
 
     def _receive_one(self) -> ChannelMessage | None:
-        """Return the next message if it is complete. Nothing of the following one is read."""
+        """Return the next message if it is complete; leave the messages after it in the socket."""
         while not self.gone:
             try:
                 data, fds = self._read(self._expected - len(self._received))

@@ -34,7 +34,7 @@ class Source:
 
 
 class EventLoop:
-    """An `EventLoop` waits until one of its sources is ready, and then calls all of them, in the order of addition."""
+    """An `EventLoop` waits until one of its sources is ready, and then calls all of them, in the order of `add`."""
 
     def __init__(self, *sources: Source) -> None:
         self._sources = list(sources)

@@ -29,10 +29,10 @@ def use_place(folder: str) -> None:
 
 
 def new_listener(backlog: int) -> tuple[socket.socket, int]:
-    """Return a listening socket, and a descriptor by which our processes find it: connect to /proc/<pid>/fd/<it>.
+    """Return a listening socket and a descriptor; our processes connect to /proc/<pid>/fd/<descriptor>.
 
-    Its file is removed before this returns, so that a later kill leaves nothing behind; after a kill during the call,
-    the file is in the folder of `use_place`. The caller closes both.
+    The socket's file is removed before this returns, so that a later kill leaves nothing behind; after a kill during
+    the call, the file is in the folder of `use_place`. The caller closes the socket and the descriptor.
 
     Raises:
         OSError: this system has no Unix sockets, or no folder for temporary files.
@@ -124,7 +124,7 @@ def folder() -> Path:
 
 
 def _in_folder(path: str, bind: Callable[[str], None]) -> None:
-    """Bind a socket whose path may be longer than the kernel's limit of 107 bytes."""
+    """Call `bind`, which may be a socket's `connect`, with a path that may exceed the kernel's limit of 107 bytes."""
     if len(os.fsencode(path)) < 100:
         bind(path)
         return

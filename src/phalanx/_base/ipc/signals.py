@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def caught_signals(numbers: Iterable[int]) -> Iterator[int]:
-    """Yield a descriptor on which each arriving signal is a byte, its number; restore the dispositions afterwards.
+    """Yield a descriptor that delivers each arriving signal as a byte, its number; restore the handlers afterwards.
 
     A signal that the parent process ignored (nohup, a background job) stays ignored. Call this in the main thread only.
     """

@@ -248,7 +248,7 @@ def _trace(module: nn.Module, split_points: Sequence[str], defaults: dict[str, A
 
 @contextlib.contextmanager
 def _refused_changes(module: nn.Module) -> Iterator[None]:
-    """Undo what forward sets on its module while it is traced.
+    """Undo all attributes that forward sets on its modules while it is traced.
 
     Raises:
         ValueError: forward sets an attribute; that is undone.

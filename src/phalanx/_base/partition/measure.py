@@ -41,8 +41,8 @@ def measure_layers(
 ) -> list[LayerCost]:
     """Run every layer on the results of the previous layers, and return the shortest times of `rounds`.
 
-    Layers on the meta device get memory for the measurement. Parameters, gradients, buffers and the random state do not
-    change.
+    Layers on the meta device get memory for the measurement. Parameters, gradients, buffers and the CPU's random state
+    do not change.
 
     Cost: `rounds` + 1 times forward and backward of the model, in this thread; memory for the values between layers.
 

@@ -26,7 +26,7 @@ class PartOwner(Protocol):
         """Return this rank's entries, under the whole model's keys. Not collective."""
 
     def gather_state_dict(self) -> dict[str, Any]:
-        """Return the whole state on the first rank, and each other rank's part there. All ranks call this."""
+        """Return the whole state on the first rank, and on each other rank that rank's part. All ranks call this."""
 
     def optimizer_state_dict(self, optimizer: torch.optim.Optimizer, *, rank0_only: bool = False) -> dict[str, Any]:
         """Return the state of an equivalent optimizer of the whole model. All ranks call this."""

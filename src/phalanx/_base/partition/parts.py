@@ -13,16 +13,16 @@ from phalanx._base.partition.layers import Layer, LayerList
 
 @dataclass(frozen=True)
 class LayerRange:
-    """A `LayerRange` is a run of layers. Values are graph nodes; `receives` and `sends` name the other part."""
+    """A `LayerRange` is a run of layers. `receives` and `sends` have the exchanged graph nodes, by the other part."""
 
     index: int
     layers: tuple[Layer, ...]
     receives: dict[int, tuple[fx.Node, ...]] = field(default_factory=dict)
     sends: dict[int, tuple[fx.Node, ...]] = field(default_factory=dict)
     modules: tuple[str, ...] = ()
-    """The modules that it calls."""
+    """The names of the modules that the layers call."""
     tensors: tuple[str, ...] = ()
-    """The parameters and buffers that forward itself uses, outside of any of these modules."""
+    """The names of the parameters and buffers that forward itself uses, outside of any of these modules."""
 
     @property
     def nodes(self) -> list[fx.Node]:

@@ -66,7 +66,7 @@ def find_script_call() -> ScriptCall | None:
 IN_THREAD = "a thread of "
 """The prefix of the place of a call that a library's own thread has made."""
 
-# Our calls that are collective without looking so: a rank alone in one should see the name by which it called it.
+# Our functions that are collective though their names do not show it: a rank that is alone in one should see its name.
 _NAMED = frozenset({"save_checkpoint", "consolidate_state_dict"})
 
 

@@ -39,7 +39,7 @@ Kind = Literal["mismatch", "lost", "interrupted", "late", "no memory", "broken",
 
 @dataclass(frozen=True)
 class FailedOperation:
-    """A `FailedOperation` is the operation that failed, as messages begin: 'all_reduce #42 in group 'dp' on rank 3'."""
+    """A `FailedOperation` is the operation with which a message begins: 'all_reduce #42 in group 'dp' on rank 3'."""
 
     label: str  # 'all_reduce #42', 'send to rank 1'
     group: str
@@ -228,7 +228,10 @@ def ended_normally(reason: str) -> bool:
 
 
 def describe_wait(operation: str, group: str, rank: int, missing: Sequence[int], waited_s: float, where: str) -> str:
-    """Return the warning of a rank that waits for long: for the `missing` ranks, or without any, at `where`."""
+    """Return the warning of a rank that has waited for long for the `missing` ranks, whose places are `where`.
+
+    Without missing ranks, `where` says what the rank waits for.
+    """
     whom = name_ranks(missing) if missing else where
     positions = f" ({where})" if missing and where else ""
     return f"{operation} in group {group!r} on rank {rank}: waiting for {whom} for {waited_s:.0f} s{positions}"

@@ -41,9 +41,9 @@ class FailureStore:
     """A `FailureStore` publishes one group's failures in `store`, under keys that end in the secret `group_key`.
 
     `server_rank` is the rank whose process serves the store, -1 if it is not in this group; `address` is the store's
-    address. `find_lost_host` queries the process on this host that knows of lost hosts; it does not wait. Nor
-    does `find_local_report`, which a transport with shared memory sets: it returns the report of a rank of this host,
-    even if the store cannot be reached.
+    address. `find_lost_host` returns the report of a lost host that this host's agent has written to a file.
+    `find_local_report`, which a transport with shared memory sets, returns the report of a rank of this host. Neither
+    waits, and both work if the store cannot be reached.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class FailureStore:
         return FailureReport.from_json(published.decode()) if published else self.find_local_report() or report
 
     def await_report(self, patience_s: float) -> FailureReport | None:
-        """Return the report of a rank that knows more, if it comes soon."""
+        """Return the report of a rank that knows more; None if no rank publishes one within `patience_s`."""
         deadline = Deadline.after(patience_s)
         while (report := self.report()) is None and not deadline.passed:
             self._pause([f"failure/{self.group_key}"], min(deadline.left_s, _WAIT_S))

@@ -101,7 +101,7 @@ def _called(record: Record | None) -> RankCall:
 
 
 def _counterpart(records: list[Record], mine: Record) -> Record | None:
-    """Return a rank's call that matches our call `mine`: perhaps not its latest, as it may continue after the error."""
+    """Return the call of a rank in place of our call `mine`: not its latest if the rank continued after the error."""
     collectives = [r for r in reversed(records) if r.is_collective]
     for r in collectives:  # rounds of gradients are numbered separately
         if r.seq == mine.seq and r.is_numbered_call == mine.is_numbered_call:

@@ -9,8 +9,9 @@ from types import TracebackType
 def is_interruption(error: BaseException) -> bool:
     """Return whether an error came from outside our code, so that it must be passed on.
 
-    This is any error that is not an `Exception`, like KeyboardInterrupt; and one that a signal handler, or a debugger's
-    trace function, raised: a function that was called with the frame that it interrupts.
+    That is any error that is not an `Exception`, such as KeyboardInterrupt, and any error that was raised by a signal
+    handler or a debugger's trace function. Python passes these functions the frame that they interrupt, which shows
+    that they are no functions of ours.
     """
     if not isinstance(error, Exception):
         return True

@@ -1,4 +1,4 @@
-"""Give the agent of `phalanx run` a group's memory, which it can read while ranks hang or are dead.
+"""Send the agent of `phalanx run` a group's memory, which the agent can read while ranks hang or are dead.
 
     first rank of the host ──a message: the group, and the descriptor of its control memory──▶ agent
 
@@ -33,7 +33,7 @@ class GroupInfo:
 
 @dataclass(frozen=True)
 class RankLog:
-    """A `RankLog` has one rank's operations in a group. `came`, `left`: it has joined, and left, for `exit_reason`."""
+    """A `RankLog` has one rank's operations in a group: whether it has joined (`came`), and has left, and why."""
 
     rank: int
     pid: int

@@ -1,4 +1,4 @@
-"""Read the flight recorders' lines of this process from time to time, in the process itself."""
+"""Read this rank's lines of its groups' flight recorders every few steps, before newer lines overwrite them."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ class OperationSampler:
         self.generation = 0
 
     def read(self, marks: Sequence[tuple[int, int]], step: int) -> None:
-        """Take the new operations of all groups; `step` is the step that has ended."""
+        """Read the new operations of all groups; `step` is the step that has ended."""
         most = max((self.read_group(group, marks, step) for group in whereabouts.groups()), default=0)
         per_step = most / max(1, step - self._read_step)
         self.steps_between = max(1, min(_MAX_STEPS, int(_READ_AT_ONCE / per_step) if per_step else _MAX_STEPS))
         self._read_step = step
 
     def read_group(self, group: whereabouts.ObservedGroup, marks: Sequence[tuple[int, int]], step: int) -> int:
-        """Take the new operations of one group, and return their number. `marks` are the begins of the phases."""
+        """Read the new operations of one group, and return their number. `marks` has when each phase began."""
         symm_mem = group.symm_mem
         if symm_mem.closed:
             return 0
@@ -83,7 +83,7 @@ class OperationSampler:
         return new
 
     def _number_of(self, group: whereabouts.ObservedGroup) -> int:
-        """Return a group's number among groups of its name, which succeed each other when ranks form groups again."""
+        """Return a group's number in the list of groups; add a new group to the list, and report the list."""
         number = self._numbers.get(group.symm_mem)
         if number is None:
             number = len(self._groups)

@@ -8,5 +8,5 @@ KIND = "report"  # the kind of the message
 
 
 def request_report(agent: str, folder: str) -> bool:
-    """Make the agent at `agent` ("name:token") write a report into `folder` at its end; False if it is gone."""
+    """Make the agent at `agent` ("name:token") write a report into `folder` at its end; return False if it is gone."""
     return notify(agent, KIND, folder=folder)

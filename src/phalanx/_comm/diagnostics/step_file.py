@@ -5,11 +5,12 @@
     steps      x 2   1,024 records of `stride` steps each; a full table is merged in pairs into the other one
     operations x 2   4,096 operations, likewise: every second window of them is kept
     state      x 2   JSON: the rank's state when it last turned events into records
-    events           the newest 1,024, as they came: later ones are not in the records yet
+    events           the newest 1,024, in order: those since the last state are not in the records yet
 
 An event is a few stores into the page cache: no system call, no thread, and nothing is lost when the process is killed:
-`read_rank_file` turns the last events into records. There is one writer. It writes a table first, then the count;
-it thins a full table into its twin, which then replaces the table, as does the twin of the state.
+`read_rank_file` turns the last events into records. There is one writer. It writes a table first, then the count.
+Tables and states have twins: a full table is thinned into its twin, and a state is written to its twin, which then
+replaces it.
 """
 
 from __future__ import annotations
@@ -201,7 +202,7 @@ class StepFile:
         self._turn_operations()
 
     def _turn_steps(self) -> None:
-        """Switch to the other table: a concurrent reader sees a few of its records, and none of the other."""
+        """Switch to the other table: a concurrent reader sees some records of the new table, none of the old one."""
         words = self._words
         words[_STEP_COUNT] = 0
         words[_STEP_TABLE] = self._steps * 8 // _STEPS_BYTES

@@ -1,4 +1,4 @@
-"""Turn events into finished steps with the time of each phase. It is pure, so a killed rank's events give the same.
+"""Turn events into finished steps with the time of each phase; pure, so a killed rank's events give the same steps.
 
     data ─▶ forward and loss ─▶ backward ─▶ update ─▶ other ─▶ data ...
          │                   │           │         │
@@ -32,7 +32,7 @@ _WAITED = len(PHASES)  # its index among the parts: it is not a phase, but is in
 WORKERS = 16  # in the kind of END_DATA, the DataLoader's number of workers is multiplied by this
 
 _NUM_MARKS = 1024  # marks of phases kept: an earlier operation is assigned to no phase
-# so many optimizers of a step are told apart in a state that is kept; some have one for each parameter
+# the most optimizers of a step in a saved state; some programs have one for each parameter
 _MOST_OPTIMIZERS = 64
 
 
@@ -71,7 +71,7 @@ class StepMachine:
         self._loss: float | None = None
         self._is_own_loss = False
         self._open: list[int] = []  # the open phases, each inside the previous one
-        self._updating = 0.0  # the outermost optimizer of these
+        self._updating = 0.0  # the optimizer of the outermost open update
         self._events: tuple[Callable[[float, float], None], ...] = (
             self._begin_data, self._end_data, self._no_data,
             self._begin_backward, self._end_backward, self._end_backward_with_loss,
@@ -208,7 +208,7 @@ class StepMachine:
         self._end_step()
 
     def _end_wait(self, now: float, seconds: float) -> None:
-        """Exclude a time until now from the current phase, whichever it is."""
+        """Exclude the last `seconds` from the current phase, whichever it is."""
         waited = min(max(0.0, seconds), max(0.0, now - self.since))
         self._parts[_WAITED] += waited
         self.since += waited

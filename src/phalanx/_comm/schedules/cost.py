@@ -4,9 +4,9 @@
     β  seconds per byte on a port            1 / Link.bytes_per_s
     γ  seconds per byte that is combined     1 / _REDUCE_BYTES_PER_S
 
-A transfer of a step takes α·m + β·n + γ·k: m messages of that rank in that direction, n bytes through the busier of the
-two ports, k bytes that the receiver combines in the step. A port transfers both directions at once. A step takes as
-long as its longest transfer, and the next one starts when all are complete. Every rank has its own host.
+A transfer of a step takes α·m + β·n + γ·k: m messages and n bytes through the busier of the two ports, k bytes that the
+receiver combines in the step. A port transfers both directions at once. A step takes as long as its longest transfer.
+The next step starts when all transfers are complete. Every rank has its own host.
 
 Source: Hockney (1994) for α and β; Thakur, Rabenseifner and Gropp (2005) for γ and its use.
 """

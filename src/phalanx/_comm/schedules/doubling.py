@@ -6,7 +6,7 @@ Distance d = 1, 2, 4, … Q/2: every rank swaps all it has with the rank whose n
     d = 1   swaps with 1     swaps with 0     swaps with 3     swaps with 2      then 0, 1 hold x0+x1 and 2, 3 x2+x3
     d = 2   swaps with 2     swaps with 3     swaps with 0     swaps with 1      then all hold everything
 
-P ranks that are not a power of two are folded to the Q below, as in `halving_doubling`.
+If P is not a power of two, the ranks are folded to Q, the next power of two below P, as in `halving_doubling`.
 
 Steps: log2 Q, plus 2 if folded. Bytes sent by the busiest rank: S·log2 Q, plus S if folded (S bytes). Between two ranks
 these are the ring's bytes in half its steps, and no send waits for a receive.

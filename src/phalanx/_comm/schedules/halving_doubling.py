@@ -7,8 +7,8 @@ and combines the half that it is itself in. Doubling runs the same exchanges bac
     d = 2   sends cd to 2    sends cd to 3    sends ab to 0    sends ab to 1     then 0, 1 work on ab and 2, 3 on cd
     d = 1   sends b to 1     sends a to 0     sends d to 3     sends c to 2      then rank r has chunk r
 
-P ranks that are not a power of two are folded to the Q below: of the first 2(P-Q) ranks the odd ones send all their
-data to their even neighbour, stay idle, and receive the result at the end.
+If P is not a power of two, Q is the next power of two below P, and the ranks are folded: of the first 2(P-Q) ranks the
+odd ones send all their data to their even neighbour, stay idle, and receive the result at the end.
 
 Steps: 2 log2 Q, plus 2 if folded. Bytes sent by the busiest rank: 2S(Q-1)/Q, plus S if folded (S bytes).
 Order: a balanced tree, the farthest ranks first (folded neighbours before them): (x0 + x2) + (x1 + x3).

@@ -54,9 +54,9 @@ def play(
 
     `send(dst, view)` and `recv(src, view)` start and return a handle, or None if there is nothing to wait for. Neither
     may wait for an action of the peer. Messages between two ranks arrive in the order of sending.
-    `combine(into, first, second)` stores the combination of `first` and `second`, of which `first` came from the lower
-    rank, in `into`, which is one of them; `scratch(n)` returns an uninitialised buffer of n elements. `bounds` are the
-    chunks' bounds if they are not even (num_chunks + 1 numbers from 0 to the length).
+    `combine(into, first, second)` combines `first`, which came from the lower rank, with `second`, and stores the
+    result in `into`, which is one of the two. `scratch(n)` returns an uninitialised buffer of n elements. `bounds` are
+    the chunks' bounds if they are not even (num_chunks + 1 numbers from 0 to the length).
 
     Empty chunks are not sent. Data that arrive early are stored in scratch, or overwrite a chunk whose last value has
     been sent: a result received by a rank contains that rank's own data. Memory: scratch for all received data that

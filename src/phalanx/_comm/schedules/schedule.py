@@ -1,10 +1,10 @@
 """A schedule is a collective as data: the ranks that send chunks in each step, to be combined or copied.
 
-    Schedule ── Phase ("scatter-reduce") ── step 0, 1, …  ── Transfer (src → dst, chunks [start, stop), reduce | copy)
+    Schedule ── SchedulePhase ("scatter-reduce") ── step 0, 1, … ── Transfer (src → dst, chunks [start, stop), kind)
 
 The buffer of every rank is cut into the same chunks (`chunk_bounds`). Within a step every transfer reads the value of
 its source *before* the step; received data take effect after it. The same object is executed (`play`), proved
-(`symbolic`), drawn (`drawing`) and costed (`cost`), so an explanation shows the code that runs.
+(`symbolic`), drawn (by `phalanx explain`) and costed (`cost`), so an explanation shows the code that runs.
 
 Nothing is stored per step: a phase computes its transfers on demand, because a ring of 65,536 ranks has 8.6 billion.
 """

@@ -37,7 +37,7 @@ class Snapshot:
 
 
 class _Trees:
-    """`_Trees` numbers combination trees: leaves are the ranks 0..P-1, an unordered pair of numbers is a new one."""
+    """`_Trees` numbers combination trees: leaves are the ranks 0..P-1, and each unordered pair gets a new number."""
 
     def __init__(self, world_size: int) -> None:
         self._next = world_size

@@ -1,14 +1,14 @@
 """Authenticate the pickles sent between hosts: a changed or replayed pickle is refused before it is read.
 
 Reading a pickle runs code. Gloo's connections between hosts are neither encrypted nor authenticated, so each pickle
-carries a MAC there, made with a key of the group: it is derived from a secret that the ranks received at the
+between hosts carries a MAC. The key of the MAC is derived from a secret of the group, which the ranks received at the
 rendezvous, in the job's store. In a job of `phalanx run` on several hosts, the store only accepts processes that know
 the job's key.
 
     message   MAC | number | pickle
 
-Each message belongs to a stream, the messages of one kind from one rank (to one rank, or to all), and has a number in
-it. The MAC covers both, so that a message is valid in one place only. It does not encrypt, and does not cover tensors.
+A stream has the messages of one kind from one rank to one rank, or to all ranks; they are numbered. The MAC covers the
+stream and the number, so that a message is valid in one place only. Pickles are not encrypted, and tensors have no MAC.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ class PickleAuthenticator:
         """Return the pickle in the expected message: the one with this `number` and `index`.
 
         Raises:
-            PhalanxError: no rank of the group has sent this message, or it was sent for another place. Nothing of it
-                was read. If messages are missing, the one after it is expected next.
+            PhalanxError: no rank of the group has sent this message, or it was sent for another place; its pickle was
+                not read. If earlier messages are missing, the message after this one is expected next.
         """
         mac, packed, pickle = message[:MAC_BYTES], message[MAC_BYTES:OVERHEAD_BYTES], message[OVERHEAD_BYTES:]
         if not hmac.compare_digest(mac, self._mac(pickle, stream, packed, index)):

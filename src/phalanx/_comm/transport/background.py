@@ -12,8 +12,8 @@ from typing import TypeVar
 from phalanx._base.deadline import Deadline
 from phalanx._comm.engines.engine import Engine
 
-# A message that arrives whole once it has begun: the sender's kernel took it in one write, and sends it even if the
-# process is killed.
+# A message of at most this size arrives whole once its first byte has arrived: the sender's kernel accepted it in one
+# write, and sends it even if the process is killed.
 WHOLE_BYTES = 2**14
 LOOK_EVERY_S = 0.5
 _GRACE_S = 0.05
@@ -25,11 +25,12 @@ T = TypeVar("T")
 def get_soon(outcomes: queue.SimpleQueue[T], timeout_s: float) -> T:
     """Return the result of `outcomes.get`; after `timeout_s`, wait a moment longer before the caller checks the peer.
 
-    A check writes to the connection, which closes a connection whose other end has left, with all data that Gloo's
-    thread has not read yet. After this process was stopped, or had no core, both threads wake up at once.
+    A check writes to the connection. If the other end has left, the write closes the connection, and data that Gloo's
+    thread has not read yet are lost. After this process was stopped, or had no core, both threads wake up at once: in
+    that moment Gloo's thread reads the data.
 
     Raises:
-        queue.Empty: nothing came.
+        queue.Empty: there was no outcome.
     """
     try:
         return outcomes.get(timeout=timeout_s)
@@ -38,9 +39,9 @@ def get_soon(outcomes: queue.SimpleQueue[T], timeout_s: float) -> T:
 
 
 def look_at(engine: Engine, peer: int, error_of: Callable[[str], Exception]) -> Callable[[], None]:
-    """Return a `look` for `Background.run`: it raises error_of(the engine's error) if `peer`'s connection is lost.
+    """Return a `look` for `Background.run` that raises error_of(the engine's error) if `peer`'s connection is lost.
 
-    It raises on the second observation: by then the last message of a peer that has left has arrived.
+    It raises when it observes the loss for the second time: by then the last message of a peer that left has arrived.
     """
     is_gone = False
 
@@ -172,10 +173,11 @@ class Background:
         look: Callable[[], None],
         interrupted: Callable[[BaseException], None] = lambda error: None,
     ) -> None:
-        """Run `operation`, and raise its exception. `look` is called while it takes long, and may raise.
+        """Run `operation` on another thread, and raise its exception. Meanwhile call `look`, which may raise.
 
-        An exception of a signal handler meanwhile is passed to `interrupted`. After either, the operation continues
-        until the engine ends it.
+        If this thread gets a KeyboardInterrupt, or another exception that is not an `Exception`, pass it to
+        `interrupted` before raising it. After an exception in this thread, the operation continues until the engine
+        ends it.
         """
         outcome = self.start(operation)
         try:
@@ -195,7 +197,7 @@ class Background:
             raise error
 
     def close(self) -> None:
-        """Wait until the interrupted operations are over, too: the engine is closed, or nothing ends them."""
+        """Wait up to five seconds for interrupted operations to end. Close the engine first: nothing else ends them."""
         if self._is_closed:
             return
         self._is_closed = True

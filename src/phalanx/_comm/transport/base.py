@@ -6,8 +6,8 @@
 
 **Order.** All ranks call the same collectives of a group in the same order. Every call has a fingerprint (sequence
 number, operation, dtype, element count, root, reduction), which the ranks compare before a tensor changes. A group runs
-one collective at a time: a second thread waits for the first one's. Messages are not part of that order, and have their
-own, per pair of ranks and tag.
+one collective at a time: a second thread waits for the first one's. Messages have an order of their own, per pair of
+ranks and tag.
 
 **Blocking.** Every method returns when the caller's tensors are no longer used; nothing is asynchronous. The process
 group runs `async_op=True` calls on its own thread. Methods may be called from any thread.
@@ -16,7 +16,7 @@ group runs `async_op=True` calls on its own thread. Methods may be called from a
 
 **Sizes.** Tensors are on the CPU, of any strides, and checked by the caller. They have one size on all ranks, except
 the outputs of `gather` (outputs[r] is as large as rank r's tensor), the inputs of `reduce_scatter` (inputs[r] as rank
-r's output) and those of `all_to_all` with `splits`; ranks that disagree about those sizes get a MismatchError, too. A
+r's output) and those of `all_to_all` with `splits`; ranks that disagree about these sizes raise a MismatchError. A
 message is as long as the tensor that receives it.
 
 **Numerics.** The same bits on every rank, and in every run of the same job.
@@ -25,12 +25,12 @@ message is as long as the tensor that receives it.
 
     MismatchError   the ranks' calls differ; raised on every rank      no tensor was changed (one message: its tensor)
     PeerLostError   a rank ended, left, or was interrupted             outputs are undefined, inputs unchanged
-    DeadlineError   a rank did not come in time; it is named           the same
+    DeadlineError   a rank was late; the error names it                the same
     ClosedError     this process has left, or was forked               nothing
     ValueError      the transport does not support the call            nothing
 
-After any but the last two (and except for a mismatch of a message's size with shared memory, which fails only that
-message) the group has failed: all ranks report the same cause, also in later calls.
+After the first three errors the group has failed: all ranks report the same cause, also in later calls. There is one
+exception: with shared memory, a message of the wrong size fails only that message.
 
 **The end.** `close` leaves the group: all ranks that wait for this one are notified at once. If operations of this
 process are still running, `leave_in_flight` wakes them first; `abandon` is for the end of the process, when they need
@@ -116,7 +116,7 @@ class Transport(Collectives):
     # -- capabilities --------------------------------------------------------------------------------------------
 
     is_interruptible = True
-    """Whether its waits end with Ctrl-C. Otherwise the main thread leaves them to another thread."""
+    """Whether Ctrl-C ends the transport's waits. If not, another thread waits in place of the main thread."""
 
     @property
     def hosts(self) -> tuple[tuple[int, ...], ...]:
@@ -140,8 +140,8 @@ class Transport(Collectives):
     def allocate_on_host(self, nbytes: int, ctx: CallContext) -> dict[int, Tensor]:
         """Allocate `nbytes` for each rank, and return the tensors of this host's ranks, by rank. All ranks call it.
 
-        A rank writes its own tensor and reads the others', which exist while it holds its own; data that a rank has
-        written outlive it. If ranks do not share memory, each has only its own.
+        A rank writes its own tensor, and reads the tensors of other ranks as long as it holds its own. The data of a
+        rank outlive the rank. If ranks do not share memory, each gets only its own tensor.
         """
         return {self.rank: torch.empty(nbytes, dtype=torch.uint8, device="cpu")}
 
@@ -182,7 +182,7 @@ class Transport(Collectives):
         """Leave the group. All ranks that wait for this one are notified at once."""
 
     def abandon(self) -> None:
-        """Close as with `closes_in_flight`, at the process's end: running operations need not wake up."""
+        """Close the group at the end of the process, without waking operations that still run."""
         self.close()
 
     def settle(self, patience_s: float) -> bool:
@@ -193,7 +193,7 @@ class Transport(Collectives):
         return True
 
     def interrupted(self, error: BaseException, *, what: str = "", peer: int = -1) -> None:
-        """End the operation of a waiting thread that was interrupted. Transports need this if waits ignore signals.
+        """End the operation of a waiting thread that was interrupted, if the transport's waits ignore signals.
 
         `what` describes a message with `peer`; if it is empty, the operation is the collective.
         """
@@ -206,7 +206,7 @@ class Transport(Collectives):
         """Wait until every rank has called this."""
 
     def sum_in_place(self, tensor: Tensor, code: int, timeout_s: float, place: tuple[str, int]) -> None:
-        """Do `all_reduce` with SUM, for a contiguous tensor of this code's real dtype; this must be fast."""
+        """Run `all_reduce` with SUM on a contiguous tensor of the real dtype with number `code`; this must be fast."""
         self.all_reduce(tensor, SUM, CallContext(timeout_s, self.call_site(place)))
 
     @abstractmethod

@@ -62,7 +62,7 @@ class CollectiveCall:
 
 
 def compare_splits(sizes: Sequence[Sequence[Sequence[int]]]) -> dict[int, RankCall]:
-    """Return the ranks' calls of an all_to_all in which some pairs of sizes do not match; else nothing.
+    """Return the calls of the ranks whose sizes in an all_to_all do not match; nothing if all sizes match.
 
     sizes[r] has the bytes that rank r sends to each rank, and those that it expects from each.
     """
@@ -97,9 +97,8 @@ def describe_call(
 ) -> CollectiveCall:
     """Return the `CollectiveCall` of an operation with `tensor`; `count` defaults to the number of its elements.
 
-    An argument of -1 is not compared.
-
-    It is cached with its head, since a training loop repeats the same calls.
+    An argument is -1 if the operation does not have it, or if it may differ between ranks. Calls are cached with their
+    heads, since a training loop repeats them.
     """
     count = tensor.numel() if count is None else count
     return _same_call(name, dtype_of(tensor.dtype).code, redop, root, count, sizes, tuple(tensor.shape), place)

@@ -88,8 +88,9 @@ class GroupReports:
     def report_lost(
         self, who: int, reason: str, peer: int | None, position: RankPosition | None = None
     ) -> FailureReport:
-        """Report that `who` is lost, at `position` if known. `peer` is the rank whose message is waited for, any if
-        negative; None if a collective waits for all.
+        """Report that `who` is lost, at `position` if known.
+
+        `peer` is the rank for whose message this rank waits (any rank if negative); None in a collective.
         """
         positions = {} if position is None else {who: position}
         remarks: tuple[str, ...] = ()
@@ -116,7 +117,10 @@ class GroupReports:
             self.store.linger(self.report)
 
     def accept(self, report: FailureReport | None) -> None:
-        """Keep the report of a failed group: the store may be gone when this rank begins the next operation."""
+        """Keep the report of a failed group, acknowledge it, and wake all waiting threads and ranks.
+
+        The store may be gone when this rank begins the next operation. Without a report, only wake them.
+        """
         self.report = self.report or report
         if report is not None:
             self.store.acknowledge()
@@ -131,7 +135,7 @@ class GroupReports:
         self.here.end()
 
     def give_up(self, error: BaseException, position: RankPosition | None = None) -> None:
-        """Notify the peers of the error that ended the operation, since it is not a failure of the group."""
+        """End the group because of an error of this rank that is not a failure of the group; report it to the peers."""
         if not self.here.closed and self.report is None:
             self.report = self.store.post(self._report_interrupted(type(error).__name__, position or self.where()))
             self.here.end()
@@ -139,8 +143,8 @@ class GroupReports:
     def interrupted(self, error: BaseException, *, what: str = "", peer: int = -1) -> None:
         """End the operation and the group: a waiting thread was interrupted (Ctrl-C, a signal handler that raised).
 
-        This notifies the peers, and adds to `error` which ranks were waited for. `what` describes a message with
-        `peer`; if it is empty, the operation is the collective. It takes at most a second, in which the others report
+        Notify the peers, and add to `error` the ranks for which this rank waited. `what` describes a message with
+        `peer`; if it is empty, the operation is the collective. This takes at most a second, in which the others report
         their positions.
         """
         if self.here.closed or self.report is not None:

@@ -1,4 +1,4 @@
-"""A thread watches for failures while the ranks of this process compute, wait or hang; groups of a store share it."""
+"""Watch for failures on a thread while this rank computes, waits or hangs; all groups of a store share the thread."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _JOIN_S = 2.0  # the thread may hang in a store whose host was cut off
 class HealthMonitor:
     """A `HealthMonitor` publishes this rank's position when another rank requests it, and detects the group's failure.
 
-    `where` returns this rank's position. `is_over` checks this host; `over` is called when the group has failed here,
-    and again with the report when it arrives, and wakes all waiting threads. This host, and its launcher's file of lost
-    hosts, are checked five times a second; the store is read after a signal.
+    `where` returns this rank's position. `is_over` returns whether the group has failed on this host. `over` wakes all
+    waiting threads: it is called with None when the group has failed here, and with the report when the report arrives.
+    This host, and its launcher's file of lost hosts, are checked five times a second; the store is read after a signal.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class HealthMonitor:
         with self._check_lock:
             if self._is_closed:
                 return
-            # Earlier signals are not among them.
+            # `signals` lacks the signals from before the first check.
             if not self._has_checked or self._failure_store.group_key in signals:
                 self._failure_store.report_position(self._where())
                 report = self._failure_store.report()

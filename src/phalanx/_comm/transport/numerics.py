@@ -36,7 +36,7 @@ def divide(total: Tensor, redop: int, world_size: int) -> None:
         total.copy_(torch.div(total.to(torch.int64), world_size, rounding_mode="trunc"))
     elif total.dtype == torch.uint64:
         signed = total.view(torch.int64)
-        half = (signed >> 1) & ~(-1 << 63)  # half of the number, so that it has a sign of its own
+        half = (signed >> 1) & ~(-1 << 63)  # half of the number, which fits into the signed type
         quotient = torch.div(half, world_size, rounding_mode="trunc") << 1
         rest = signed - quotient * world_size
         signed.copy_(quotient + (rest >= world_size).to(torch.int64))

@@ -1,4 +1,4 @@
-"""Find tensors that share memory, also where their elements lie between each other's, as the columns of a matrix do."""
+"""Find tensors that share memory, also among tensors that interleave without sharing, as the columns of a matrix do."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def overlaps_any(extent: Extent, others: Sequence[Extent]) -> bool:
 
 
 def find_shared(tensors: Sequence[Tensor]) -> tuple[int, int] | None:
-    """Return the numbers of two tensors that have an element's memory in common; None if all lie apart.
+    """Return the indices of two tensors that have an element's memory in common; None if no two tensors have.
 
-    Each tensor must lie apart from itself, as `check_tensor` makes sure for those that are written.
+    No two elements of one tensor may share memory, which `check_tensor` ensures for tensors that are written.
 
-    Cost: sorting as many addresses as there are tensors, and as often as there are dimensions that interleave them.
-    Only layouts that no split along dimensions makes are marked one by one, in four bytes per element.
+    Cost: one sort of the tensors' addresses for each dimension that interleaves the tensors. Only layouts that no split
+    along dimensions produces are marked element by element, in four bytes per element.
     """
     return _find_in([_part(tensor, at) for at, tensor in enumerate(tensors) if tensor.numel()])
 
@@ -57,7 +57,7 @@ def _part(tensor: Tensor, at: int) -> _Part:
 
 
 def _find_in(parts: list[_Part]) -> tuple[int, int] | None:
-    """Find two of the parts that share memory; only those whose extents overlap are looked at more closely."""
+    """Find two of the parts that share memory; examine only parts whose extents overlap."""
     cluster: list[_Part] = []
     reached = 0
     for part in sorted(parts):

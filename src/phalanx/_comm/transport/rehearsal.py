@@ -1,8 +1,9 @@
 """A replacement rank builds its model in a rehearsal, a group without other ranks, before it joins the training ranks.
 
 Its constructors (of DistributedDataParallel, of optimizers) call collectives that the others called long ago. Here each
-collective returns at once, with the result that it would have if every rank passed this rank's data. The state of the
-training replaces what constructors get. It may not replace what the script's own collectives get: they give a warning.
+collective returns at once, with the result that it would have if every rank passed this rank's data. The training state
+later replaces the results that constructors got. It may not replace the results of the script's own collectives, which
+log a warning.
 """
 
 from __future__ import annotations
@@ -61,10 +62,10 @@ class RehearsalTransport(Transport):
         """Return at once."""
 
     def _check_script(self, source: int = -1) -> None:
-        """Warn once of an operation of the script itself, unless its result is the data of `source`, this rank.
+        """Warn once if the script itself called the operation, unless its result is the data of `source`, this rank.
 
         Raises:
-            PhalanxError: it receives objects, of which this rank does not even know the sizes.
+            PhalanxError: the operation receives objects, whose sizes this rank cannot know.
         """
         call = None if source == self.rank else find_script_call()
         if call is None:

@@ -5,8 +5,8 @@ reads: the same tensor twice, overlapping views. Each must read the values from 
 
     all_reduce_coalesced([t[:3], t[2:]])     t[:3] ◀─ sum of t[:3]      t[2:] ◀─ sum of a copy of t[2:], made before
 
-The same holds for an input of one operation that overlaps an output, unless it is the rank's own part and lies where
-that goes: transports move large tensors piece by piece, and would read pieces that they have written.
+The same holds for an input of one operation that overlaps an output: transports move large tensors piece by piece, and
+would read pieces that they have written. The exception is a rank's own part that already lies at its destination.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ def unshared(
 ) -> Sequence[Tensor]:
     """Return the inputs of an operation that writes `outputs`, with copies of those that overlap an output.
 
-    `own` (i, o, skip) is the part that stays on its rank: input i may begin `skip` bytes behind where output o does, as
-    calls in place have it, and is not copied then.
+    `own` (i, o, skip) is the part that stays on its rank: input i is not copied if it begins `skip` bytes after the
+    beginning of output o, as in a call in place.
     """
     extents = [extent_of(tensor) for tensor in inputs]
     written = [extent_of(tensor) for tensor in outputs]

@@ -81,7 +81,7 @@ class PostedReceive:
     def conclude(self) -> None:
         """Copy the message to the tensor, or raise the error. Called once, when the receive is no longer pending.
 
-        The tensor is released: a group keeps its last few thousand receives (see PhalanxWork.settle).
+        The receive then no longer refers to the tensor, even if the caller keeps the receive.
         """
         tensor, data = self._tensor, self._data
         del self._tensor, self._data
@@ -180,7 +180,7 @@ class SharedMemoryTransport(Transport):
         return self._places.get(number, "")
 
     def idle(self, waited_s: float) -> None:
-        """Report the missing ranks, and again after the same time; the core calls this while it waits."""
+        """Warn of the missing ranks, and again each time the wait has doubled; the core calls this while it waits."""
         if waited_s < NOTICE_S or self.symm_mem is None or self.symm_mem.closed:
             return
         with contextlib.suppress(ClosedError):  # closed by another thread, which also ends this wait
@@ -202,7 +202,7 @@ class SharedMemoryTransport(Transport):
         _logger.warning("%s", describe_wait(last.label, self.group, self.symm_mem.rank, missing, waited_s, where))
 
     def check(self, status: int, ctx: CallContext, *, kind: int = 0, peer: int = -1) -> None:
-        """Raise the error that `status` stands for, if any. `kind` and `peer` describe a message, if it was one."""
+        """Raise the error for `status`, unless it is OK. For a message, `kind` and `peer` describe the operation."""
         if status:
             try:
                 error = failures.failure(status, self.symm_mem, self.group, ctx.timeout_s, kind=kind, peer=peer)
@@ -224,7 +224,7 @@ class SharedMemoryTransport(Transport):
         """Hold `lock` for one collective.
 
         Raises:
-            DeadlineError: the other thread's collective was not over in time.
+            DeadlineError: another thread's collective did not end in time.
         """
         if self.lock.locked():
             self._await_lock(timeout_s)
@@ -248,7 +248,7 @@ class SharedMemoryTransport(Transport):
         self._collective(ctx, lambda: self.core.barrier(ctx.timeout_ns, ctx.call_site, ()))
 
     def sum_in_place(self, tensor: Tensor, code: int, timeout_s: float, place: tuple[str, int]) -> None:
-        """Do what `all_reduce` does with SUM, for a contiguous tensor of a real dtype: the shortest way to the core."""
+        """Run `all_reduce` with SUM on a contiguous tensor of a real dtype, with as little Python as possible."""
         if self.symm_mem.one_memory:
             self._refuse_one_memory(tensor)
         call_site = self._sites.get(place)
@@ -530,7 +530,7 @@ class SharedMemoryTransport(Transport):
     def allocate(
         self, shape: tuple[int, ...], dtype: torch.dtype, ctx: CallContext, *, owner: int | None = None
     ) -> Tensor:
-        """Return an uninitialised tensor, at one place of all ranks' heaps, or in `owner`'s. All ranks call it."""
+        """Return an uninitialised tensor at one place in every rank's heap, or in `owner`'s. All ranks call this."""
         buffer = self._allocate(math.prod(shape) * dtype.itemsize, ctx, owner)
         return torch.frombuffer(buffer, dtype=dtype).view(shape)
 
@@ -568,7 +568,7 @@ class SharedMemoryTransport(Transport):
     def post(self, tensor: Tensor, src: int, tag: int, ctx: CallContext, *, handed_over: bool = False) -> PostedReceive:
         """Post a receive into `tensor` of the next message from `src` (below zero: any rank) with `tag`, at once.
 
-        With `handed_over` the core's `take_ended` will have its handle, if it is pending now.
+        With `handed_over`, the core's `take_ended` returns the receive's handle later, if the receive is pending now.
         """
         return PostedReceive(self, tensor, src, tag, ctx, handed_over=handed_over)
 

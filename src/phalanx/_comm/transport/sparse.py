@@ -19,7 +19,7 @@ def all_reduce(transport: Transport, tensors: Sequence[Tensor], ctx: CallContext
     """Replace each tensor by the sum over ranks, and over the tensors of each rank, coalesced.
 
     Shape: the same on every rank, with the same number of sparse dimensions; the number of entries may differ.
-    Cost: three gathers, of few entries one; every rank holds all ranks' entries for a moment.
+    Cost: three gathers, or one if there are few entries; every rank holds all ranks' entries for a moment.
 
     Raises:
         MismatchError: the ranks' tensors differ in dtype, shape or sparse dimensions; no tensor was changed.

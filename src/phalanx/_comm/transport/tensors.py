@@ -28,7 +28,8 @@ copy_all: Any = find("torch._foreach_copy_", loses="copies of many tensors take 
 def alias(tensor: Tensor) -> Tensor:
     """Return a tensor of the same memory, unknown to autograd, to which any thread may write.
 
-    Only inference mode may write to its tensors, and it belongs to a thread: a collective may run in another one.
+    Inference tensors can only be written in inference mode, which belongs to a thread. A collective may run in another
+    thread than its caller.
     """
     if not tensor.is_inference() or is_zero_tensor(tensor) or tensor.is_neg() or tensor.is_conj():
         return tensor.detach()
@@ -62,7 +63,7 @@ def scaled(tensor: Tensor, factor: Any) -> Tensor:
 
 def write_back(tensor: Tensor, data: Tensor) -> None:
     """Copy `data` into a tensor whose own memory could not be used."""
-    # Only inference mode may write to its tensors, and it belongs to the thread: this may be another than the caller's.
+    # Inference tensors can only be written in inference mode, which this thread may not be in, unlike the caller's.
     with torch.inference_mode() if tensor.is_inference() else torch.no_grad():
         tensor.copy_(data)
 
@@ -84,14 +85,14 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """Return a contiguous tensor's elements in one dimension of stride 1; a single element's could be anything."""
+    """Return a contiguous tensor's elements in one dimension of stride 1; one element may have any other stride."""
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def memory_order(tensor: Tensor) -> tuple[int, ...]:
     """Return the strides of a block that holds the elements in the tensor's memory order; ranks must agree.
 
-    They are the tensor's own if it is dense, else a contiguous one's. The stride of a dimension of 1 is 1.
+    They are the tensor's own if it is dense, else a contiguous tensor's. The stride of a dimension of size 1 is 1.
     """
     if tensor.layout is not torch.strided:
         return ()
@@ -100,5 +101,5 @@ def memory_order(tensor: Tensor) -> tuple[int, ...]:
 
 
 def same_order(one: Tensor, other: Tensor) -> bool:
-    """Return whether two dense tensors of one shape have each element at the same place; sizes of 1 are free."""
+    """Return whether two dense tensors of one shape have their elements in the same order in memory."""
     return all(a == b for a, b, size in zip(one.stride(), other.stride(), one.shape, strict=True) if size != 1)

@@ -43,7 +43,7 @@ from phalanx._comm.transport.health_monitor import HealthMonitor
 from phalanx._comm.transport.tensors import alias, flat
 
 _PAUSE_S = 0.02
-_SOON_S = 0.01  # Gloo counts milliseconds, and may time out one early
+_SOON_S = 0.01  # Gloo counts milliseconds, and may time out a millisecond early
 _LONGEST_S = 1e8  # three years: an infinite timeout, as milliseconds for Gloo
 
 
@@ -54,7 +54,8 @@ class GlooFailed(Exception):
 class GlooSession:
     """A `GlooSession` is one rank's side of a group over Gloo.
 
-    `names` describe each rank's process for users, 'pid 17 on node3'; `has_ended` says whether a rank's process ended.
+    `names` describe each rank's process for users, 'pid 17 on node3'; `has_ended` returns whether a rank's process has
+    ended.
     The session runs one collective at a time, and holds `lock` meanwhile.
     """
 
@@ -165,12 +166,7 @@ class GlooSession:
 
     @contextlib.contextmanager
     def _running(self, call: CollectiveCall, ctx: CallContext) -> Iterator[Deadline]:
-        """Agree on `call` with all ranks, under `lock`. An error inside becomes the error that all ranks raise.
-
-        Raises:
-            MismatchError: the ranks' calls differ; no tensor was changed.
-            PeerLostError, DeadlineError: a rank is lost or late.
-        """
+        """Do the work of `collective`, under `lock`."""
         with torch.no_grad():
             self._check_open(FailedOperation(call.name, self.group, self.rank, call_site=call.place))
             self.seq += 1
@@ -198,8 +194,8 @@ class GlooSession:
     def run(self, method: str, arguments: Sequence[Any], deadline: Deadline, **options: Any) -> None:
         """Run one of Gloo's collectives on another thread, and wait for it.
 
-        So this thread can handle Ctrl-C, and can detect a lost connection, which Gloo does not report to a thread that
-        waits for a message that has begun to arrive.
+        This thread can then handle Ctrl-C, and can detect a lost connection: once a message has begun to arrive, Gloo
+        does not report the loss to the thread that waits for the message.
         """
         connected = set(self.reports.others())
         arguments = _aliases(arguments)
@@ -221,7 +217,7 @@ class GlooSession:
         self._background.run(carry_out, check, self.reports.interrupted)
 
     def wait_for(self, messages: Sequence[InTransit], peer: int, num_bytes: int, deadline: Deadline) -> None:
-        """Wait for a message with `peer`; if it may have arrived in part, wait on another thread, as in `run`."""
+        """Wait for a message with `peer`; if the message may arrive in parts, wait on another thread, as in `run`."""
 
         def wait() -> None:
             with gloo_errors():
@@ -249,8 +245,9 @@ class GlooSession:
 
     @contextlib.contextmanager
     def reporting(self, operation: FailedOperation, deadline: Deadline, peer: int | None = None) -> Iterator[None]:
-        """Convert an error in this block to the error that all ranks raise. `peer` is the rank that is waited for, any
-        if negative, all if None.
+        """Convert an error in this block to the error that all ranks raise.
+
+        `peer` is the rank for which this rank waits: a negative number means any rank, None means all ranks.
         """
         try:
             yield

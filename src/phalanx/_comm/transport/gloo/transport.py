@@ -25,8 +25,9 @@ class GlooTransport(Transport):
 
     Numerics: Gloo sums in its own order, which is fixed for a job, and may depend on the number of ranks. Half
     types are summed in float32 and rounded once; AVG divides the sum once.
-    Cost: one all_gather of 256 bytes per rank, in which the ranks agree, then Gloo's own; reduced tensors are copied.
-    reduce_scatter costs an all_reduce of all inputs, all_gather of uneven sizes that of the largest.
+    Cost: one all_gather of 256 bytes per rank, in which the ranks agree, then Gloo's collective. Reduced tensors are
+    copied. A reduce_scatter costs an all_reduce of all inputs. An all_gather of uneven sizes costs as much as one in
+    which every rank has the largest size.
     """
 
     is_interruptible = False
@@ -171,7 +172,7 @@ class GlooTransport(Transport):
             write_back(output, torch.cat(parts).view(output.dtype).view(output.shape))
 
     def _all_gather(self, mine: Tensor, sizes: Sequence[int], deadline: Deadline) -> list[Tensor]:
-        """Return every rank's bytes, by rank. Gloo's pieces have one size, so there may be padding after the bytes."""
+        """Return every rank's bytes, by rank. Gloo gathers pieces of one size, so smaller pieces are sent padded."""
         if self.world_size == 1:
             return [mine.clone()]
         most = max(sizes)
@@ -214,7 +215,7 @@ class GlooTransport(Transport):
         """Exchange the equal parts of two contiguous tensors as `all_to_all` does; they are not copied."""
         tensor, output = alias(tensor), alias(output)
         sizes = [nbytes(tensor) // self.world_size] * self.world_size
-        # The sizes differ from rank to rank, and are compared in a round of their own.
+        # The sizes are compared in a round of their own, as in `all_to_all`, which another rank may have called.
         call = describe_call("all_to_all", tensor, self._session.place(ctx), count=-1)
         with self._session.collective(call, ctx) as deadline:
             self._compare(sizes, sizes, deadline)

@@ -1,10 +1,10 @@
 """Verify on all hosts that the ranks called the same operation, before a user's tensor changes.
 
-    1  the ranks of a host give their leader the heads of their calls, with small tensors: one sync
+    1  the ranks of a host copy the heads of their calls, and small tensors, to their leader: one sync
     2  the leaders exchange these: one message each way, or forwarded messages (see `bruck`)
     3  before writing into a user's tensor, a rank waits for its host's leader, which continues once all agree
 
-Between 1 and 3 data may be moved from scratch to scratch.
+Between 1 and 3, data move only from scratch memory to scratch memory.
 """
 
 from __future__ import annotations
@@ -74,9 +74,10 @@ class Agreement:
     def gather_to_leader(
         self, ctx: CallContext, deadline: Deadline, mine: Piece = (0, 0), sizes: Sequence[int] | int = 0
     ) -> Sequence[int]:
-        """Copy this rank's data to its host's leader, sizes[i] bytes from local rank i; a single number is for each.
+        """Copy the head of this rank's call, and the data `mine`, to its host's leader.
 
-        On the leader, return the addresses of the local ranks' data, valid until the next operation.
+        Local rank i has sizes[i] bytes of data; a single number is the size on every local rank. On the leader, return
+        the addresses of the local ranks' data, valid until the next operation.
         """
         count = len(self._layout.local_ranks)
         if count == 1:
@@ -162,7 +163,7 @@ class Agreement:
             self.check(self.session.core.barrier(timeout_ns(deadline.left_s), ctx.call_site, ()))
 
     def broadcast_from_leader(self, ctx: CallContext, deadline: Deadline, address: int, nbytes: int) -> None:
-        """Copy `nbytes` at `address` from the leader, which continues once all agree."""
+        """Overwrite `nbytes` at `address` with the leader's, which the leader sends once all ranks agree."""
         if len(self._layout.local_ranks) > 1:
             left = timeout_ns(deadline.left_s)
             self.check(self.session.core.broadcast(address, nbytes, BYTES, 0, left, ctx.call_site, (nbytes,)))

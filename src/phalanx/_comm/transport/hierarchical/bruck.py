@@ -5,8 +5,8 @@
     round 2             to host h + 4       those of h, h - 1, h - 2 and h - 3            (numbers modulo the hosts)
 
 So each leader sends and receives ceil(log2 H) messages for an operation of H hosts, instead of H - 1 direct messages;
-the bytes are the same. A round can begin when the previous one has ended, which costs a latency for each round: with
-three hosts or fewer there are as few direct messages.
+the bytes are the same. A round can begin when the previous one has ended, which costs a latency for each round. With
+three hosts or fewer, messages are sent directly: that takes no more messages.
 """
 
 from __future__ import annotations

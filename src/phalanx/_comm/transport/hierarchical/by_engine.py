@@ -1,6 +1,6 @@
-"""Run collectives of large tensors by the engine's own, if each rank has its host for itself.
+"""Run collectives of large tensors by the engine's own collectives, if no two ranks share a host.
 
-Without neighbours in memory there is nothing to combine on a host: the ranks agree, and the engine does the rest.
+A host with one rank has nothing to combine in memory: the ranks agree, and the engine does the rest.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from phalanx._comm.transport.tensors import dense, flat, scaled, write_back
 
 
 class EngineCollectives:
-    """`EngineCollectives` are the engine's own, after an agreement. Each takes the collective's arguments and call."""
+    """`EngineCollectives` run the engine's own collectives, after an agreement. Each takes its arguments and call."""
 
     def __init__(self, agreement: Agreement, engine: GlooEngine) -> None:
         self._agreement = agreement
@@ -60,7 +60,7 @@ class EngineCollectives:
                 if result.data_ptr() != tensor.data_ptr():
                     write_back(tensor, result)
                 else:
-                    result[:0].zero_()  # what Gloo has added up counts as a change, as a copy does
+                    result[:0].zero_()  # count Gloo's reduction as a change of the tensor
 
     def broadcast(self, tensor: Tensor, call: CollectiveCall, root: int, ctx: CallContext) -> None:
         with self._session.running(call, ctx) as deadline:
@@ -85,7 +85,7 @@ class EngineCollectives:
 
     @contextlib.contextmanager
     def _talking(self) -> Iterator[None]:
-        """Turn the engine's errors inside into an error of the connection that is lost."""
+        """Convert an error of the engine in this block to the error of the lost connection."""
         try:
             yield
         except RuntimeError as error:

@@ -17,21 +17,21 @@ _logger = get_logger(__name__)
 
 # The part of the host's memory for each rank, so that eight ranks take at most half of it.
 _SHARE = 1 / 16
-# A tensor that was not reduced while all others were, so many times, is no longer expected.
+# A tensor that was not reduced while all others were reduced this many times is no longer expected.
 _ROUNDS = 4
 
 
 @dataclass
 class _Residual:
     values: Tensor
-    met: int  # the number of tensors when it was last used
+    met: int  # how many tensors had been reduced when this one was last used
 
 
 class Compression:
     """A `Compression` rounds float32 to `dtype` for sending.
 
-    The sender also keeps the rounded values, so all ranks end with the same bits: a partial sum is not used again, and
-    a finished sum must be the same on the sender and the receivers.
+    The sender replaces its own values by the rounded ones, so that all ranks end with the same bits: a partial sum is
+    not used again, and a finished sum must be the same on the sender and the receivers.
 
     With error feedback, the rounding error of a tensor is added to the same tensor the next time. The kept errors take
     at most `most_bytes`, by default a sixteenth of the host's memory. A tensor without room gets no feedback, with one

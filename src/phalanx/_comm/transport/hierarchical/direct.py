@@ -123,8 +123,8 @@ class DirectCollectives:
     ) -> list[RailMessage]:
         """Start to send sends[r] to and receive receives[r] from each rank r of other hosts; None is skipped."""
         messages = []
-        # Receives first: an engine whose receiver must answer before data are sent, as Gloo's, would otherwise queue a
-        # consent behind what that rank itself sends, and a link would carry one direction at a time.
+        # Receives first: in Gloo, data are sent only after the receiver's consent. A consent that is queued behind the
+        # receiver's own data would be late, and a link would carry one direction at a time.
         for start, tensors in ((self._session.engine.recv, receives), (self._session.engine.send, sends)):
             for r, tensor in enumerate(tensors):
                 if r not in self._layout.local_ranks and tensor is not None and tensor.numel():

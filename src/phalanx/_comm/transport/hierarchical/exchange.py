@@ -3,8 +3,8 @@
     leader of host A  ──heads of A's ranks, payload──>  leader of host B      (and the other way, at the same time)
 
 A small operation costs only this message between hosts, each way. A message contains its length, so that an unexpected
-one (another operation, another size) still arrives, and is reported as such. With many hosts, leaders forward each
-other's messages: see `bruck`.
+message (another operation, another size) still arrives, and is reported as a mismatch. With many hosts, leaders forward
+each other's messages: see `bruck`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from phalanx._comm.transport.hierarchical.inboxes import Inboxes, MessageBuffer
 from phalanx._comm.transport.hierarchical.layout import Layout
 from phalanx._comm.transport.hierarchical.rails import FINGERPRINT, FOR_EVER, ConnectionBroken, timedelta_of
 
-# The most data that a rank sends or receives, per other host, in an operation whose data are sent with its heads.
+# The most data that a leader sends to (or receives from) all other hosts together in an operation whose data are sent
+# with its heads.
 SMALL_BYTES = 2**18
 ALWAYS_SMALL_BYTES = 256  # a sum of so many bytes is sent with the heads whatever the options and the number of hosts
 SENT = 2  # operations whose messages may still be in transit
@@ -47,7 +48,7 @@ class LeaderExchange(abc.ABC):
     """
 
     is_direct: bool
-    """Whether each host sends an own message to each other one. If not, all of them get the same payload."""
+    """Whether each host sends a separate message to each other host. If not, all other hosts get the same payload."""
 
     def __init__(
         self, engine: Engine, layout: Layout, inboxes: Inboxes, outboxes: Mapping[int, Sequence[MessageBuffer]]
@@ -94,10 +95,10 @@ class LeaderExchange(abc.ABC):
                 outbox.pending = None  # the engine's sockets live as long as a pending message
 
     def outbox(self, key: int) -> MessageBuffer:
-        """Return the memory for this operation's message, which the message before the last no longer needs.
+        """Return the memory for this operation's message; the message of two operations ago no longer needs it.
 
-        Each host has received that: this host has completed the last operation, in which no host took part before it
-        had completed the one before.
+        Every host has received that message: this host has completed the last operation, and no host joined the last
+        operation before it had completed the operation before.
         """
         return self._outboxes[key][self._number % SENT]
 
@@ -105,7 +106,7 @@ class LeaderExchange(abc.ABC):
         """Start to send the first `nbytes` of `outbox`."""
         try:
             if outbox.pending is not None:
-                outbox.pending.wait(FOR_EVER)  # it is complete, and releases what the engine keeps for it
+                outbox.pending.wait(FOR_EVER)  # returns at once, and releases what the engine keeps for the message
             outbox.pending = self._engine.send(peer, outbox.message(nbytes, self._number), FINGERPRINT)
         except RuntimeError as error:
             raise ConnectionBroken(peer, str(error)) from error
@@ -163,7 +164,7 @@ def write_message(buffer: MessageBuffer, heads: Sequence[bytes], pieces: Sequenc
 
 @lru_cache(maxsize=1024)
 def _beginning(num_distinct: int, nbytes: int, kinds: bytes) -> bytes:
-    """Return what precedes the heads of a message."""
+    """Return the part of a message before its heads."""
     return (_PREFIX.pack(num_distinct, nbytes) + kinds).ljust(_payload_offset(len(kinds), 0), b"\0")
 
 
@@ -178,7 +179,7 @@ def read_message(buffer: MessageBuffer, at: int, num_ranks: int) -> tuple[HostMe
 
 
 def length_of_message(buffer: MessageBuffer, num_ranks: int) -> int:
-    """Return the length of a message that has begun to arrive; it is a guess until its first bytes are there."""
+    """Return the length of a message that has begun to arrive; it is wrong until the first bytes are complete."""
     num_distinct, nbytes = _PREFIX.unpack_from(buffer.bytes)
     return _payload_offset(num_ranks, num_distinct) + int(nbytes)
 

@@ -23,8 +23,7 @@ from phalanx._comm.transport.hierarchical.rails import ConnectionBroken
 from phalanx._comm.transport.shared_memory import SharedMemoryTransport
 from phalanx.errors import ClosedError
 
-# How long a broken connection waits for a rank that saw the cause: the dead rank's neighbours notice within 50 ms.
-_SOON_S = 0.01  # an engine counts milliseconds, and may time out one early
+_SOON_S = 0.01  # an engine counts milliseconds, and may time out a millisecond early
 
 
 class LocalFailure(Exception):
@@ -54,7 +53,7 @@ class FailureReports(GroupReports):
 
     def explain(self, cause: Exception, ctx: CallContext, deadline: Deadline, peer: int | None) -> FailureReport:
         """Return this rank's report of `cause`, unless a rank that knows more publishes its report first."""
-        if isinstance(cause, LocalFailure) and cause.status == MISMATCH:  # their leader asks, and reports
+        if isinstance(cause, LocalFailure) and cause.status == MISMATCH:  # the leader collects the calls, and reports
             known = self._reported_by_others(deadline.left_s + COLLECT_REPORT_S)
             return known or FailureReport("mismatch", calls=self.called_here())
         if isinstance(cause, Disagreement):
@@ -75,7 +74,7 @@ class FailureReports(GroupReports):
             local = self._core.poison()[1]
             # with our own number, the monitor ended the memory for another cause
             if local != self._layout.local_rank:
-                # It may have ended this memory for a cause that it could not publish without the store.
+                # That rank may have ended this memory for a cause that it could not publish without the store.
                 silence = self._server_lost(ctx.timeout_s, deadline)
                 return silence or self._lost(
                     self._layout.local_ranks[local], describe_end(self._memory.symm_mem, local), peer
@@ -121,8 +120,8 @@ class FailureReports(GroupReports):
     def _server_lost(self, timeout_s: float, deadline: Deadline) -> FailureReport | None:
         """Return the report that the rank which serves the store is lost or hangs, if the store is silent.
 
-        Its neighbours noticed first and closed their connections, without being able to publish why: ranks that lost
-        those connections would blame the neighbours.
+        That rank's neighbours noticed first, and closed their connections without being able to publish why. A rank
+        that lost those connections would blame the neighbours.
         """
         fate = self.store.server_state()
         if fate is None:
@@ -156,7 +155,7 @@ class FailureReports(GroupReports):
             missing = [peer] if peer >= 0 else self.others()
         remarks: tuple[str, ...] = ()
         if missing and self.store.is_lost:
-            # No rank can be asked: this host's ranks are there, or the core would have reported them.
+            # No rank can be asked. The ranks of this host are not missing, or the core would have reported them.
             missing = [r for r in missing if r not in self._layout.local_ranks] or missing
             remarks = ("The job's store does not answer either: this host may be cut off.",)
         return late(

@@ -1,8 +1,8 @@
-"""Receives that are posted several operations ahead, and the wait of a leader for their messages.
+"""Post the receives of a leader several operations ahead, and wait for their messages.
 
-Gloo requires the receiver's answer before it sends, and so has it already. If the engine's waits ignore signals, a
-leader waits a moment for data to arrive, polls the memory of its message whenever some do, and then has a thread wait
-for the message.
+Gloo sends only after the receiver's answer, which has then already arrived. If the engine's waits ignore signals, a
+leader waits a moment for data to arrive, and polls the memory of its message whenever some have. If the message is not
+there by then, another thread waits for it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _CROWDED_S = 1e-4  # a poll takes so long only if other threads want this core
 _NUM_UNPOLLED = 50  # messages that are not polled then
 _WAIT_S = 1e-3  # at most: data that arrive as a wait begins do not end it
 _MARK = struct.Struct("<Q")
-_FACTOR = 0x9E3779B97F4A7C15  # of the number of an operation: no likely data
+_FACTOR = 0x9E3779B97F4A7C15  # makes the mark from an operation's number; data are unlikely to contain the mark
 
 
 class MessageBuffer:
@@ -62,7 +62,7 @@ class MessageBuffer:
         return self._part
 
     def has_arrived(self, nbytes: int, number: int) -> bool:
-        """Return whether the message of `nbytes`, which has begun to arrive, is here, or is certain to be at once."""
+        """Return whether the message of `nbytes`, which has begun to arrive, is complete, or will be at once."""
         # `nbytes` may be wrong while the message's beginning is being written: a slice then ends with the memory.
         return nbytes <= WHOLE_BYTES or self.bytes[nbytes : nbytes + _MARK.size] == _MARK.pack(_mark_of(number))
 
@@ -72,7 +72,7 @@ def _mark_of(number: int) -> int:
 
 
 class Inboxes:
-    """`Inboxes` receive one message of each sender in each operation. The first word of a message is never zero.
+    """`Inboxes` receive one message from each sender in each operation. The first word of a message is never zero.
 
     Arguments:
         senders: the sending rank, by the caller's key.
@@ -100,8 +100,9 @@ class Inboxes:
     def post(self) -> None:
         """Post receives for a later operation, before this rank sends anything in the one that begins.
 
-        So no sender can have left: a receive is a message to it, and its host would answer that it has no such
-        connection, whereupon this host would discard received data that it has not read.
+        At this time no sender can have left. Posting a receive sends a message to the sender. The host of a sender that
+        has left would answer that the connection is closed, and this host would then discard data that it has received
+        and not yet read.
         """
         if self._number:
             self._post((self._number - 1) % _AHEAD)
@@ -124,10 +125,10 @@ class Inboxes:
         return inbox
 
     def _arrives_soon(self, key: int, inbox: MessageBuffer) -> bool:
-        """Return whether a message arrives, so that the wait for it is short, within a moment.
+        """Return whether the message arrives within a moment, so that the wait for it is short.
 
-        If other threads take this core meanwhile, they keep it for long, and a thread that blocks is woken sooner: then
-        the next messages are not polled.
+        If other threads take this core meanwhile, they keep it for long, and a thread that blocks is woken sooner. The
+        next messages are then not polled.
         """
         self._num_unpolled -= 1
         begin = before = time.perf_counter()

@@ -79,7 +79,8 @@ class HierarchicalMessages:
     def _wait_for(self, messages: Sequence[RailMessage], peer: int, num_bytes: int) -> None:
         """Wait for a message with `peer`, and detect a closed connection even within a message.
 
-        Gloo reports it only for a message that has not begun to arrive; so another thread waits for a long one.
+        Gloo reports a closed connection only for a message that has not begun to arrive. So another thread waits for a
+        long message.
         """
 
         def wait() -> None:

@@ -31,7 +31,7 @@ Action = Callable[[Deadline], None]
 
 
 class PrecedingMessages:
-    """`PrecedingMessages` is one rank's end of such messages. `send` and `receive` alternate with the others'."""
+    """`PrecedingMessages` are one rank's end of such messages. Each `send` needs a `receive` on every receiver."""
 
     def __init__(self, engine: Engine, tag: int, max_bytes: int, senders: Sequence[int]) -> None:
         self._engine = engine
@@ -46,7 +46,7 @@ class PrecedingMessages:
                 self._post(peer, box)
 
     def outbox(self, deadline: Deadline) -> Tensor:
-        """Return the memory for the next message, once the last but one was sent from it."""
+        """Return the memory for the next message, once the message before the last has been sent from it."""
         slot = self._number % _SENT
         underway, self._underway[slot] = self._underway[slot], []
         for peer, pending in underway:
@@ -121,7 +121,7 @@ class _Box:
 
 
 class Preceding:
-    """`Preceding` holds a group's actions before its next collective, and the messages that they send."""
+    """`Preceding` holds the action that a group runs before its next collective, and all its `PrecedingMessages`."""
 
     def __init__(self) -> None:
         self.action: Action | None = None
@@ -135,7 +135,7 @@ class Preceding:
         return self._opened[-1]
 
     def carry_out(self, deadline: Deadline) -> None:
-        """Run the actions before the collective that has begun."""
+        """Run the action, if there is one, before the collective that has begun."""
         action, self.action = self.action, None
         if action is not None:
             action(deadline)

@@ -1,4 +1,4 @@
-"""A rail runs step 2 of a collective: one slice is reduced or gathered between the ranks that hold it."""
+"""A rail runs step 2 of a collective (see `segmented`): it reduces or gathers one slice between the hosts."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from phalanx._comm.schedules.cost import ETHERNET, cheapest
 from phalanx._comm.schedules.schedule import Operation
 from phalanx._comm.transport.hierarchical.compression import Compression, Widening
 
-# Tags below DATA are for users' messages; above are those of collectives' data, then of messages that precede a
-# collective, and last those of the fingerprints.
+# The tags in ascending order: users' messages (below DATA), data of collectives, messages that precede a collective,
+# fingerprints.
 FINGERPRINT = 0x7FFFFFFE
 _NUMBERS = 4000  # the most distinct messages within one collective
-_LONG_WAIT_S = 20.0  # a longer wait lasts whole seconds, so that few spans are made
+_LONG_WAIT_S = 20.0  # a longer wait lasts whole seconds, so that few timedelta objects are created
 _LONGEST_WAIT_S = 1e8  # three years: an infinite timeout, in milliseconds
 FOR_EVER = timedelta(seconds=_LONGEST_WAIT_S)
 
@@ -54,7 +54,7 @@ class NotBegun:
 
 @contextlib.contextmanager
 def talking_to(peer: int) -> Iterator[None]:
-    """Turn the engine's errors inside into an error of the connection with `peer`."""
+    """Convert an error of the engine in this block to a `ConnectionBroken` of `peer`."""
     try:
         yield
     except RuntimeError as error:
@@ -107,8 +107,8 @@ def plan(
     topology = Topology.flat(num_hosts)
     offered = algorithm is not None and find(algorithm) in offering(operation)
     if operation == "all_reduce" and num_hosts == 2 and not offered:
-        # It sends the ring's bytes in one step, without waiting for received data. It costs twice the additions,
-        # which the model counts and a pipeline hides behind the wire.
+        # Doubling sends the ring's bytes in one step, without waiting for received data. It costs twice the additions,
+        # which the cost model counts, although a pipeline hides them behind the transfers.
         return build("doubling", operation, topology)
     if algorithm is None or not offered:
         algorithm = cheapest(operation, 1 << log_bytes, num_hosts, link or ETHERNET)
@@ -116,7 +116,7 @@ def plan(
 
 
 class Rail:
-    """A `Rail` joins the ranks that share it, by host. `run` is a collective of them."""
+    """A `Rail` connects one rank of each host. `run` and `play` run a collective of these ranks."""
 
     def __init__(
         self,
@@ -149,7 +149,7 @@ class Rail:
     ) -> None:
         """Run this host's part of `operation` on `buffer`, in place. `key` names the tensor, for error feedback.
 
-        Numerics: as the schedule's `order` says; bitwise equal on all ranks of the rail.
+        Numerics: in the schedule's `order`; bitwise equal on all ranks of the rail.
 
         Raises:
             ConnectionBroken: a peer is lost or late; `buffer` holds undefined values.
@@ -215,7 +215,7 @@ class Rail:
 
 
 class PendingSend:
-    """A `PendingSend` is a send with its tensor, which the engine does not keep alive."""
+    """A `PendingSend` is a pending send or receive that keeps its tensor alive, which the engine does not."""
 
     def __init__(self, pending: Any, tensor: Tensor) -> None:
         self._pending = pending

@@ -5,8 +5,9 @@
     2  all_reduce on each rail         0 <-> 2 on slice 0      1 <-> 3 on slice 1
     3  gather in memory                every rank has every slice
 
-That is all_reduce; broadcast and all_gather begin at 2 with what a rank brings and end with 3, and reduce_scatter ends
-with 2. While some segments are on the link, the next is reduced in memory and the last is gathered: see `Ticks`.
+These are the steps of all_reduce. In broadcast and all_gather, step 1 copies inside a host instead of reducing;
+reduce_scatter has no step 3. While some segments are on the link, the next one is reduced in memory, and the last one
+is gathered: see `Ticks`.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _EMPTY = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 class SegmentedCollectives:
-    """`SegmentedCollectives` are the collectives of large tensors. Each takes the collective's arguments and call."""
+    """`SegmentedCollectives` are the collectives of large tensors. Each takes a collective's arguments and call."""
 
     def __init__(self, agreement: Agreement) -> None:
         self._agreement = agreement
@@ -113,12 +114,12 @@ class SegmentedCollectives:
     ) -> None:
         """Make `result` the reduction of `source` over all ranks. They may be the same tensor.
 
-        With a `root` only its host has the result; elsewhere `result` is scratch. `source` may be overwritten if it is
-        `result`, or if `is_scratch`. The hosts agree on the way, before anything is written to `source` or `result`.
+        With a `root`, only the root's host gets the result; elsewhere `result` is scratch. `source` may be overwritten
+        if it is `result`, or if `is_scratch`. The hosts agree before anything is written to `source` or `result`.
         """
         layout = self._layout
-        # A rank that has its host for itself adds up where its tensor lies. (What is rounded is written before all
-        # hosts have agreed.)
+        # A rank that is alone on its host reduces in place, unless sums are rounded: rounding writes to the buffer
+        # before all hosts have agreed.
         in_place = len(layout.local_ranks) == 1 and not self._session.compression.rounds(source.dtype)
         in_place = in_place and (is_scratch or source.data_ptr() == result.data_ptr())
         root_host = 0 if root < 0 else layout.topology.host_of[root]
@@ -148,10 +149,10 @@ class SegmentedCollectives:
 
         self._run_ticks(ticks, open_, start, finish, before_others=lambda: self._agree_in_time(deadline))
         if in_place:
-            result[:0].zero_()  # what was added up through addresses counts as a change, as a copy does
+            result[:0].zero_()  # count the reduction, which used addresses, as a change of the tensor
 
     def _agree_in_time(self, deadline: Deadline) -> None:
-        """Agree with the other hosts now: from here on their data is awaited, and soon the user's is written."""
+        """Agree with the other hosts, before this rank waits for their data and writes to the user's tensor."""
         self._agreement.receive_heads(deadline)
         self._agreement.release()
 
@@ -164,7 +165,7 @@ class SegmentedCollectives:
         self._reduce_here([segment[a:b] for a, b in itertools.pairwise(bounds)], mine, redop, ctx, deadline)
 
     def _finish_segment(self, mine: Tensor, result: Tensor, redop: int, ctx: CallContext, deadline: Deadline) -> None:
-        """Give every rank of the host every slice, from the rank that drives its rail."""
+        """Divide the slices if the result is a mean, and copy each to every rank of the host."""
         divide(mine, redop, self._world_size)
         mine = mine.to(result.dtype)
         if len(self._layout.local_ranks) == 1:
@@ -176,7 +177,7 @@ class SegmentedCollectives:
     # -- broadcast -----------------------------------------------------------------------------------------------
 
     def _broadcast_in_segments(self, flat: Tensor, root: int, ctx: CallContext, deadline: Deadline) -> None:
-        """Overwrite `flat` (bytes) on every rank with root's."""
+        """Overwrite `flat` (bytes) on every rank with the root's."""
         layout = self._layout
         root_host = layout.topology.host_of[root]
         is_source = layout.host == root_host
@@ -210,8 +211,8 @@ class SegmentedCollectives:
     ) -> None:
         """Open each segment (post its receives), start it, play its steps and finish it, in the order of `ticks`.
 
-        `before_others` is called once, before anything of another host is waited for; where leaders forward each
-        other's messages, before anything is sent, behind which those would have to wait.
+        `before_others` is called once, before this rank waits for data of another host. Where leaders forward each
+        other's messages, it is called before any data are sent: the messages would have to wait behind the data.
         """
         before_others_at = ticks.per_step if self._session.leaders is None or self._session.leaders.is_direct else 0
         under_way: dict[int, tuple[Tensor, Iterator[None]]] = {}
@@ -237,7 +238,7 @@ class SegmentedCollectives:
     def _play(
         self, schedule: Schedule, mine: Tensor, number: int, deadline: Deadline, *, redop: int = -1, key: int = 0
     ) -> tuple[Tensor, Iterator[None]]:
-        """Return `mine`, and an iterator over what this rank does with it on its rail; the receives are posted."""
+        """Return `mine`, and an iterator that runs `schedule` with it on this rank's rail; the receives are posted."""
         if self._session.rail is None:
             return mine, itertools.repeat(None)
         steps = self._session.rail.play(
@@ -247,8 +248,8 @@ class SegmentedCollectives:
         return mine, steps
 
     # -- all_gather and reduce_scatter -----------------------------------------------------------------------------
-    # What belongs to the j-th rank of a host crosses by rail j; a rank beyond the rails' number has those of another.
-    # Every host sends its ranks' data to each other host at once: no algorithm sends fewer bytes over a host's edge.
+    # The data of a host's j-th rank cross on rail j, modulo the number of rails. Every host sends its ranks' data to
+    # all other hosts at once: no algorithm sends fewer bytes out of a host.
 
     def all_gather_bytes(self, mine: Tensor, outputs: Sequence[Tensor], ctx: CallContext, deadline: Deadline) -> None:
         """Write rank r's `mine` to outputs[r], in bytes. `mine` may be its own output."""
@@ -290,7 +291,7 @@ class SegmentedCollectives:
         return self._layout.topology.hosts[host][self._layout.local_rank :: self._layout.num_rails]
 
     def _outgoing(self, piece: Callable[[int, int], Tensor], number: int) -> list[tuple[int, Tensor]]:
-        """Return what this rank's rail brings to each other host: the pieces of the ranks that it carries."""
+        """Return the messages of this rank's rail to the other hosts: the pieces of all ranks that the rail carries."""
         hosts, i = self._layout.topology.hosts, self._layout.local_rank
         carried = self._carried(self._layout.host)
         return [(hosts[h][i], piece(r, number)) for h in self._other_hosts for r in carried]
@@ -333,7 +334,7 @@ class SegmentedCollectives:
         *,
         rounds: int,
     ) -> None:
-        """Give every rank of this host the pieces of `host`'s ranks, from the local ranks that have them."""
+        """Copy the pieces of `host`'s ranks from the local ranks that hold them to every rank of this host."""
         local_size, width = len(self._layout.local_ranks), self._layout.num_rails
         ranks = self._layout.topology.hosts[host]
         if host == self._layout.host:
@@ -410,7 +411,7 @@ class SegmentedCollectives:
         number: int,
         deadline: Deadline,
     ) -> Iterator[None]:
-        """Exchange messages as `_cross` does, of sums, which may be rounded on their way."""
+        """Exchange sums as `_cross` exchanges messages; the sums may be rounded for sending."""
         if not receives or not self._session.compression.rounds(receives[0][1].dtype):
             return self._cross(receives, sends, number, deadline)
         short = [(peer, self._session.compression.staging(tensor)) for peer, tensor in receives]
@@ -444,7 +445,7 @@ class SegmentedCollectives:
     def _reduce_here(
         self, rails: Sequence[Tensor], mine: Tensor, redop: int, ctx: CallContext, deadline: Deadline
     ) -> None:
-        """Write this host's reduction of rails[i] to `mine`, on the ranks that drive one; it may be rails[i]."""
+        """Write this host's reduction of rails[i] to `mine` of local rank i, if it exists; `mine` may be rails[i]."""
         local_size = len(self._layout.local_ranks)
         if local_size == 1:
             return
@@ -473,7 +474,7 @@ class SegmentedCollectives:
     def _gather_slices(
         self, mine: Tensor, flat: Tensor, bounds: Sequence[int], ctx: CallContext, deadline: Deadline
     ) -> None:
-        """Write to `flat`, slice by slice, what the ranks that drive the rails bring as `mine`, on every rank."""
+        """Write the `mine` of each rank that drives a rail to its slice of `flat`, on every rank of the host."""
         local_size = len(self._layout.local_ranks)
         if local_size == 1:
             return
@@ -482,25 +483,26 @@ class SegmentedCollectives:
         self._agreement.gather_here(mine, parts, ctx, deadline, dtype_of(flat.dtype).code)
 
 
-# Each segment costs two syncs in memory and, per step, a message on each rail, which costs the processors more than a
-# smaller one overlaps: four segments are enough, unless they would be very large.
+# Each segment costs two syncs in memory and, per step, a message on each rail. More than four segments cost the
+# processors more than the better overlap gains, unless the segments would be very large.
 _WANTED = 4
 _LEAST_BYTES, _MOST_BYTES = 2**21, 2**23
-_LEAST_MESSAGE_BYTES = 2**18  # of many hosts: each segment is cut again, one part for each
-# Segments under way at once: as long as the link is busy with them, nobody has to be on time.
+_LEAST_MESSAGE_BYTES = 2**18  # with many hosts: each segment is cut again, into one message for each host
+# Segments in flight at once: as long as they keep the link busy, no rank has to be on time.
 _UNDER_WAY = 6
 
 
 @dataclass(frozen=True)
 class Ticks:
-    """All ranks take the same ticks in the same order, those without a rail too, so that no waits form a circle.
+    """All ranks, also those without a rail, take the same ticks in the same order, so that waits form no cycle.
 
         tick 0   post the receives of segments 0 to `depth`; reduce segment 0 in memory, start its first step
-        tick 1   post those of the next one; the same with segment 1
-        ...      every segment that has had `per_step` ticks to travel begins its next step
-        tick d   segment 0 has done all its steps: it is gathered in memory while the others travel    (d = `depth`)
+        tick 1   post the receives of the next segment; reduce segment 1, start its first step
+        ...      every segment begins its next step `per_step` ticks after the last one
+        tick d   segment 0 has done all its steps: it is gathered in memory while others are on the link   (d = `depth`)
 
-    Receives are posted so early because a sender needs to hear of them first, behind all that travels the other way.
+    Receives are posted so early because a sender must be notified of them first, and the notification waits behind all
+    data that are sent in its direction.
     """
 
     num_segments: int
@@ -508,8 +510,9 @@ class Ticks:
 
     @classmethod
     def of(cls, nbytes: int, num_steps: int, num_messages: int = 1) -> Ticks:
-        """Return the ticks for a tensor of `nbytes` on this host, so many steps between the hosts, and a segment that
-        travels in so many messages, one after the other or to as many hosts.
+        """Return the ticks for a tensor of `nbytes` on this host, with `num_steps` steps between the hosts.
+
+        A segment is sent in `num_messages` messages, one after the other or to as many hosts.
         """
         least = max(_LEAST_BYTES, _LEAST_MESSAGE_BYTES * num_messages)
         size = min(max(-(-nbytes // _WANTED), least), max(_MOST_BYTES, 2 * least))
@@ -518,7 +521,7 @@ class Ticks:
     def bounds(self, length: int) -> list[int]:
         """Return where the segments of `length` elements begin, and `length` at the end.
 
-        The first and the last are half as long as the others: nothing travels while they are added up and gathered.
+        The first and the last are half as long as the others: the link is idle while they are reduced and gathered.
         """
         n = self.num_segments
         return [0, *(length * (2 * i - 1) // (2 * n - 2) for i in range(1, n)), length]
@@ -542,7 +545,7 @@ class Ticks:
         return min(self.num_segments, tick + self.depth + 1)
 
     def stepping(self, tick: int) -> list[int]:
-        """Return the segments that begin a step (or end their last) in `tick`, newest first: the link works at once."""
+        """Return the segments that begin a step, or end their last one, in `tick`; newest first, to start sending."""
         newest, oldest = min(tick, self.num_segments - 1), max(0, tick - self.depth)
         return [s for s in range(newest, oldest - 1, -1) if (tick - s) % self.per_step == 0]
 

@@ -1,7 +1,7 @@
 """A `HierarchicalSession` wraps each operation between hosts: ranks agree first, and all report the same failure.
 
-1  ranks of a host    give the head of their call to their leader, in shared memory, with small tensors
-2  the leaders        exchange these: see `exchange`, and `agreement` for what all wait for
+1  ranks of a host    copy the heads of their calls, and small tensors, to their leader in shared memory
+2  the leaders        exchange these: see `exchange`; in `agreement` all ranks wait for the outcome
 3  if ranks disagree, or a peer is lost or late, the first rank that detects it publishes the report in the job's store,
    ends the shared memory of its host and closes its connections; all ranks that this wakes raise the same report
 """
@@ -56,7 +56,7 @@ _KINDS = {name: kind for kind, name in KIND_NAMES.items()}
 class Running:
     """A `Running` is one collective of a session, as a context that returns its deadline.
 
-    It is inlined code, since a small collective takes microseconds.
+    Its code is inlined, since a small collective takes microseconds.
     """
 
     __slots__ = ("_call", "_ctx", "_deadline", "_record", "_session")
@@ -170,8 +170,8 @@ class HierarchicalSession:
         return self._memory.call_site(place)
 
     def idle(self, waited_s: float) -> None:
-        """Warn once per operation that ranks of this host are waited for; the core calls this meanwhile."""
-        # The ranks' positions are told when time runs out; to ask for them now would cost a question to everybody.
+        """Warn once per operation that this rank waits for ranks of its host; the core calls this while it waits."""
+        # The ranks' positions are reported when time runs out. Requesting them now would cost every rank an answer.
         if waited_s >= NOTICE_S and self._said_seq != self.seq and not self.closed:
             self._said_seq = self.seq
             operation, where = self.position.operation or "operation", "ranks of this host"
@@ -219,11 +219,11 @@ class HierarchicalSession:
             self.engine.deliver(deadline)
 
     def _is_over(self) -> bool:
-        # Ranks of this host that differ are over once their leader has asked what the other hosts' ranks called.
+        # A mismatch on this host ends the group only once the leader has collected the calls of the other hosts' ranks.
         return self.core.poison()[0] not in (OK, MISMATCH)
 
     def end(self) -> None:
-        """Wake all that wait on this host or for it, once the ranks of this host can read the reason."""
+        """Wake all ranks that wait on this host or for it, after writing the report where this host's ranks read it."""
         if not self.closed:
             self.reports.tell_here()
             self.core.set_poison(PEER_LOST, self.layout.local_rank)
@@ -237,8 +237,8 @@ class HierarchicalSession:
     def _acquire_lock(self, call: CollectiveCall, timeout_s: float) -> None:
         """Acquire `lock` for `call`.
 
-        The thread that holds it may be blocked in the engine, while the group has failed. Errors are those of
-        `take_call_lock`.
+        The thread that holds the lock may be blocked in the engine although the group has failed. The errors are those
+        of `take_call_lock`.
         """
 
         def check() -> None:
@@ -285,7 +285,7 @@ class HierarchicalSession:
         return Running(self, call, ctx)
 
     def _begin(self, call: CollectiveCall, ctx: CallContext) -> int:
-        """Take the place in the sequence; return the number of the flight recorder's line."""
+        """Acquire the next place in the sequence, and begin a line of the flight recorder; return the line's number."""
         if self.closed:
             raise closed(self.group)
         self.seq += 1

@@ -80,7 +80,7 @@ class HierarchicalTransport(Transport):
         """Return the engine, which sends data between the hosts."""
         return self.session.engine
 
-    # -- where it is, and the end --------------------------------------------------------------------------------
+    # -- state and the end ---------------------------------------------------------------------------------------
 
     @property
     def closed(self) -> bool:
@@ -94,7 +94,7 @@ class HierarchicalTransport(Transport):
         return self.session.call_site(place)
 
     def idle(self, waited_s: float) -> None:
-        """Warn once per operation that ranks of this host are waited for; the core calls this meanwhile."""
+        """Warn once per operation that this rank waits for ranks of its host; the core calls this while it waits."""
         self.session.idle(waited_s)
 
     def set_exit_reason(self, exit_reason: str) -> None:
@@ -123,7 +123,7 @@ class HierarchicalTransport(Transport):
         return self.session.preceding.open(self.engine, max_bytes, senders)
 
     def precede(self, action: Action) -> None:
-        """Call `action` in the next collective, before this rank joins it. It is dropped if none comes."""
+        """Call `action` in the next collective, before this rank joins it; drop `action` if there is none."""
         self.session.preceding.action = action
 
     # -- collectives ---------------------------------------------------------------------------------------------
@@ -133,7 +133,7 @@ class HierarchicalTransport(Transport):
         self._small.barrier(CollectiveCall("barrier", place=self.session.place(ctx)), ctx)
 
     def allocate_on_host(self, nbytes: int, ctx: CallContext) -> dict[int, Tensor]:
-        """Allocate memory as `Transport` says: each host in its own memory, all at one place of their sequence."""
+        """Allocate memory as `Transport` does, each host in its own memory; it takes the place of one collective."""
         found: dict[int, Tensor] = {}
         call = CollectiveCall("barrier", count=nbytes, place=self.session.place(ctx))
         self.session.interruptible(call, ctx, lambda: found.update(self._allocate_on_host(nbytes, call, ctx)))
@@ -204,7 +204,7 @@ class HierarchicalTransport(Transport):
     # -- moves ---------------------------------------------------------------------------------------------------
 
     def broadcast(self, tensor: Tensor, root: int, ctx: CallContext) -> None:
-        """Overwrite `tensor` on every rank with root's. Cost: S bytes to each host that it is passed on to."""
+        """Overwrite `tensor` on every rank with root's. Cost: S bytes to each host to which this host forwards it."""
         tensor = alias(tensor)
         call = describe_call("broadcast", tensor, self.session.place(ctx), root=root)
         if self._small.fits(nbytes(tensor)):
@@ -217,7 +217,7 @@ class HierarchicalTransport(Transport):
     def gather(self, outputs: Sequence[Tensor], tensor: Tensor, ctx: CallContext, *, root: int = -1) -> None:
         """Write rank r's `tensor` to outputs[r], on every rank or only on `root`; elsewhere `outputs` is empty.
 
-        Cost: of S bytes in all, S(H-1)/H leave each of H hosts; what belongs to `root` crosses once.
+        Cost: of S bytes in all, S(H-1)/H leave each of H hosts; with a `root`, each byte leaves a host at most once.
         """
         tensor, outputs = alias(tensor), [alias(t) for t in outputs]
         if root >= 0:

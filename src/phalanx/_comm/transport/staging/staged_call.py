@@ -50,15 +50,15 @@ class StagedCall:
 
     @property
     def outputs(self) -> list[Tensor]:
-        """Return the device's tensors that receive results; there are none once they have."""
+        """Return the device's tensors that still await results."""
         return [tensor for tensor, _ in self._written]
 
     def stage(self, tensor: Tensor, *, read: bool, written: bool) -> Tensor:
         """Return the host's tensor for `tensor`; if `read`, it holds the elements once `await_inputs` returns."""
-        if tensor.layout is not torch.strided:  # its sizes are only known once the device has come there
+        if tensor.layout is not torch.strided:  # the sizes of a sparse tensor are known once the device has computed it
             host = tensor.detach().cpu()
         elif any(n > 1 and s == 0 for n, s in zip(tensor.shape, tensor.stride(), strict=True)) and written:
-            # The caller's check refuses it, in words that name its strides.
+            # The caller's check will refuse the tensor, with an error that names its strides.
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
         else:
             host = self._memory.empty(tensor.shape, tensor.dtype)
@@ -113,7 +113,7 @@ class StagedCall:
 
 
 def _copy(tensor: Tensor, host: Tensor) -> None:
-    # Only inference mode may write to its tensors, and it belongs to the thread: this may be another than the caller's.
+    # Inference tensors can only be written in inference mode, which this thread may not be in, unlike the caller's.
     with torch.inference_mode() if tensor.is_inference() else torch.no_grad():
         if tensor.layout is torch.strided:
             tensor.copy_(host, non_blocking=True)

@@ -1,4 +1,4 @@
-"""A copy stream copies a device's tensors from and to the host, in parallel to the stream that computes.
+"""A copy stream copies a device's tensors from and to the host, in parallel with the stream that computes.
 
     the caller's stream   ── kernels ──┐                                    ┌── kernels that read the result
     the copy stream                    └─▶ device to host ─▶ ·····  host to device ─┘
@@ -26,7 +26,7 @@ class CopyStream(Protocol):
 
     @property
     def future_devices(self) -> list[int | str | torch.device]:
-        """Return the devices that a future must be told whose value lies on the device."""
+        """Return the devices with which to create a future whose value lies on the device."""
 
     def follow_caller(self) -> None:
         """Order later work here after all work that the calling thread has queued on its own stream."""
@@ -108,7 +108,7 @@ class DeviceStream:
         self._stream.wait_stream(self._module.current_stream(self._device))
 
     def queueing(self) -> contextlib.AbstractContextManager[None]:
-        """Make it this thread's stream for the time of the block."""
+        """Make the copy stream this thread's current stream in the block."""
         block: contextlib.AbstractContextManager[None] = self._module.stream(self._stream)
         return block
 
@@ -119,21 +119,21 @@ class DeviceStream:
         return event
 
     def drain(self, patience_s: float) -> bool:
-        """Poll until all is over or the time is up: a kernel that never ends must not keep the process from ending."""
+        """Poll until all work is complete or the time is up: an endless kernel must not block the process's exit."""
         mark = self.mark()
         return Deadline.after(patience_s).wait_until(lambda: self.is_over(mark), _PAUSE_S)
 
     def keep(self, tensor: Tensor) -> None:
-        """Tell the device's allocator that the copy stream uses the tensor."""
+        """Notify the device's allocator that the copy stream uses the tensor."""
         if tensor.layout is torch.strided:
             tensor.record_stream(self._stream)
 
     def await_on_host(self, mark: Any) -> None:
-        """Block this thread until the event has come; other threads go on."""
+        """Block this thread until the device has reached the event; other threads continue."""
         mark.synchronize()
 
     def is_over(self, mark: Any) -> bool:
-        """Ask the device whether the event has come, without waiting."""
+        """Return whether the device has reached the event, without waiting."""
         over: bool = mark.query()
         return over
 
