@@ -27,7 +27,7 @@ PICTURE = [
         "_base",
         [
             "control_groups   core_numbers   deadline   descriptors   extras   host_addresses   log   loss_detection",
-            "malloc   svg   torch_versions",
+            "malloc   param_groups   svg   torch_versions",
             "dtypes   ipc   processes   storage   torch_names",
             "partition",
         ],

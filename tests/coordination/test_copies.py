@@ -73,7 +73,7 @@ class Job:
             (Op.QUEUE_PUSH, key, word), (Op.QUEUE_PUSH, b"q", word), (Op.QUEUE_POP, b"q", b"1"),
             (Op.QUEUE_POP, key, rng.choice([b"0", b"1"])), (Op.QUEUE_POP, b"q", b"1"), (Op.DELETE_PREFIX, key[:1]),
             (Op.JOIN, b'{"host": "h"}', rng.choice([b"all", b"", b"0,1"])), (Op.LEAVE, member, b"why"),
-            (Op.POST, member, word), (Op.POST, b"-1", bytes(rng.choice([1, 9000]))), (Op.REPORT, key, word),
+            (Op.POST, member, word), (Op.POST, b"-1", bytes(rng.choice([1, 9000]))),
             (Op.BARRIER, b"a", b"2"), (Op.BARRIER, b"a", b"5"), (Op.BARRIER, b"c", b"3"),
             (Op.SET, key, bytes(rng.choice([20, 30000]))), (Op.ADD_ITEMS, key, b"row/", word, b"x"),
             (Op.ADD_ITEMS, b"n", key, word, bytes(rng.choice([20, 30000]))),

@@ -4,7 +4,7 @@ import json
 import pytest
 
 from phalanx._tools.doctor.checks import CHECKS, CheckStatus, run_checks, would_train
-from phalanx._tools.doctor.facts import DoctorFacts, Kernel, MachineFacts, Probe, Torch
+from phalanx._tools.doctor.facts import DoctorFacts, Driver, Gpu, Kernel, MachineFacts, Probe, Torch
 from phalanx._tools.doctor.report import as_json, as_text, conclude, print_table
 
 WORKS = Probe(True, "works")
@@ -83,7 +83,7 @@ def test_the_network_is_told_with_who_can_listen():
     assert "a group that would send them to a public address is refused" in public.advice
 
 
-GPU = {"gpus": ("NVIDIA L4, 535.1",), "gpu_tool": WORKS}
+WITH_GPU = dataclasses.replace(HEALTHY, driver=Driver(WORKS, "535.1", "12.2", (Gpu("NVIDIA L4"),)))
 
 
 @pytest.mark.parametrize(
@@ -123,8 +123,12 @@ GPU = {"gpus": ("NVIDIA L4, 535.1",), "gpu_tool": WORKS}
             "Slurm gave this job 2 hosts",
             "srun --ntasks-per-node=1 phalanx run",
         ),
-        (on("host", gpu_tool=Probe(False, "version mismatch")), "GPUs", "fails: version mismatch", "driver"),
-        (on("host", **GPU), "GPUs", "this PyTorch is built without CUDA", "install the CUDA build"),
+        (
+            WITH_GPU,
+            "GPUs",
+            "this PyTorch is built without CUDA",
+            "install the CUDA build",
+        ),
         (on("kernel", core=Probe(False, "no module")), "C core", "cannot be imported: no module", "gcc"),
         (on("kernel", pidfd=Probe(False, "EPERM")), "kernel", "pidfd does not work (EPERM)", "seccomp"),
         (on("kernel", pidfd=Probe(False, "EPERM")), "kernel", "pidfd does not work (EPERM)", "through pipes"),
@@ -173,7 +177,7 @@ def test_without_core_and_without_gloo_nothing_carries_a_tensor():
 
 def test_a_driver_that_does_not_fit_is_told_with_what_torch_says():
     facts = dataclasses.replace(
-        on("host", **GPU),
+        WITH_GPU,
         torch=dataclasses.replace(HEALTHY.torch, cuda_version="13.0", cuda=Probe(False, "the driver is too old")),
     )
     finding = the("GPUs", facts)
@@ -183,7 +187,8 @@ def test_a_driver_that_does_not_fit_is_told_with_what_torch_says():
 
 def test_gpus_that_torch_can_use_are_listed():
     facts = dataclasses.replace(
-        on("host", **GPU), torch=dataclasses.replace(HEALTHY.torch, cuda_version="13.0", cuda=Probe(True, "1 devices"))
+        WITH_GPU,
+        torch=dataclasses.replace(HEALTHY.torch, cuda_version="13.0", cuda=Probe(True, "1 devices")),
     )
     assert the("GPUs", facts).status is CheckStatus.OK
     assert "NVIDIA L4" in the("GPUs", facts).fact

@@ -24,7 +24,7 @@ CUDA = Torch(
 GPU = Gpu("H100", "GPU-1", False, False, 345, 1980)
 FACTS = DoctorFacts(
     "0.1.0",
-    MachineFacts("linux", "3.12", 16, 16, gpus=("H100",), gpu_tool=Probe(True)),
+    MachineFacts("linux", "3.12", 16, 16),
     Kernel(Probe(True)),
     CUDA,
     Probe(True, "trained"),

@@ -43,6 +43,8 @@ def test_memory_is_what_the_tighter_of_machine_and_group_leaves(root):
     root.write("sys/fs/cgroup/memory.max", "3000000")
     root.write("sys/fs/cgroup/memory.current", "1000000")
     assert (examine_host(root.path).available_bytes, examine_host(root.path).memory_limited) == (2000000, True)
+    root.write("sys/fs/cgroup/memory.stat", "anon 100\ninactive_file 500000\nactive_file 7")  # freed when it is needed
+    assert examine_host(root.path).available_bytes == 2500000
 
 
 def test_promises_are_counted_only_where_the_kernel_keeps_them(root):
@@ -64,24 +66,6 @@ def test_the_limit_on_processes_is_that_of_the_group(root):
 def test_variables_that_make_a_shell_look_like_a_rank_are_seen(monkeypatch):
     monkeypatch.setenv("RANK", "3")
     assert examine_host().variables["RANK"] == "3"
-
-
-def test_a_gpu_tool_that_fails_is_heard(monkeypatch, tmp_path):
-    tool = tmp_path / "nvidia-smi"
-    tool.write_text("#!/bin/sh\necho 'Driver/library version mismatch' >&2\nexit 18\n")
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    host = examine_host()
-    assert host.gpus == ()
-    assert host.gpu_tool.detail == "Driver/library version mismatch"
-
-
-def test_gpus_are_listed_as_the_tool_lists_them(monkeypatch, tmp_path):
-    tool = tmp_path / "nvidia-smi"
-    tool.write_text("#!/bin/sh\necho 'NVIDIA L4, 535.1'\necho 'NVIDIA L4, 535.1'\n")
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    assert examine_host().gpus == ("NVIDIA L4, 535.1", "NVIDIA L4, 535.1")
 
 
 def test_the_scheduler_that_started_the_command_is_seen(monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter, OrderedDict, defaultdict
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from tests.elastic.held import Held, value_of
 from torch import Tensor
 
-from phalanx._comm.backend.skeleton import Leaf
+from phalanx._comm.backend.skeleton import Leaf, join, split
 from phalanx.elastic.state_transfer import _places, devices_here, transfer_state
 from phalanx.testing import run_ranks
 
@@ -18,6 +19,17 @@ from phalanx.testing import run_ranks
 def tensors_in(value: Any) -> list[Tensor]:
     values = value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]
     return [value] if isinstance(value, Tensor) else [t for v in values if v is not value for t in tensors_in(v)]
+
+
+def test_a_dict_keeps_its_class() -> None:
+    """After a loss, a Counter was a dict: its next `count[new] += 1` raised KeyError."""
+    value = {"seen": Counter("ab"), "lists": defaultdict(list, a=[1]), "by_name": OrderedDict(w=torch.ones(2))}
+    tensors: list[Tensor] = []
+    joined = join(split(value, tensors), tensors)
+    assert [type(one) for one in joined.values()] == [Counter, defaultdict, OrderedDict]
+    joined["seen"]["c"] += 1
+    joined["lists"]["b"].append(2)
+    assert joined["by_name"]["w"].tolist() == [1.0, 1.0]
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

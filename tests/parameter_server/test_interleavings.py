@@ -39,6 +39,9 @@ class Agent:
     def peer(self, member):
         return SimpleNamespace(lost=self.why_lost(member.uid), connection="it is watched")
 
+    def watch(self, members):
+        """All are watched."""
+
     def why_lost(self, uid):
         return "it was killed." if uid in self._lost else ""
 

@@ -37,6 +37,9 @@ class Agent:
     def peer(self, member):
         return SimpleNamespace(lost=self.why_lost(member.uid), connection="open")
 
+    def watch(self, members):
+        """All are watched."""
+
     def why_lost(self, uid):
         return "it was killed." if uid in self.lost else ""
 

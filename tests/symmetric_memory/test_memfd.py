@@ -47,6 +47,15 @@ def test_without_memfd_it_is_an_unlinked_file_of_which_only_what_is_reserved_tak
     assert (folder, links, inheritable, reason) == ("/dev/shm", 0, False, "")
 
 
+def test_a_python_of_an_old_c_library_has_no_memfd_either(monkeypatch):
+    """Its os module lacks the names: an AttributeError ended the job, and the file was never tried."""
+    for name in ("memfd_create", "MFD_CLOEXEC", "MFD_ALLOW_SEALING"):
+        monkeypatch.delattr(os, name)
+    with sparse_memory("test", 4096) as sparse:
+        assert sparse.in_folder == "/dev/shm"
+    assert obstacle() == ""
+
+
 def _in_a_small_folder(rank, world_size):
     def use():
         forbid("memfd_create")

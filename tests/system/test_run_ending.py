@@ -290,7 +290,7 @@ def test_no_temporary_folder_of_multiprocessing_is_left(
     )
     environment = {"TMPDIR": str(temporary)}
     with start("run", "--no-preload", "--nproc-per-node", "1", script, env=environment) as running:
-        said = running.read_until("up")
+        said = running.read_until(" up ")  # with blanks: the folder's random name may have "up" in it
         assert f"in {temporary}\n" in said  # TMPDIR itself is the user's
         zygote, rank = map(int, said.split()[-2:])
         (folder,) = temporary.iterdir()

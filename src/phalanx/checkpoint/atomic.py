@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-_PARTIAL = re.compile(r"\..+\.[0-9a-f]{8}\.partial")
+PARTIAL = re.compile(r"\..+\.[0-9a-f]{8}\.partial")
 # Errors of file systems without anonymous files, or without a way to name one.
 _NAMELESS_REFUSED = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT, errno.EPERM, errno.EXDEV)
 # Errors of folders that cannot be synchronised, or not by this user: nothing more can be done then.
@@ -62,7 +62,7 @@ def remove_abandoned(folder: Path) -> None:
     """Remove the hidden files of dead writers: a running writer holds a lock on its file."""
     with suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
-            if _PARTIAL.fullmatch(entry.name):
+            if PARTIAL.fullmatch(entry.name):
                 with suppress(OSError):  # another user's file, or in use, or already removed
                     _remove_unlocked(entry.path)
 

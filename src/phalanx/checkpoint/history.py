@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx._base.deadline import Deadline
-from phalanx.checkpoint.atomic import NotDurableError, sync_directory
+from phalanx.checkpoint.atomic import PARTIAL, NotDurableError, sync_directory
 from phalanx.checkpoint.best import Best, choose_outdated
 from phalanx.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from phalanx.errors import CheckpointError
@@ -36,7 +36,6 @@ from phalanx.errors import CheckpointError
 LATEST = "latest"
 _NAME = re.compile(r"(\d{8,})-step-(\d+)")
 _ENDING_S, _POLL_S = 0.5, 0.01  # how long the kernel may take to end a writer
-_PARTIAL = re.compile(r"\..+\.[0-9a-f]{8}\.partial")
 
 
 @dataclass(frozen=True, order=True)
@@ -209,20 +208,15 @@ class History:
         with contextlib.suppress(NotDurableError):  # losing it does no harm
             sync_directory(self.folder)
 
-    def remove_old(self) -> list[Path]:
-        """Remove outdated checkpoints and the drafts of lost ranks; return the removed checkpoints. A checkpoint that
-        cannot be removed stays.
-        """
-        removed = []
+    def remove_old(self) -> None:
+        """Remove outdated checkpoints and the drafts of lost ranks; a checkpoint that cannot be removed stays."""
         for entry in choose_outdated(self.entries(), self.keep, self.best, self.metrics_of):
             hidden = self._hidden(entry.path.name)
             with contextlib.suppress(OSError):
                 os.rename(entry.path, hidden)  # atomically: a kill during the removal must not leave half a checkpoint
-                removed.append(entry.path)
                 shutil.rmtree(hidden, ignore_errors=True)
         # A lost rank's process may have ended only after this save began.
         Deadline.after(_ENDING_S).wait_until(lambda: not self.remove_abandoned(), _POLL_S)
-        return removed
 
     def metrics_of(self, entry: CheckpointEntry) -> Mapping[str, float]:
         """Return the metrics of a checkpoint; none if it is damaged."""
@@ -254,7 +248,7 @@ class History:
 
     def _partials(self) -> Iterator[Path]:
         with contextlib.suppress(OSError), os.scandir(self.folder) as entries:
-            yield from (self.folder / e.name for e in entries if _PARTIAL.fullmatch(e.name))
+            yield from (self.folder / e.name for e in entries if PARTIAL.fullmatch(e.name))
 
     def _hidden(self, name: str) -> Path:
         return self.folder / f".{name}.{secrets.token_hex(4)}.partial"

@@ -97,7 +97,7 @@ def parameter_orders(parts: Mapping[str, Any]) -> dict[str, list[list[str]]]:
     return found
 
 
-def find_misfits(name: str, optimizer: torch.optim.Optimizer, saved: Any, saved_order: Sequence[str] = ()) -> list[str]:
+def find_misfits(name: str, optimizer: torch.optim.Optimizer, saved: Any) -> list[str]:
     """Return why `optimizer` cannot load the state `saved`, as sentences; an empty list if it can."""
     groups = saved.get("param_groups") if isinstance(saved, Mapping) else None
     if not isinstance(groups, list):

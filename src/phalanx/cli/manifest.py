@@ -96,4 +96,7 @@ def _write(
     if output is None:
         click.echo(text, nl=False)
     else:
-        Path(output).write_text(text)
+        try:
+            Path(output).write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise click.UsageError(f"cannot write {output}: {error.strerror}.") from error

@@ -85,12 +85,10 @@ class GradientBuffer:
         self._lent = counts != self._unlent
         return True
 
-    def find_moved(self, position: int) -> bool:
-        """Recreate a view if `module.to(...)` has swapped its memory; return whether that was so."""
-        if self.views[position].data_ptr() == self._addresses[position]:
-            return False
-        self.views[position] = self._view(position)
-        return True
+    def refresh_view(self, position: int) -> None:
+        """Recreate a view if `module.to(...)` has swapped its memory."""
+        if self.views[position].data_ptr() != self._addresses[position]:
+            self.views[position] = self._view(position)
 
 
 def allocate(
@@ -205,11 +203,6 @@ class DenseBucket:
         """Return whether the gradient may be reduced where autograd wrote it."""
         return self._pool is not None
 
-    @property
-    def views(self) -> list[Tensor]:
-        """Return the views of the gradients in the buffer."""
-        return self._current.views
-
     def _make_buffer(self, flat: Tensor) -> GradientBuffer:
         if len(self.plan.slots) > 1:
             flat.zero_()  # the gaps; a single gradient has none, and may never be copied here
@@ -283,7 +276,7 @@ class DenseBucket:
     def _choose_buffer(self) -> None:
         """Switch to a buffer without other references, and check whether another is free for the next round."""
         for position in range(len(self.parameters)):
-            self._current.find_moved(position)
+            self._current.refresh_view(position)
         if self._pool is not None:
             self._lends = False
         elif self._spare is None:

@@ -14,6 +14,7 @@ from typing import Any, NoReturn, TypeVar
 import torch.distributed as dist
 
 from phalanx._base.log import get_logger
+from phalanx._base.storage.address import is_address
 from phalanx._comm.backend import rendezvous
 from phalanx._comm.backend.shared import rehearses
 from phalanx._comm.backend.torch_integration.groups import phalanx_group
@@ -71,7 +72,7 @@ def run(
     Arguments:
         min_ranks: with fewer ranks the job waits, with its state in memory.
         wait_s: how long the job waits before it ends.
-        checkpoint: the file in which `state.state_dict()` is saved before the job ends.
+        checkpoint: the local file in which `state.state_dict()` is saved before the job ends.
         membership: the source of membership decisions; by default the agent of `phalanx run`.
 
     `sys.exit(0)` in the function returns from it, and ends the process once all ranks have returned. So does
@@ -86,7 +87,8 @@ def run(
         TypeError: `state` is not a State, or the function is a method, which takes `self` as well.
         PhalanxError: no remaining rank holds the state.
         RuntimeError: it is called inside a function of `elastic.run`.
-        ValueError: `state` holds an object whose state a replacement could not receive, such as a Pipeline.
+        ValueError: `state` holds an object whose state a replacement could not receive, such as a Pipeline; or
+            `checkpoint` is an address of fsspec.
         SystemExit: fewer than `min_ranks` for longer than `wait_s`, with exit code 75; or the host of this rank leaves
             the job (SIGTERM), with 0.
     """
@@ -95,6 +97,12 @@ def run(
         raise TypeError(
             f"elastic.run: expected a State, but got a {type(state).__name__}. Write @phalanx.elastic.run(state), with "
             "state = phalanx.elastic.State(model=model, ...)"
+        )
+    if is_address(checkpoint):
+        raise ValueError(
+            f"elastic.run: checkpoint={os.fspath(checkpoint or '')!r} is not a local file. The last ranks of a host "
+            "save one after another, which needs a lock. Name a local file, and save to the address with a "
+            "CheckpointManager."
         )
 
     def decorate(train: Train[_Result]) -> Callable[..., _Result]:
@@ -154,6 +162,8 @@ class ElasticJob:
     def _run(self, train: Train[_Result], world: Any, membership: Generations) -> _Result:
         commits = self._commits
         commits.objects.refuse_what_is_not_kept(world.size())
+        if self._checkpoint is not None:
+            Path(self._checkpoint).parent.mkdir(parents=True, exist_ok=True)
         group = commits.tracker.runner = ElasticGroup(commits, world, membership, _name(train))
         del world  # an old group is released when the next one is formed
         is_new = rehearses(group.process_group)

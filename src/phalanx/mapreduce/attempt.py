@@ -69,10 +69,9 @@ class TaskReport:
 
 @dataclass(frozen=True)
 class MapReduceResult:
-    """A `MapReduceResult` is a finished job: its counters, and the rank that has each partition."""
+    """A `MapReduceResult` is a finished job: its counters, and the number of its map tasks."""
 
     counters: Counters
-    owners: dict[int, int]
     num_tasks: int
 
 
@@ -127,19 +126,13 @@ def attempt(team: Team, job: MapReduceJob, local: RankOutputs) -> MapReduceResul
 def _attempt(team: Team, job: MapReduceJob, local: RankOutputs) -> MapReduceResult:
     prefix = agree_on_plan(team, job, local)
     splits = local.splits
-    reports_by_rank: list[Any] = []
-    there: set[int] = set()
-    for number in range(len(splits) + 1):
-        board = Board(team, f"{prefix}/{number}", [task for task in range(len(splits)) if task not in there])
-        with _problem_first(board):
-            _map(board, job, local, splits)
-            # A rank may find a problem after others have seen the last task complete: all receive the problem here.
-            gathered = team.gather((board.problem(), {task: _report(output) for task, output in local.outputs.items()}))
-        _raise_problem(team, next((problem for problem, _ in gathered if problem is not None), None), board.cause)
-        reports_by_rank = [reports for _, reports in gathered]
-        there = set().union(*reports_by_rank)
-        if len(there) == len(splits):
-            break
+    board = Board(team, prefix, len(splits))
+    with _problem_first(board):
+        _map(board, job, local, splits)
+        # A rank may find a problem after others have seen the last task complete: all receive the problem here.
+        gathered = team.gather((board.problem(), {task: _report(output) for task, output in local.outputs.items()}))
+    _raise_problem(team, next((problem for problem, _ in gathered if problem is not None), None), board.cause)
+    reports_by_rank = [reports for _, reports in gathered]
     makers = {
         task: next(rank for rank, reports in enumerate(reports_by_rank) if task in reports)
         for task in range(len(splits))
@@ -171,7 +164,7 @@ def _attempt(team: Team, job: MapReduceJob, local: RankOutputs) -> MapReduceResu
         reduced = [f"{prefix}/reduced/{rank}" for rank in range(team.size)]
         team.wait_until(lambda: team.store.check(reduced) or board.problem() is not None)
     _raise_problem(team, board.problem())
-    return MapReduceResult(counters, owners, len(splits))
+    return MapReduceResult(counters, len(splits))
 
 
 @contextlib.contextmanager
@@ -214,7 +207,7 @@ def _do_map_task(board: Board, job: MapReduceJob, local: RankOutputs, split: Spl
             text = f"map_reduce: task {task} ({split}) failed {job.max_attempts} times.\n{failures}"
             board.fail_job("TaskError", text, error)
         return
-    if output is None or task in local.outputs:
+    if output is None:
         return
     local.outputs[task] = output
     board.finish(task, output.seconds)

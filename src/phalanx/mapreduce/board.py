@@ -49,11 +49,11 @@ def choose_idle_task(open_tasks: Sequence[OpenTask], world_size: int, wait_s: fl
 
 @dataclass
 class Board:
-    """`Board` is one rank's view of the tasks. `tasks` are the tasks to do, the same on every rank."""
+    """`Board` is one rank's view of the map tasks, which are numbered from 0."""
 
     team: Team
     prefix: str
-    tasks: Sequence[int]
+    num_tasks: int
     _done: set[int] = field(default_factory=set)
     _failed_here: set[int] = field(default_factory=set)
     _ran_here: set[int] = field(default_factory=set)
@@ -69,10 +69,8 @@ class Board:
     def claim(self) -> int | None:
         """Return the next task that no rank has begun; None if there is none."""
         store = self.team.store
-        number = store.add(self._key("next"), 1) - 1
-        if number >= len(self.tasks):
-            return None
-        return self.begin(self.tasks[number])
+        task = store.add(self._key("next"), 1) - 1
+        return self.begin(task) if task < self.num_tasks else None
 
     def begin(self, task: int) -> int:
         """Record that this rank begins the task, and return the task."""
@@ -151,7 +149,7 @@ class Board:
         found: list[int] = []
 
         def poll() -> bool:
-            left = [task for task in self.tasks if not self._is_done(task)]
+            left = [task for task in range(self.num_tasks) if not self._is_done(task)]
             if not left or self.problem() is not None:
                 return True
             choice = choose_idle_task([self._open_task(task) for task in left], self.team.size, wait_s)

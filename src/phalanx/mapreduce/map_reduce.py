@@ -127,12 +127,11 @@ def _store_lost(team: Team, error: Exception) -> PeerLostError:
 
 def _finish(team: Team, job: MapReduceJob, local: RankOutputs, outcome: MapReduceResult) -> Result:
     """Gather the partitions or write them to files, as `job` requests. All ranks call this."""
-    own = {partition: run for partition, run in local.results.items() if outcome.owners[partition] == team.rank}
     inbox = Spool(job.memory_bytes // 8, job.spill_folder)
     blocks = (
-        gather_blocks(team, own, local.reduced, inbox, job.memory_bytes)
+        gather_blocks(team, local.results, local.reduced, inbox, job.memory_bytes)
         if job.gather
-        else blocks_of(own, local.reduced)
+        else blocks_of(local.results, local.reduced)
     )
     result = Result(
         blocks,
@@ -144,5 +143,5 @@ def _finish(team: Team, job: MapReduceJob, local: RankOutputs, outcome: MapReduc
         group=team.group,
     )
     if job.output is not None:
-        result.files = tuple(path_of(job.output, number, job.partitions) for number in sorted(own))
+        result.files = tuple(path_of(job.output, number, job.partitions) for number in sorted(local.results))
     return result

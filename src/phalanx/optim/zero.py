@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
+from phalanx._base.param_groups import options_of
 from phalanx._comm.backend.dynamo import undecorated, untraced
 from phalanx._comm.backend.gradient_shards import NeededSlice, find_needed, need_all, need_slice
 from phalanx._comm.backend.shared import ranks_by_host, rehearses, shares_memory
@@ -37,8 +38,6 @@ from phalanx.optim.staging import HostStaging
 from phalanx.optim.state import merge_states
 from phalanx.optim.state_backup import StateBackup
 from phalanx.optim.undo import Undo
-
-_OF_THE_WHOLE = {"params", "param_names"}  # keys of a group that are not options
 
 
 class ZeroRedundancyOptimizer(ShardedState):
@@ -194,7 +193,7 @@ class ZeroRedundancyOptimizer(ShardedState):
             self._undo.cover(shared, plan)
         mine = {part.index: part for part in plan[self.rank]}
         request_gradients(shared.parameters, None if self.gather_gradients else mine, self.process_group)
-        local_group = {**_options(group), "params": [shard.tensor for shard in shards]}
+        local_group = {**options_of(group), "params": [shard.tensor for shard in shards]}
         fuses = self.offload and may_fuse(self._optimizer_class, {**self._given, **local_group}, group["params"])
         self._fuses.append(fuses)
         if fuses:
@@ -355,7 +354,7 @@ class ZeroRedundancyOptimizer(ShardedState):
     def _copy_options_to_local(self) -> None:
         """Copy the options, which users and schedulers may have changed, to this rank's optimizer."""
         for mine, local, fuses in zip(self.param_groups, self.optim.param_groups, self._fuses, strict=True):
-            local.update(_options(mine))
+            local.update(options_of(mine))
             if fuses and may_fuse(self._optimizer_class, mine, mine["params"]):
                 local["fused"] = True
 
@@ -363,7 +362,7 @@ class ZeroRedundancyOptimizer(ShardedState):
         """Copy the options of this rank's optimizer, mainly its defaults, to the groups from `first` on."""
         for mine, local, fuses in [*zip(self.param_groups, self.optim.param_groups, self._fuses, strict=False)][first:]:
             chosen = {"fused": mine.get("fused")} if fuses else {}  # do not show our choice as the user's option
-            mine.update({**_options(local), **chosen})
+            mine.update({**options_of(local), **chosen})
 
     # -- when ranks are lost -------------------------------------------------------------------------------------
 
@@ -450,10 +449,6 @@ class ZeroRedundancyOptimizer(ShardedState):
             "ZeroRedundancyOptimizer can't be pickled or copied: it has a process group and memory shared with other "
             "ranks. Save its state_dict() after consolidate_state_dict()"
         )
-
-
-def _options(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in _OF_THE_WHOLE}
 
 
 def divide_by_host(group: dist.ProcessGroup) -> tuple[int, ...]:

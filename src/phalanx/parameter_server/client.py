@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
+from phalanx._base.param_groups import MakeOptimizer
 from phalanx._comm.diagnostics.step_notes import waiting_for
 from phalanx.checkpoint.optimizer_fit import find_misfits
 from phalanx.errors import DeadlineError, PeerLostError, PhalanxError, summary_of
 from phalanx.parameter_server import requests
 from phalanx.parameter_server.clipping import Clip, make_clip
-from phalanx.parameter_server.groups import KINDS, Group, MakeOptimizer, Options, read_groups
+from phalanx.parameter_server.groups import KINDS, Group, Options, read_groups
 from phalanx.parameter_server.layout import State, join_states, plan_dense, ring, split_state
 from phalanx.parameter_server.parameters import Parameters, describe
 from phalanx.parameter_server.server_optimizer import ServerOptimizer, make_server_optimizer

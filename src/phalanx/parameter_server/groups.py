@@ -6,13 +6,15 @@ an optimizer of their own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
+from phalanx._base import param_groups
+from phalanx._base.param_groups import MakeOptimizer
+
 Group = dict[str, Any]
 Options = dict[str, Any]
 KINDS = ("dense", "tables")
@@ -49,12 +51,12 @@ def read_group(what: str, group: Mapping[str, Any]) -> tuple[dict[str, Tensor], 
                 "servers find them: {'params': module.named_parameters(), ...}"
             )
         params = dict(pairs)
-    return dict(params), {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    return dict(params), param_groups.options_of(group)
 
 
 def options_of(group: Mapping[str, Any]) -> Options:
-    """Return the entries of a group that are not parameters."""
-    return {key: copy_value(one) for key, one in group.items() if key not in ("params", "param_names")}
+    """Return copies of the entries of a group that are not parameters."""
+    return {key: copy_value(one) for key, one in param_groups.options_of(group).items()}
 
 
 def copy_value(value: Any) -> Any:

@@ -135,7 +135,7 @@ class HostedShard:
             self._become(ShardRole.PRIMARY)
             members = [one for one in map(self._agent.membership.find, spec.trainers) if one is not None]
             self._shard.workers = {one.info.name: one.uid for one in members}
-            on_thread(partial(self._watch, members))
+            on_thread(partial(self._agent.watch, members))
             self._choose_replica()
         elif self.role is not ShardRole.PRIMARY or spec.trainers[0] in self._shard.left:
             return _WAIT
@@ -358,14 +358,8 @@ class HostedShard:
         if member is None or self._agent.peer(member).lost:
             return False
         if self._agent.peer(member).connection is None:
-            on_thread(partial(self._watch, [member]))
+            on_thread(partial(self._agent.watch, [member]))
         return True
-
-    def _watch(self, members: Sequence[WorkerAddress]) -> None:
-        """Connect to these workers: otherwise the end of a worker that has not connected would go unnoticed."""
-        for one in members:
-            if self._agent.peer(one).connection is None:
-                self._agent.notify(one, "watch", None)
 
     def _why_lost(self, worker: str) -> str:
         membership = self._agent.membership

@@ -8,8 +8,9 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from phalanx._base.param_groups import MakeOptimizer
 from phalanx.errors import summary_of
-from phalanx.parameter_server.groups import Group, MakeOptimizer, Options, options_of, read_group
+from phalanx.parameter_server.groups import Group, Options, options_of, read_group
 
 AddGroup = Callable[[str, Group, dict[str, Tensor]], None]
 

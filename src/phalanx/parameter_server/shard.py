@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from phalanx._base.param_groups import MakeOptimizer
 from phalanx.errors import MismatchError, PeerLostError, PhalanxError
 from phalanx.parameter_server.clipping import Clip, Norms
 from phalanx.parameter_server.groups import (
     KINDS,
     Group,
-    MakeOptimizer,
     Options,
     ShardGroups,
     find_differing,

@@ -62,8 +62,8 @@ def depends_on(action: Action, schedule: PipelineSchedule) -> Sequence[Action]:
     return [Action("I" if split else "B", stage + 1, i)]
 
 
-def simulate(schedule: PipelineSchedule, seconds: Callable[[Action], float], *, transfer_s: float = 0.0) -> Timeline:
-    """Return the times if every action takes `seconds(action)` and every value between ranks `transfer_s`.
+def simulate(schedule: PipelineSchedule, seconds: Callable[[Action], float]) -> Timeline:
+    """Return the times if every action takes `seconds(action)`.
 
     Raises:
         ValueError: the orders of the ranks wait for each other.
@@ -81,9 +81,7 @@ def simulate(schedule: PipelineSchedule, seconds: Callable[[Action], float], *, 
                 if any(need not in ended for need in needs):
                     break
                 begin = ranks[rank][-1].end if ranks[rank] else 0.0
-                for need in needs:
-                    far = schedule.rank_of(need.stage) != rank
-                    begin = max(begin, ended[need] + (transfer_s if far else 0.0))
+                begin = max([begin, *(ended[need] for need in needs)])
                 end = begin + seconds(action)
                 ended[action] = end
                 ranks[rank].append(Span(action, begin, end))

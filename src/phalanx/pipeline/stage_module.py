@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from phalanx._base.param_groups import options_of
 from phalanx._base.partition.owners import Layout, register, whole_name
 from phalanx._base.partition.parts import LayerRange
 from phalanx._base.torch_names import find
@@ -21,7 +22,6 @@ from phalanx.pipeline.whole_optimizer import (
     fit,
     merge_groups,
     number_names,
-    options_of,
 )
 from phalanx.pipeline.whole_optimizer import whole_names as names_of
 

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from phalanx._base.param_groups import options_of
+
 Layout = list[list[str]]
-_NOT_OPTIONS = ("params", "param_names")
 _LIKE_PARAMETER = ("exp_avg", "momentum_buffer", "sum")
 _SHOWN = 4
 
@@ -75,11 +76,6 @@ def describe_groups(groups: Sequence[ParamGroup]) -> list[dict[str, Any]]:
         {**group.options, "params": [numbers[name] for name in group.names], "param_names": list(group.names)}
         for group in groups
     ]
-
-
-def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of a group other than its parameters."""
-    return {key: value for key, value in group.items() if key not in _NOT_OPTIONS}
 
 
 def whole_names(state: Mapping[str, Any], layout: Layout | None, known: Sequence[str]) -> Layout | str:

@@ -63,11 +63,6 @@ class References:
                 self._owned[rref_id] = owned
             return owned
 
-    def find(self, rref_id: RRefId) -> OwnedObject | None:
-        """Return the object with this number, while other workers refer to it."""
-        with self._lock:
-            return self._owned.get(rref_id)
-
     def find_or_expect(self, rref_id: RRefId) -> OwnedObject | None:
         """Return the object with this number; expect it if the call that makes it has not been received yet.
 

@@ -167,7 +167,8 @@ class RRef(Generic[T]):
     def _get_type(self, timeout: float = UNSET_RPC_TIMEOUT, blocking: bool = True) -> Any:
         """Return the class of the object; as a Future unless `blocking`. A failed request is repeated."""
         self._check_open()
-        if self._type is None or _has_failed(self._type):  # it may have timed out, while the object was made
+        # The first request may have timed out while the object was made.
+        if self._type is None or (self._type.done() and not _succeeded(self._type)):
             if self._owned is not None:
                 self._type = Future()
                 self._type.set_result(_type_of(self))
@@ -234,16 +235,6 @@ def _show(agent: Agent, number: RRefId | None) -> str:
         return "none"
     maker = agent.membership.by_uid(number[0])
     return f"GloballyUniqueId(created_on={maker.info.id if maker else number[0]}, local_id={number[1]})"
-
-
-def _has_failed(future: Future[Any]) -> bool:
-    if not future.done():
-        return False
-    try:
-        future.value()
-    except Exception:
-        return True
-    return False
 
 
 def _type_of(rref: RRef[Any]) -> type:

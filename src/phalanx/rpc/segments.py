@@ -141,11 +141,6 @@ class Lender:
                     segment.known_to.discard(connection)
         self._notify_receivers(dropped)
 
-    @property
-    def num_bytes(self) -> int:
-        with self._lock:
-            return self._free_bytes + sum(segment.nbytes for segment, _ in self._lent.values())
-
     def close(self) -> None:
         with self._lock:
             for free in self._free.values():

@@ -68,7 +68,7 @@ class Termination:
         done = threading.Event()
         future.on_done(lambda _: done.set())
         if leader.uid == agent.me.uid:
-            self._watch([one for one in members if one.info.id in ranks])
+            self._agent.watch([one for one in members if one.info.id in ranks])
         if not done.wait(None if deadline.timeout_s > 1e8 else deadline.left_s):
             raise DeadlineError(
                 f"shutdown of {agent.me}: not all workers have called it within {deadline.timeout_s:.1f} s. "
@@ -76,12 +76,6 @@ class Termination:
             )
         values: list[Any] = future.wait()
         return values
-
-    def _watch(self, members: Sequence[WorkerAddress]) -> None:
-        """Connect to these workers, so that this worker detects their ends."""
-        for one in members:
-            if self._agent.peer(one).connection is None:
-                self._agent.notify(one, "watch", None)
 
     def _on_arrival(self, member: WorkerAddress, message: tuple[str, Any, tuple[int, ...]]) -> Future[Any]:
         key, value, ranks = message

@@ -53,7 +53,6 @@ class WorkerAddress:
     hostname: str
     process: ProcessId
     local: str = ""
-    abstract: str = ""
     network: str = ""
 
     @classmethod
@@ -72,7 +71,6 @@ class WorkerAddress:
                 "hostname": self.hostname,
                 "process": [process.pid, process.start_ticks, process.namespace, process.has_pidfds],
                 "local": self.local,
-                "abstract": self.abstract,
                 "network": self.network,
             }
         )

@@ -151,6 +151,8 @@ def get(name: str = "auto", *, model: torch.nn.Module | None = None, **options: 
     memory_bytes = _memory(devices[0], local or len(devices))
     now = Situation(ranks, local, len(devices), launched, bytes_of_model, memory_bytes, may_grow)
     choice = decide_strategy(now)
+    if choice.name == "single_device":
+        options.pop("timeout", None)  # there is no group
     strategy = STRATEGIES[choice.name](**choice.options, **options)
     strategy.reason = choice.reason
     if strategy.is_main:

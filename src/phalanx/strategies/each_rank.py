@@ -13,11 +13,14 @@ from phalanx.checkpoint.peers import Peers
 class EachRank:
     """`EachRank` is a checkpoint part with each rank's own state, from which that rank resumes with the same bits.
 
-    If another number of ranks loads it, all resume from rank 0's state.
+    If another number of ranks loads it, all resume from rank 0's state. So they do if the states do not differ
+    (`differ=False`), and only rank 0's is saved.
     """
 
-    def __init__(self, objects: Mapping[str, Any], process_group: dist.ProcessGroup | None) -> None:
-        self._objects, self._process_group = objects, process_group
+    def __init__(
+        self, objects: Mapping[str, Any], process_group: dist.ProcessGroup | None, *, differ: bool = True
+    ) -> None:
+        self._objects, self._process_group, self._differ = objects, process_group, differ
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of all ranks, on rank 0.
@@ -26,12 +29,12 @@ class EachRank:
         its shards, those parts may come from any rank.
         """
         own = {name: one.state_dict() for name, one in self._objects.items()}
-        everyone = Peers(self._process_group).gather(own)
+        everyone = Peers(self._process_group).gather(own) if self._differ else [own]
         return {"ranks": everyone} if everyone else {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        if "ranks" not in state_dict:  # a checkpoint from before each rank had its own state
-            self._objects["rounds"].load_state_dict(state_dict)
+        if "ranks" not in state_dict:  # a checkpoint of version 0.1.0 has the state of one object
+            self._objects["rounds" if "rounds" in self._objects else "callbacks"].load_state_dict(state_dict)
             return
         ranks = state_dict["ranks"]
         peers = Peers(self._process_group)

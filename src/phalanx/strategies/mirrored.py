@@ -11,12 +11,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from phalanx._base.param_groups import MakeOptimizer
 from phalanx._comm.backend import Job
 from phalanx.ddp import DistributedDataParallel
 from phalanx.strategies.devices import decide_devices, device_of
 from phalanx.strategies.recipe import require_parameters_of
 from phalanx.strategies.start import find_cluster, join_or_start, local_world_size, require_as_many
-from phalanx.strategies.strategy import MakeOptimizer, Strategy, may_have_others, world
+from phalanx.strategies.strategy import Strategy, may_have_others, world
 from phalanx.strategies.tf_config import Cluster
 
 

@@ -10,12 +10,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from phalanx._base.param_groups import MakeOptimizer
 from phalanx.optim import DiLoCo, LocalSGD
 from phalanx.optim.rounds import Rounds
 from phalanx.strategies.each_rank import EachRank
 from phalanx.strategies.mirrored import ReplicatedStrategy
 from phalanx.strategies.recipe import require_parameters_of
-from phalanx.strategies.strategy import MakeOptimizer, may_have_others
+from phalanx.strategies.strategy import may_have_others
 
 
 class _RoundsStrategy(ReplicatedStrategy):

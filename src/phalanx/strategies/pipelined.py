@@ -12,12 +12,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 import phalanx._comm.backend as backend
+from phalanx._base.param_groups import MakeOptimizer
 from phalanx.pipeline import Pipeline
 from phalanx.strategies.devices import decide_devices, device_of
 from phalanx.strategies.loss import require_pair
 from phalanx.strategies.recipe import Recipe
 from phalanx.strategies.start import join_or_start, require_as_many
-from phalanx.strategies.strategy import MakeOptimizer, Strategy
+from phalanx.strategies.strategy import Strategy
 
 
 class PipelineStrategy(Strategy):

@@ -6,7 +6,7 @@ import functools
 import inspect
 import types
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from phalanx._base.param_groups import MakeOptimizer, options_of
 from phalanx.errors import summary_of
-
-MakeOptimizer = Callable[[Any], Optimizer]
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,7 @@ class Recipe:
         named = dict(model.named_parameters())
         name_of = {id(parameter): name for name, parameter in named.items()}
         groups = tuple(
-            (tuple(name_of[id(p)] for p in group["params"]), _options_of(group)) for group in one.param_groups
+            (tuple(name_of[id(p)] for p in group["params"]), options_of(group)) for group in one.param_groups
         )
         accepted = _list_accepted(type(one))
         defaults = {key: value for key, value in one.defaults.items() if key in accepted}
@@ -187,12 +186,6 @@ _HOOKS = (
 """The attributes in which an optimizer keeps its hooks."""
 
 _ComparedPairs = dict[tuple[int, int], tuple[Any, Any]]
-_OF_THE_WHOLE = ("params", "param_names")  # keys of a group that are not options
-
-
-def _options_of(group: dict[str, Any]) -> dict[str, Any]:
-    """Return the entries of a group other than its parameters."""
-    return {key: value for key, value in group.items() if key not in _OF_THE_WHOLE}
 
 
 def _find_difference(one: Optimizer, other: Optimizer) -> str | None:
@@ -201,7 +194,7 @@ def _find_difference(one: Optimizer, other: Optimizer) -> str | None:
     Hooks do not count. An object that cannot be compared counts as different.
     """
     compared: _ComparedPairs = {(id(one), id(other)): (one, other)}
-    first, second = ([_options_of(group) for group in of.param_groups] for of in (one, other))
+    first, second = ([options_of(group) for group in of.param_groups] for of in (one, other))
     return _differ(_settings(one), _settings(other), "", compared) or _differ(first, second, "param_groups", compared)
 
 

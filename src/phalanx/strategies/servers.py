@@ -16,12 +16,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from phalanx import rpc
+from phalanx._base.param_groups import MakeOptimizer, options_of
 from phalanx.errors import summary_of
 from phalanx.parameter_server import ParameterServer
 from phalanx.strategies.devices import decide_devices
 from phalanx.strategies.recipe import Recipe
 from phalanx.strategies.start import find_cluster, join_or_start
-from phalanx.strategies.strategy import MakeOptimizer, Strategy
+from phalanx.strategies.strategy import Strategy
 
 
 class ParameterServerStrategy(Strategy):
@@ -199,7 +200,7 @@ class ServedOptimizer(Optimizer):
                     "model"
                 )
             named = {name_of[id(one)]: one for one in group["params"]}
-            self._server.optimizer.add_param_group({**_options(group), "params": named})
+            self._server.optimizer.add_param_group({**options_of(group), "params": named})
         except BaseException:
             self.param_groups.pop()
             raise
@@ -251,7 +252,7 @@ class ServedOptimizer(Optimizer):
 
     def _send_options(self) -> None:
         """Send the options that are set here to the server."""
-        self._server.optimizer.set_options([_options(group) for group in self.param_groups])
+        self._server.optimizer.set_options([options_of(group) for group in self.param_groups])
 
     @torch.no_grad()
     def _pull(self) -> None:
@@ -274,7 +275,3 @@ def _require_picklable(recipe: Recipe) -> None:
             f"ParameterServerStrategy.setup: the servers make the optimizer, and its constructor cannot be sent "
             f"({summary_of(error)}): take a class or a function of a module, or functools.partial of one, not a lambda"
         ) from error
-
-
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}

@@ -9,12 +9,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
 
+from phalanx._base.param_groups import MakeOptimizer
 from phalanx._comm.backend import Job
 from phalanx.ddp import DistributedDataParallel
 from phalanx.optim import ZeroRedundancyOptimizer
 from phalanx.strategies.mirrored import MirroredStrategy
 from phalanx.strategies.recipe import Recipe
-from phalanx.strategies.strategy import MakeOptimizer, may_have_others
+from phalanx.strategies.strategy import may_have_others
 
 
 class ShardedStrategy(MirroredStrategy):

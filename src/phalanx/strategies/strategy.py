@@ -24,6 +24,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from phalanx._base.param_groups import MakeOptimizer
 from phalanx._comm.backend import Job, rendezvous
 from phalanx._comm.backend.shared import rehearses
 from phalanx.ddp.replicate import broadcast_tensors
@@ -43,7 +44,6 @@ from phalanx.strategies.loss import LossFn, LossOf, loss_of_model, not_a_loss
 from phalanx.strategies.reduction import Reduce, gather_over, reduce_over
 
 T = TypeVar("T")
-MakeOptimizer = Callable[[Any], Optimizer]
 Precision = Literal["32-true", "bf16-mixed", "16-mixed"]
 
 

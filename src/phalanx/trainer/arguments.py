@@ -89,7 +89,3 @@ def returns_nothing(function: Any) -> bool:
             ends.append(last is not None and last.opname in _LOADS_OF_NONE and last.argval is None)
         before = one
     return bool(ends) and all(ends)
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and value >= 1

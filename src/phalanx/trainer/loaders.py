@@ -29,7 +29,7 @@ from phalanx.strategies import Strategy
 from phalanx.strategies.iterable_loader import IterableLoader
 from phalanx.strategies.loader import options_of, why_empty
 from phalanx.trainer.data_seeds import seed_generators, seed_of_replica
-from phalanx.trainer.metrics import num_samples
+from phalanx.trainer.metrics import num_samples, num_samples_or_one
 
 _logger = get_logger(__name__)
 
@@ -71,7 +71,7 @@ class FitLoader:
         if isinstance(self.loader, IterableLoader):
             return self.loader.total / world_size
         is_several = isinstance(getattr(self.loader, "dataset", None), Together)
-        count = max(_samples_in(one) for one in (batch.values() if is_several else (batch,)))
+        count = max(num_samples_or_one(one) for one in (batch.values() if is_several else (batch,)))
         return count * self._strategy.num_replicas_in_sync / world_size
 
     def begin_epoch(self, epoch: int, batch_size: int | None, seeds: tuple[int, ...]) -> None:
@@ -287,13 +287,6 @@ def _divide_together(strategy: Strategy, name: str, given: Mapping[Any, Any]) ->
     options["drop_last"] = together.drop_last
     loader = strategy.loader(together, together.units_per_step, shuffle=False, collate_fn=together.collate, **options)
     return FitLoader(loader, strategy)
-
-
-def _samples_in(batch: Any) -> int:
-    try:
-        return num_samples(batch)
-    except ValueError:  # the batch has no tensor
-        return 1
 
 
 _OF_WORKERS = ("num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context",

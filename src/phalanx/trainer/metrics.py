@@ -13,9 +13,7 @@ from torch import Tensor
 from phalanx._base.torch_names import find
 from phalanx.errors import summary_of
 
-tree_leaves: Any = find(
-    "torch.utils._pytree.tree_leaves", loses="phalanx.Trainer does not count the samples of a batch"
-)
+_tree_iter: Any = find("torch.utils._pytree.tree_iter", loses="phalanx.Trainer does not count the samples of a batch")
 
 
 def num_samples(batch: Any) -> int:
@@ -24,10 +22,18 @@ def num_samples(batch: Any) -> int:
     Raises:
         ValueError: the batch has no tensor.
     """
-    for leaf in tree_leaves(batch):
+    for leaf in _tree_iter(batch):
         if isinstance(leaf, Tensor):
             return leaf.shape[0] if leaf.dim() else 1
     raise ValueError("a batch without a tensor: its number of samples is unknown")
+
+
+def num_samples_or_one(batch: Any) -> int:
+    """Return `num_samples` of the batch; 1 if it has no tensor."""
+    try:
+        return num_samples(batch)
+    except ValueError:
+        return 1
 
 
 @dataclass(frozen=True)

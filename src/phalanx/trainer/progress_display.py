@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass, field
 from typing import Generic, SupportsFloat, TextIO, TypeVar
 
@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx._comm.diagnostics.progress_page import PAGE_BYTES, ProgressPage, open_page
+from phalanx.trainer.metrics import num_samples_or_one
 
 T = TypeVar("T")
 
@@ -87,7 +88,7 @@ class Progress(Generic[T]):
     def _count(self, item: T, loop: int) -> None:
         before = round(self._samples)
         if self._per_step is None:
-            self._samples += _samples_in(item)
+            self._samples += num_samples_or_one(item)
         else:
             self._samples += self._per_step(item) if callable(self._per_step) else self._per_step
         self._steps += 1
@@ -186,17 +187,6 @@ def progress(
 def _is_watched() -> bool:
     """Return whether a person watches the output: on this process's terminal, or on the terminal of `phalanx run`."""
     return sys.stdout.isatty() or os.environ.get("PHALANX_TTY") == "1"
-
-
-def _samples_in(batch: object) -> int:
-    """Return the number of samples in a batch: the first dimension of its first tensor."""
-    if isinstance(batch, torch.Tensor):
-        return batch.shape[0] if batch.dim() else 1
-    if isinstance(batch, Mapping):
-        return _samples_in(next(iter(batch.values()), None))
-    if isinstance(batch, Sequence) and not isinstance(batch, str) and batch:
-        return _samples_in(batch[0])
-    return 1
 
 
 # Format a loop's progress in one line of text.

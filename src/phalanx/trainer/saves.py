@@ -29,12 +29,12 @@ class Saves:
         best = None if keep_best is None else Best.of(keep_best)
         if save_every is None or save_every == "epoch":
             return cls(best=best)
-        if _is_count(save_every):
+        if is_count(save_every):
             assert isinstance(save_every, int)
             return cls(save_every, None, best)
         if isinstance(save_every, (tuple, list)) and len(save_every) == 2:
             unit, count = save_every
-            if unit == "epochs" and _is_count(count):
+            if unit == "epochs" and is_count(count):
                 return cls(None, count, best)
         raise ValueError(
             f"save_every must be 1 or more updates, 'epoch', or epochs as in ('epochs', 5), got {save_every!r}"
@@ -61,5 +61,6 @@ class Saves:
         return self.best.add(kept, metrics[self.best.metric])
 
 
-def _is_count(value: object) -> bool:
+def is_count(value: object) -> bool:
+    """Return whether `value` is an int of at least 1."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1

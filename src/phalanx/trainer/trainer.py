@@ -32,12 +32,12 @@ from phalanx.strategies import Strategy, get
 from phalanx.strategies.each_rank import EachRank
 from phalanx.strategies.loss import loss_of_own_step
 from phalanx.strategies.strategy import Precision
-from phalanx.trainer.arguments import _is_count, find_problems
+from phalanx.trainer.arguments import find_problems
 from phalanx.trainer.callbacks import Callback, CallbackCalls, CallbackRecovery, CallbackStates, EarlyStopping
 from phalanx.trainer.data_seeds import agree_on_seeds, seed_all
 from phalanx.trainer.fit_display import FitDisplay
 from phalanx.trainer.loaders import FitLoader, Loaders, divide
-from phalanx.trainer.saves import Resume, SaveEvery, Saves
+from phalanx.trainer.saves import Resume, SaveEvery, Saves, is_count
 from phalanx.trainer.scalars import Scalars
 from phalanx.trainer.stop_vote import StopVote
 from phalanx.trainer.validation import Metric, Validation, move_batch
@@ -130,7 +130,7 @@ class Trainer:
     ) -> None:
         counts = {"max_epochs": max_epochs, "accumulate": accumulate, "log_every": log_every, "min_ranks": min_ranks}
         counts["max_steps"] = 1 if max_steps is None else max_steps
-        problems = [f"{name} must be 1 or more, got {n!r}" for name, n in counts.items() if not _is_count(n)]
+        problems = [f"{name} must be 1 or more, got {n!r}" for name, n in counts.items() if not is_count(n)]
         problems += find_problems(model, optimizer, strategy, loss, metrics, callbacks, seed, scheduler)
         if max_norm is not None and not max_norm > 0:
             problems.append(f"max_norm must be above zero, got {max_norm!r}")
@@ -448,7 +448,7 @@ class Trainer:
         return {
             **self.strategy.parts(),
             **({} if self.scheduler is None else {"scheduler": self.scheduler}),
-            "callbacks": EachRank({"callbacks": own}, group) if self.strategy.ranks_differ else own,
+            "callbacks": EachRank({"callbacks": own}, group, differ=self.strategy.ranks_differ),
             "position": TrainingPosition(state, self._scalars),
             "random": RandomState(group),
         }

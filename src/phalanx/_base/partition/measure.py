@@ -41,8 +41,8 @@ def measure_layers(
 ) -> list[LayerCost]:
     """Run every layer on the results of the previous layers, and return the shortest times of `rounds`.
 
-    Layers on the meta device get memory for the measurement. Parameters, gradients, buffers and the CPU's random state
-    do not change.
+    Layers on the meta device get memory for the measurement. Parameters, gradients, buffers and random states do not
+    change.
 
     Cost: `rounds` + 1 times forward and backward of the model, in this thread; memory for the values between layers.
 
@@ -51,7 +51,8 @@ def measure_layers(
     """
     values = bind(layers, args, kwargs or {})
     costs = []
-    with torch.random.fork_rng(devices=[]):
+    gpus = sorted({one.device.index for one in layers.root.parameters() if one.is_cuda})
+    with torch.random.fork_rng(devices=gpus, device_type="cuda"):
         for layer in layers.layers:
             cost, results = _measure(layers.root, layer, values, rounds)
             costs.append(cost)

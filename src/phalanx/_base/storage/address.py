@@ -64,7 +64,7 @@ def open_for_reading(
     path = os.fspath(name)
     packed = compression is not None and path.endswith(_PACKED)
     if not is_address(path) and not packed:
-        return open(path.removeprefix("file://"), "rb")
+        return open(place_of(path), "rb")
     import fsspec
 
     _require_package(path)

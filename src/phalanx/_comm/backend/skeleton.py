@@ -39,7 +39,9 @@ def join(structure: Any, tensors: Sequence[Tensor]) -> Any:
     if isinstance(structure, Leaf):
         return tensors[structure.index]
     if isinstance(structure, dict):
-        return {key: join(one, tensors) for key, one in structure.items()}
+        if not _plain(structure):
+            return structure
+        return type(structure)((key, join(one, tensors)) for key, one in structure.items())
     if type(structure) in (list, tuple):
         return type(structure)(join(one, tensors) for one in structure)
     return structure

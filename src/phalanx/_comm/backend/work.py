@@ -185,7 +185,7 @@ class PhalanxWork(dist.Work):
 
         From now on the work has only weak references to its tensors. torch's C++ may keep a Work for a long time, and
         the group then keeps the Python half alive, without which C++ would wait for ever. Small tensors keep strong
-        references: DDP's count of the ranks that have not joined is stored nowhere else.
+        references, because DDP's count of the ranks that have not joined is stored nowhere else.
         """
         outputs = self._outputs or ()
         with self._lock:

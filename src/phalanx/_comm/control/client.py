@@ -199,17 +199,6 @@ class Client(MemberConnection):
         except ValueError:  # the receiver does not exist
             return False
 
-    def report(self, kind: str, body: bytes) -> None:
-        """Send a report (a failure, a flight record) to the coordinator, where others can read it."""
-        self._call(Op.REPORT, kind.encode(), body)
-
-    def reports(self, kind: str) -> list[tuple[int, bytes]]:
-        """Return all reports of a kind, each with the number of the member that sent it."""
-        found: list[tuple[int, bytes]] = []
-        while page := self._call(Op.REPORTS, kind.encode(), pack_number(len(found))):
-            found += ((int(number), body) for number, body in zip(page[::2], page[1::2], strict=True))
-        return found
-
 
 class PendingGet:
     """A `PendingGet` is a `get` that waits in the coordinator while its caller polls.

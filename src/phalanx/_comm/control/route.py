@@ -75,7 +75,11 @@ def find_route(place: Address, deadline: Deadline) -> Route:
 
 
 def _start(selector: selectors.BaseSelector, family: int, target: tuple[object, ...], problem: NoRouteError) -> None:
-    attempt = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        attempt = socket.socket(family, socket.SOCK_STREAM)
+    except OSError as error:  # a kernel without IPv6
+        problem.tried[str(_numeric(target))] = _words(error.errno or 0)
+        return
     attempt.setblocking(False)
     code = attempt.connect_ex(target)
     if code in (0, errno.EINPROGRESS):

@@ -57,8 +57,6 @@ class Op(enum.IntEnum):
     HEARTBEAT = 21
     MEMBERS = 22
     POST = 23
-    REPORT = 24
-    REPORTS = 25
     BARRIER = 26
     RELAY = 27  # from a relay: frames from processes on its host
     UNDELIVERED = 28  # from a relay: answers that a process on its host did not receive

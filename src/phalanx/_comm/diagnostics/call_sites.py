@@ -106,5 +106,8 @@ def _site_of_thread(frame: FrameType) -> tuple[str, int]:
 
 def short(filename: str) -> str:
     """Return the file name relative to the working directory if the file is below it."""
-    here = os.getcwd() + os.sep
+    try:
+        here = os.getcwd() + os.sep
+    except OSError:  # the working directory was removed
+        return filename
     return filename[len(here) :] if filename.startswith(here) else filename

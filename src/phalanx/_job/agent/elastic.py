@@ -195,7 +195,7 @@ class Elastic:
         if kind in ("lost", "failed"):
             self._repetition.on_step(step)
         if kind == "elastic":
-            return self._on_joined(member, message, generation)
+            return self._on_joined(member, message)
         if kind == "outlives":
             member.outlives = True
         elif kind == "regrouped":
@@ -347,7 +347,7 @@ class Elastic:
         said = f"phalanx run: rank {self.rank_of(member.slot)} leaves: it joined after the training had ended"
         return [Print(said), SendToRank(member.slot, LEAVE)]
 
-    def _on_joined(self, member: ElasticRank, message: Mapping[str, Any], generation: int) -> list[ElasticAction]:
+    def _on_joined(self, member: ElasticRank, message: Mapping[str, Any]) -> list[ElasticAction]:
         member.joined = self._has_joined = True
         member.min_ranks = read_int(message.get("min_ranks"), 1)
         if not self.generation.number:

@@ -35,11 +35,6 @@ class RankNumbers:
         self._store_path = ""
         self._master_port = 0
 
-    @property
-    def begun(self) -> BeginGeneration | None:
-        """Return the newest generation; None in the first one."""
-        return self._begun
-
     def exchange_link(self, link: HostLink) -> None:
         """Use another link for the stores of later generations."""
         self._link = link

@@ -251,10 +251,6 @@ class ZygoteProcess:
         except ChildProcessError:
             return False
 
-    def poll(self) -> None:
-        """Reap the zygote if it has exited."""
-        self._process.poll()
-
     def kill(self) -> None:
         """Kill the zygote, and with it the ranks, by their parent-death signal."""
         self._process.kill()

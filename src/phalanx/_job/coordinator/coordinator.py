@@ -30,7 +30,6 @@ from phalanx._comm.diagnostics.printable import printable
 from phalanx._job.coordinator.journal import EntryKind
 from phalanx._job.coordinator.key_value import KeyValueStore, RefusedError
 from phalanx._job.coordinator.membership import MAX_FACTS_BYTES, MAX_MEMBERS, OUTBOX_BYTES, Member, Membership
-from phalanx._job.coordinator.reports import Reports
 from phalanx._job.coordinator.session import Answer, ClientSession, RelayedRoute, Route
 from phalanx._job.coordinator.store_requests import StoreRequests
 
@@ -47,11 +46,11 @@ _STATUS_AT = 2  # the index of the status in an answer
 
 _CHANGES = frozenset({
     Op.SET, Op.ADD, Op.COMPARE_SET, Op.APPEND, Op.DELETE, Op.MULTI_SET, Op.QUEUE_PUSH, Op.QUEUE_POP, Op.DELETE_PREFIX,
-    Op.JOIN, Op.LEAVE, Op.POST, Op.REPORT, Op.BARRIER, Op.ADD_ITEMS,
+    Op.JOIN, Op.LEAVE, Op.POST, Op.BARRIER, Op.ADD_ITEMS,
 })  # fmt: skip
 
 # Requests that read the whole state. A frame may have only one of them, so that no member delays the others for long.
-_LONG = frozenset({Op.LIST_KEYS, Op.DELETE_PREFIX, Op.MEMBERS, Op.REPORTS})
+_LONG = frozenset({Op.LIST_KEYS, Op.DELETE_PREFIX, Op.MEMBERS})
 
 
 class Coordinator(StoreRequests):
@@ -62,7 +61,6 @@ class Coordinator(StoreRequests):
         self.job = job
         self.epoch = os.urandom(8)  # distinguishes this coordinator from an earlier one
         self.members = Membership(lost_after_s)
-        self.reports = Reports()
         self.sessions: dict[Route, ClientSession] = {}
         self.num_malformed = 0
         self._swept_at = -math.inf  # when all sessions were last checked
@@ -73,9 +71,8 @@ class Coordinator(StoreRequests):
             Op.MULTI_SET: self._multi_set, Op.QUEUE_PUSH: self._queue_push, Op.QUEUE_POP: self._queue_pop,
             Op.QUEUE_LEN: self._queue_len, Op.LIST_KEYS: self._list_keys, Op.DELETE_PREFIX: self._delete_prefix,
             Op.CANCEL: self._cancel, Op.JOIN: self._join, Op.LEAVE: self._leave, Op.HEARTBEAT: self._heartbeat,
-            Op.MEMBERS: self._list_members, Op.POST: self._post, Op.REPORT: self._report,
-            Op.REPORTS: self._list_reports, Op.BARRIER: self._barrier, Op.ADD_ITEMS: self._add_items,
-            Op.OF_MEMBER: self._set_opener,
+            Op.MEMBERS: self._list_members, Op.POST: self._post, Op.BARRIER: self._barrier,
+            Op.ADD_ITEMS: self._add_items, Op.OF_MEMBER: self._set_opener,
         }  # fmt: skip
 
     def handle(self, route: Route, frame: bytes, now: float) -> bool:
@@ -388,21 +385,6 @@ class Coordinator(StoreRequests):
             assert isinstance(member.owner, ClientSession)
             self.outgoing[member.owner] = None
         return pack(AnswerStatus.OK, message.number)
-
-    def _report(self, session: ClientSession, message: WireMessage) -> Answer:
-        kind, body = message.fields
-        me = session.member
-        if me is None:
-            return self._unknown(session, message)
-        if not self.reports.add(me.id, kind, body):
-            raise RefusedError(f"{self.name_of(me)} has sent as many reports as the coordinator stores")
-        return pack(AnswerStatus.OK, message.number)
-
-    def _list_reports(self, session: ClientSession, message: WireMessage) -> Answer:
-        kind, start = message.fields
-        found = self.reports.page(kind, unpack_number(start), _PAGE_BYTES)
-        fields = [part for sender, body in found for part in (pack_number(sender), body)]
-        return pack(AnswerStatus.OK, message.number, *fields)
 
     def _send_changes(self) -> None:
         for member in self.members.pop_notified():

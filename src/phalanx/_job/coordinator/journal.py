@@ -27,7 +27,6 @@ class EntryKind(enum.IntEnum):
     GONE = 4  # why member `number` has left
     MEMBER = 5  # member `number`: facts, whom it watches, the number of its last event
     EVENT = 6  # an event that member `number` has not acknowledged: its number, and the event
-    REPORT = 7  # a report of member `number`: its kind and its body
     SESSION = 8  # a client, and why it is no member any more
     ANSWERS = 9  # numbers of requests, with their answers
     POPPED = 10  # request `number` has popped an item: the queue, and the item

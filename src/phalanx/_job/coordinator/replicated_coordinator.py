@@ -16,7 +16,6 @@ from phalanx._job.coordinator.followers import Followers
 from phalanx._job.coordinator.journal import EntryKind, JournalEntry
 from phalanx._job.coordinator.key_value import KeyValueStore, Waiter
 from phalanx._job.coordinator.membership import Member, Membership
-from phalanx._job.coordinator.reports import Reports
 from phalanx._job.coordinator.session import Answer, ClientSession, Route
 from phalanx._job.coordinator.store_requests import barrier_key
 
@@ -158,8 +157,6 @@ class ReplicatedCoordinator(Coordinator):
                 yield JournalEntry(EntryKind.QUEUE, None, 0, [queue, *fields])
         for member, why in self.members.gone.items():
             yield JournalEntry(EntryKind.GONE, None, member, [why.encode()])
-        for kind, sender, body in self.reports:
-            yield JournalEntry(EntryKind.REPORT, None, sender, [kind, body])
         for session in self.sessions.values():
             yield from _describe_session(session)
         for each in self.members:
@@ -178,7 +175,6 @@ class ReplicatedCoordinator(Coordinator):
         self.store = KeyValueStore(unpack_number(max_bytes))
         self.members = Membership(float(lost_after))
         self.members.restore_next(next_member)
-        self.reports = Reports()
         self.sessions.clear()
         self.outgoing.clear()
 
@@ -191,8 +187,6 @@ class ReplicatedCoordinator(Coordinator):
                 self.store.restore_item(fields[0], item)
         elif kind == EntryKind.GONE:
             self.members.restore_leave_reason(number, fields[0].decode())
-        elif kind == EntryKind.REPORT:
-            self.reports.add(number, fields[0], fields[1])
         elif kind == EntryKind.EVENT:
             self._member(number).restore_event(unpack_number(fields[0]), fields[1])
         elif kind == EntryKind.SUSPECTED:

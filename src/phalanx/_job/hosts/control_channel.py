@@ -275,11 +275,11 @@ class ControlChannel:
         self.notices.close()
 
     def _send(self) -> None:
-        while not self._is_closing:
+        while True:
             with self._lock:
-                if not len(self._queue) or self._is_paused:
-                    self._lock.wait()
-                    continue
+                self._lock.wait_for(lambda: self._is_closing or (len(self._queue) and not self._is_paused))
+                if self._is_closing:
+                    return
                 batch = self._queue.next_batch()
                 redirects = self._redirects
             full = self._send_batch(batch, redirects)

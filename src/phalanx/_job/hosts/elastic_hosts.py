@@ -125,7 +125,7 @@ class ElasticHosts(Elastic):
         if kind == "outlives":
             member.outlives = True
         if kind == "elastic":
-            self._on_joined(member, message, 0)  # its generation is set when its host is accepted
+            self._on_joined(member, message)  # its generation is set when its host is accepted
             member.holds_state = False
         return self._accept_arrivals(now)
 

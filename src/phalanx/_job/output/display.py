@@ -273,9 +273,6 @@ class Folder:
             released.append(head)
         return released
 
-    def flush(self) -> list[FoldedLine]:
-        return self.release(float("inf"))
-
     @property
     def next_due(self) -> float | None:
         """Return when the next line is due; None if none is pending."""

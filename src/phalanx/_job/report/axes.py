@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+_NUM_MARKS = 5
 _MOST = 1e300  # the largest drawable value: differences and marks beyond it overflow
 
 
@@ -27,7 +28,7 @@ class Axis:
         return (value - self.low) / (self.high - self.low)
 
 
-def linear(values: Sequence[float], *, from_zero: bool = False, num_marks: int = 5) -> Axis:
+def linear(values: Sequence[float], *, from_zero: bool = False) -> Axis:
     """Return an axis that ends at round numbers around `values`."""
     finite = [min(max(value, -_MOST), _MOST) for value in values if math.isfinite(value)]
     low, high = (min(finite), max(finite)) if finite else (0.0, 1.0)
@@ -35,7 +36,7 @@ def linear(values: Sequence[float], *, from_zero: bool = False, num_marks: int =
         low = min(low, 0.0)
     if high - low < 1e-9 * max(abs(high), 1e-30):
         low, high = (low - abs(low) / 2, high + abs(high) / 2) if high else (0.0, 1.0)
-    step = nice_step((high - low) / num_marks)
+    step = nice_step((high - low) / _NUM_MARKS)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     marks = tuple(step * i for i in range(first, last + 1))
     return Axis(marks[0], marks[-1], marks)

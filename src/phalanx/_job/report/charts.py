@@ -45,14 +45,11 @@ def line_chart(
     y_name: str,
     y_text: Callable[[float], str] | None = None,
     x_text: Callable[[float], str] | None = None,
-    limit: tuple[float, str] | None = None,
 ) -> str:
     """Return curves over a common x as SVG, with separated labels at their right ends."""
     has_labels = any(line.label for line in lines)
     right = _RIGHT + (8 * max(len(line.label) for line in lines) if has_labels else 0)
     frame = _Frame(title, x, y, right, x_text, y_text, x_name, y_name)
-    if limit is not None:
-        frame.rule(*limit)
     ends = []
     for line in lines:
         points = [(frame.x(px), frame.y(py)) for px, py in line.points if math.isfinite(py)]

@@ -76,11 +76,12 @@ def _how_it_ended(run: Measurements) -> Iterator[ReportFinding]:
         yield ReportFinding("bad", f"Rank {event.rank} failed first: {event.text}{where}. Start with its log.", 8)
     losses = [event for event in run.events if event.kind in ("loss", "host lost")]
     if losses:
-        whom = name_ranks(sorted({event.rank for event in losses if event.rank is not None}))
+        lost = {event.rank for event in losses if event.rank is not None}
+        whom = name_ranks(sorted(lost))
         whom = whom[:1].upper() + whom[1:]
         times = f" ({len(losses)} losses)" if len(losses) > 1 else ""
         yield ReportFinding(
-            "warn", f"{whom} {'was' if len(losses) == 1 else 'were'} lost, and the others continued{times}: "
+            "warn", f"{whom} {'was' if len(lost) == 1 else 'were'} lost, and the others continued{times}: "
             f"{losses[0].text}.", 7,
         )  # fmt: skip
     restarts = max((rank.attempt for rank in run.ranks), default=0)

@@ -72,6 +72,6 @@ footer{margin-top:56px;color:var(--faint);font-size:14px;border-top:1px solid va
 --backward:#0072b2;--waiting:#d55e00;--bad:#b3261e;--warn:#a05a00;--note:#41628f;--good:#0b6b4f;
 --c0:#0072b2;--c1:#0072b2;--c2:#d55e00;--c3:#009e73;--c4:#a8528a;--c5:#b35900;--c6:#5b6bb5;--c7:#7a6a00;--c8:#3d8fb8}
 body{font-size:11pt;-webkit-print-color-adjust:exact;print-color-adjust:exact}main{max-width:none;padding:0}.wide{overflow:visible;margin:0;padding:0}
-th,td{padding-left:10px}
+th,td{padding-left:10px;white-space:normal}
 figure,.tile,.findings li,tr,.bars{break-inside:avoid}h2{break-after:avoid}details:not([open])>*{display:none}}
 """

@@ -144,7 +144,8 @@ class Session:
         elif do == "size" and self._outputs:
             for fd in self._outputs:
                 _set_size(fd, message["size"])
-            os.kill(self._agent, signal.SIGWINCH)
+            if self._agent:
+                os.kill(self._agent, signal.SIGWINCH)
 
     def _check(self, message: Mapping[str, Any]) -> None:
         facts, self._plan = collect_facts(message, self._environ)

@@ -235,18 +235,11 @@ def check_torch(facts: DoctorFacts) -> CheckResult:
 
 def check_gpus(facts: DoctorFacts) -> CheckResult:
     """Return whether PyTorch sees the GPUs that the driver sees."""
-    host, torch = facts.host, facts.torch
-    if not host.gpus and not host.gpu_tool.works and not _is_absent(host.gpu_tool):
-        return CheckResult(
-            "GPUs",
-            CheckStatus.WARNING,
-            f"nvidia-smi fails: {host.gpu_tool.detail}",
-            "The driver is not loaded or does not fit the kernel: reinstall it or restart the machine.",
-        )
-    if not host.gpus:
+    gpus, torch = facts.driver.gpus, facts.torch
+    if not gpus:
         usable = isinstance(torch, Torch) and torch.cuda.works
         return CheckResult("GPUs", CheckStatus.OK, torch.cuda.detail if usable and isinstance(torch, Torch) else "none")
-    fact = f"{len(host.gpus)} ({'; '.join(sorted(set(host.gpus)))})"
+    fact = f"{len(gpus)} ({'; '.join(sorted({gpu.name for gpu in gpus}))})"
     if isinstance(torch, Torch) and not torch.cuda.works:
         if torch.cuda_version is None:
             return CheckResult(
@@ -573,7 +566,3 @@ def run_checks(facts: DoctorFacts) -> list[CheckResult]:
 def would_train(findings: list[CheckResult]) -> bool:
     """Return whether training would work: no finding is a problem."""
     return all(finding.status is not CheckStatus.PROBLEM for finding in findings)
-
-
-def _is_absent(gpu_tool: Probe) -> bool:
-    return gpu_tool.detail == "nvidia-smi is not installed"

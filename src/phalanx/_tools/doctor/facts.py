@@ -36,8 +36,6 @@ class MachineFacts:
     processes: int | None = None
     processes_running: int | None = None
     clock_source: str | None = None
-    gpus: tuple[str, ...] = ()
-    gpu_tool: Probe = field(default_factory=lambda: Probe(False, "nvidia-smi is not installed"))
     variables: dict[str, str] = field(default_factory=dict)
     scheduler: Probe = field(default_factory=lambda: Probe(True))  # the starter of this command; "" if unknown
     addresses: dict[str, tuple[str, ...]] | None = field(default_factory=dict)  # by interface; None: could not ask

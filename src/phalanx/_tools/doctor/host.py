@@ -37,7 +37,6 @@ def examine() -> DoctorFacts:
 
 def examine_host(root: Path = Path("/")) -> MachineFacts:
     """Return the facts of this host, from `/proc` and `/sys` below `root`. Takes seconds if name resolution is slow."""
-    gpu_tool, gpus = _gpus()
     groups = find_groups(str(root))
     free, limited = _available_memory(root, groups)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -59,8 +58,6 @@ def examine_host(root: Path = Path("/")) -> MachineFacts:
         processes=processes,
         processes_running=running,
         clock_source=_read(root / "sys/devices/system/clocksource/clocksource0/current_clocksource"),
-        gpus=gpus,
-        gpu_tool=gpu_tool,
         variables={name: os.environ[name] for name in _VARIABLES if name in os.environ},
         scheduler=_scheduler(),
         addresses=_addresses(),
@@ -97,14 +94,22 @@ def _available_memory(root: Path, groups: list[str]) -> tuple[int | None, bool]:
     free = math.inf if machine is None else machine
     limited = False
     for group in groups:
-        for limit_name, used_name in (
-            ("memory.max", "memory.current"),
-            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+        for limit_name, used_name, cache_name in (
+            ("memory.max", "memory.current", "inactive_file"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
         ):
             limit, used = read_number(group, limit_name), read_number(group, used_name)
-            if limit is not None and used is not None and limit - used < free:
-                free, limited = limit - used, True
+            if limit is not None and used is not None:
+                left = limit - used + _cache_bytes(group, cache_name)
+                if left < free:
+                    free, limited = left, True
     return (None, False) if free == math.inf else (max(0, int(free)), limited)
+
+
+def _cache_bytes(group: str, name: str) -> int:
+    """Return the bytes of files that the kernel keeps for a control group, and frees when they are needed."""
+    lines = (_read(Path(group, "memory.stat")) or "").splitlines()
+    return next((int(line.split()[1]) for line in lines if line.split()[:1] == [name]), 0)
 
 
 def _commit_headroom(root: Path) -> int | None:
@@ -121,11 +126,11 @@ def _meminfo(root: Path) -> dict[str, int]:
 
 
 def _processes(groups: list[str]) -> tuple[int | None, int | None]:
-    """Return the limit on processes and threads, and their number: a control group's, else RLIMIT_NPROC and None."""
-    for group in groups:
-        limit, used = read_number(group, "pids.max"), read_number(group, "pids.current")
-        if limit is not None:
-            return limit, used
+    """Return the limit on processes and threads, and their number: the tightest control group's, else RLIMIT_NPROC."""
+    found = [(read_number(group, "pids.max"), read_number(group, "pids.current")) for group in groups]
+    limits = [(limit, used or 0) for limit, used in found if limit is not None]
+    if limits:
+        return min(limits, key=lambda one: one[0] - one[1])
     return _limit(resource.getrlimit(resource.RLIMIT_NPROC)[0]), None
 
 
@@ -141,22 +146,6 @@ def _name_resolves() -> Probe:
     if run.returncode:
         return Probe(False, run.stderr.strip().rpartition("\n")[2])
     return Probe(True, run.stdout.strip())
-
-
-def _gpus() -> tuple[Probe, tuple[str, ...]]:
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return Probe(False, "nvidia-smi is not installed"), ()
-    command = [tool, "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    try:
-        run = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
-    except subprocess.TimeoutExpired:
-        return Probe(False, f"nvidia-smi did not answer within {_TIMEOUT_S} s"), ()
-    except OSError as error:
-        return Probe(False, f"nvidia-smi could not be started: {error.strerror or error}"), ()
-    if run.returncode:
-        return Probe(False, (run.stderr or run.stdout).strip()), ()
-    return Probe(True), tuple(line.strip() for line in run.stdout.splitlines() if line.strip())
 
 
 def _limit(value: int) -> int | None:

@@ -15,6 +15,7 @@ import socket
 import sys
 from collections.abc import Callable
 
+from phalanx._comm.symmetric_memory.memfd import open_memfd
 from phalanx._tools.doctor.facts import Kernel, Probe
 
 _FUTEX_NUMBER = {"x86_64": 202, "aarch64": 98, "ppc64le": 221, "s390x": 238, "riscv64": 98}
@@ -67,7 +68,7 @@ def _use_proc() -> str:
 
 def _use_memfd() -> str:
     """Write in one mapping and read in another that was opened through /proc, as a peer would."""
-    descriptor = os.memfd_create("phalanx-doctor")
+    descriptor = open_memfd("phalanx-doctor")
     try:
         os.truncate(descriptor, mmap.PAGESIZE)
         peer = os.open(f"/proc/{os.getpid()}/fd/{descriptor}", os.O_RDWR)

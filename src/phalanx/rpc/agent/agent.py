@@ -27,7 +27,7 @@ from __future__ import annotations
 import math
 import pickle
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -58,7 +58,6 @@ from phalanx.rpc.workers import Workers
 
 _logger = get_logger(__name__)
 _TICK_S = 1.0  # the reader's period while calls are in flight
-_CONNECT_S = 30.0
 _JOIN_S = 0.2
 _LAST_S = 5.0  # how long `close` waits for the user's callbacks
 
@@ -232,10 +231,16 @@ class Agent:
             payload = serialize((name, argument), to)
             connection.send(wire.CONTROL, 0, payload.data, b"", payload.buffers)
 
+    def watch(self, members: Iterable[WorkerAddress]) -> None:
+        """Connect to these workers: otherwise the end of a worker that has not connected would go unnoticed."""
+        for one in members:
+            if self.peer(one).connection is None:
+                self.notify(one, "watch", None)
+
     def _connect(self, to: WorkerAddress) -> Any:
         """Return the connection to a worker; None if it is lost, or was never called and this worker is closed."""
         peer = self.peer(to)
-        return peer.connection or (None if self.closed else self.connections.connect(peer, _CONNECT_S))
+        return peer.connection or (None if self.closed else self.connections.connect(peer))
 
     def order(
         self,

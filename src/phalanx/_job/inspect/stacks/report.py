@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import textwrap
@@ -57,9 +58,10 @@ def _report_here(job: RunningJob) -> tuple[str, int]:
         if not snapshot.ranks:
             raise LaunchError(f"phalanx stacks: job {job.pid}: no rank is running: it is still starting, or ending")
         # operations first: a rank may be in another one once it has written its stack
-        logs = [
-            Observer(group_info, control).read() for group_info, control in zip(snapshot.groups, controls, strict=True)
-        ]
+        logs = []
+        for group_info, control in zip(snapshot.groups, controls, strict=True):
+            with contextlib.suppress(ValueError, OSError):  # a rank has overwritten the memory's header
+                logs.append(Observer(group_info, control).read())
         now_ns = time.monotonic_ns()
         text = format_report(
             snapshot, logs, ask_ranks(snapshot.ranks, stacks, (snapshot.zygote, snapshot.agent)), now_ns

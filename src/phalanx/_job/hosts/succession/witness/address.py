@@ -41,7 +41,7 @@ def read_witness(address: str) -> str:
         ValueError: the address is invalid.
     """
     scheme, colon, place = address.rpartition("://")
-    if scheme not in _SCHEMES:
+    if scheme not in _SCHEMES or (colon and not scheme):
         raise ValueError(f"must be {_KINDS}, got {re.sub('//.*@', '//…@', address)!r}")
     if scheme:
         _, user, host, port = split_etcd(address)
@@ -49,4 +49,4 @@ def read_witness(address: str) -> str:
     host, port = split_endpoint(place, 0)
     if not port:
         raise ValueError(f"must be {_KINDS}, with a port, got {address!r}")
-    return f"{scheme}{colon}{join_endpoint(host, port)}"
+    return join_endpoint(host, port)
