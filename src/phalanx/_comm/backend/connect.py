@@ -8,7 +8,6 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed import PrefixStore
@@ -20,7 +19,7 @@ from phalanx._comm.backend.rendezvous import launcher
 from phalanx._comm.diagnostics.failure_report import FailedOperation, FailureReport
 from phalanx._comm.diagnostics.failure_store import FailureStore
 from phalanx._comm.diagnostics.rank_list import name_ranks
-from phalanx._comm.engines.engine import Engine
+from phalanx._comm.engines.engine import Engine, timedelta_of
 from phalanx._comm.engines.gloo import GlooEngine
 from phalanx._comm.rendezvous.bootstrap import check_formation
 from phalanx._comm.rendezvous.rank_info import RankInfo
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
     from phalanx._comm.engines.mpi import Runtime
 
 _SPARE_DESCRIPTORS = 64  # for other files that the process opens while the group connects
-_LONGEST_S = 1e8  # three years, instead of an infinite timeout: Gloo counts milliseconds
 
 
 @dataclass(frozen=True)
@@ -67,7 +65,7 @@ def build_engine(group: RendezvousGroup, settings: Options, deadline: Deadline, 
         rank, size = group.rank, len(group.infos)
         runtime, places = start_mpi_together(group.prefixed("mpi"), rank, size, group.name, deadline)
         try:
-            return MpiEngine(runtime, places, rank, _timedelta_of(deadline))
+            return MpiEngine(runtime, places, rank, timedelta_of(deadline, 0.1))
         except RuntimeError as error:
             raise PhalanxError(
                 f"init_process_group of group {group.name!r} on rank {rank}: no communicator from {runtime.vendor}: "
@@ -99,7 +97,7 @@ def open_gloo(
 
     def connect() -> GlooEngine:
         address, interface = infos[rank].address, settings.interface or ""
-        prefixed, left = group.prefixed("gloo"), _timedelta_of(deadline)
+        prefixed, left = group.prefixed("gloo"), timedelta_of(deadline, 0.1)
         return GlooEngine(prefixed, rank, size, left, address=address, interface=interface, num_threads=num_threads)
 
     def check_others() -> None:
@@ -162,10 +160,6 @@ def _interruptible(connect: Callable[[], GlooEngine], check_others: Callable[[],
     if isinstance(outcome, Exception):
         raise outcome
     return outcome
-
-
-def _timedelta_of(deadline: Deadline) -> timedelta:
-    return timedelta(seconds=min(max(deadline.left_s, 0.1), _LONGEST_S))
 
 
 def _unreachable(error: RuntimeError, group: RendezvousGroup) -> PhalanxError:

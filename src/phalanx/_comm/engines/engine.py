@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from datetime import timedelta
+from functools import lru_cache
 from typing import Protocol
 
 from torch import Tensor
@@ -13,6 +15,22 @@ from phalanx._base.deadline import Deadline
 DATA = 0x40000000
 # How long a rank that leaves waits for its data to arrive: another rank may need them to complete an operation.
 DELIVERY_S = 10.0
+_LONG_WAIT_S = 20.0  # a longer wait lasts whole seconds, so that few timedelta objects are created
+_LONGEST_WAIT_S = 1e8  # three years: an infinite timeout, as Gloo counts milliseconds
+FOR_EVER = timedelta(seconds=_LONGEST_WAIT_S)
+
+
+def timedelta_of(deadline: Deadline, least_s: float = 0.001) -> timedelta:
+    """Return the time left until the deadline, for an engine's wait; at least `least_s`."""
+    left_s = deadline.left_s
+    if left_s > _LONG_WAIT_S:
+        return _seconds(math.ceil(min(left_s, _LONGEST_WAIT_S)))
+    return timedelta(seconds=max(left_s, least_s))
+
+
+@lru_cache
+def _seconds(number: int) -> timedelta:
+    return timedelta(seconds=number)
 
 
 class InTransit(Protocol):

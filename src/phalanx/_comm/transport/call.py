@@ -76,12 +76,11 @@ def compare_splits(sizes: Sequence[Sequence[Sequence[int]]]) -> dict[int, RankCa
 
 
 class Disagreement(Exception):
-    """The ranks' calls differ. With `complete` all ranks' calls are known, not only some."""
+    """The ranks' calls differ."""
 
-    def __init__(self, calls: Mapping[int, RankCall], *, complete: bool = True, is_collective: bool = True) -> None:
+    def __init__(self, calls: Mapping[int, RankCall], *, is_collective: bool = True) -> None:
         super().__init__(calls)
         self.calls = calls
-        self.complete = complete
         self.is_collective = is_collective
 
 

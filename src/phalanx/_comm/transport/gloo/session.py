@@ -12,7 +12,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -32,7 +31,7 @@ from phalanx._comm.diagnostics.failure_report import (
 )
 from phalanx._comm.diagnostics.failure_store import FailureStore
 from phalanx._comm.diagnostics.flight_recorder import RankPosition
-from phalanx._comm.engines.engine import DELIVERY_S, InTransit
+from phalanx._comm.engines.engine import DELIVERY_S, InTransit, timedelta_of
 from phalanx._comm.engines.gloo import GlooEngine
 from phalanx._comm.transport.background import WHOLE_BYTES, Background, look_at
 from phalanx._comm.transport.base import CallContext
@@ -44,7 +43,6 @@ from phalanx._comm.transport.tensors import alias, flat
 
 _PAUSE_S = 0.02
 _SOON_S = 0.01  # Gloo counts milliseconds, and may time out a millisecond early
-_LONGEST_S = 1e8  # three years: an infinite timeout, as milliseconds for Gloo
 
 
 class GlooFailed(Exception):
@@ -316,11 +314,6 @@ def gloo_errors() -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise GlooFailed(str(error)) from error
-
-
-def timedelta_of(deadline: Deadline) -> timedelta:
-    """Return the time left, for Gloo's own wait."""
-    return timedelta(seconds=min(max(deadline.left_s, 0.001), _LONGEST_S))
 
 
 def bytes_of(tensor: Tensor) -> Tensor:

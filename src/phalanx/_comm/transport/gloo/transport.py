@@ -12,11 +12,12 @@ from phalanx._base.deadline import Deadline
 from phalanx._base.dtypes import dtype_name, dtype_of
 from phalanx._comm.diagnostics.failure_report import FailedOperation, RankCall
 from phalanx._comm.diagnostics.failure_store import FailureStore
+from phalanx._comm.engines.engine import timedelta_of
 from phalanx._comm.engines.gloo import GlooEngine
 from phalanx._comm.transport.base import CallContext, Transport
 from phalanx._comm.transport.call import CollectiveCall, Disagreement, compare_splits, describe_call
 from phalanx._comm.transport.gloo.numerics import is_reducible, operation_of, result_of, summand
-from phalanx._comm.transport.gloo.session import GlooSession, bytes_of, gloo_errors, timedelta_of
+from phalanx._comm.transport.gloo.session import GlooSession, bytes_of, gloo_errors
 from phalanx._comm.transport.tensors import alias, dense, nbytes, scaled, write_back
 
 

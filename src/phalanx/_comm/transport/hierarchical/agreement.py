@@ -120,7 +120,7 @@ class Agreement:
             self.send_heads()
             self.receive_heads(deadline)
         except ConnectionBroken:
-            raise Disagreement(called, complete=True) from None  # the calls certainly differ
+            raise Disagreement(called) from None  # the calls certainly differ
 
     # -- 2 -------------------------------------------------------------------------------------------------------
 
@@ -143,7 +143,7 @@ class Agreement:
             for host, members in enumerate(self._layout.topology.hosts):
                 heads = self._heads if host == self._layout.host else came[host].heads
                 calls.update({r: rank_call(head, self.session.seq) for r, head in zip(members, heads, strict=True)})
-            raise Disagreement(dict(sorted(calls.items())), complete=True)
+            raise Disagreement(dict(sorted(calls.items())))
         return came
 
     def release(self) -> None:

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from phalanx._base.deadline import Deadline
-from phalanx._comm.engines.engine import Engine
+from phalanx._comm.engines.engine import Engine, timedelta_of
 from phalanx._comm.engines.gloo import GlooEngine
 from phalanx._comm.transport.base import CallContext
 from phalanx._comm.transport.call import CollectiveCall
 from phalanx._comm.transport.gloo.numerics import is_reducible, operation_of, result_of, summand
 from phalanx._comm.transport.hierarchical.agreement import Agreement
-from phalanx._comm.transport.hierarchical.rails import ConnectionBroken, timedelta_of
+from phalanx._comm.transport.hierarchical.rails import ConnectionBroken
 from phalanx._comm.transport.numerics import sum_dtype
 from phalanx._comm.transport.tensors import dense, flat, scaled, write_back
 

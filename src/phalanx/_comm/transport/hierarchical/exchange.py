@@ -18,11 +18,11 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from phalanx._base.deadline import Deadline
-from phalanx._comm.engines.engine import Engine
+from phalanx._comm.engines.engine import FOR_EVER, Engine, timedelta_of
 from phalanx._comm.transport.call import HEAD_BYTES, agree
 from phalanx._comm.transport.hierarchical.inboxes import Inboxes, MessageBuffer
 from phalanx._comm.transport.hierarchical.layout import Layout
-from phalanx._comm.transport.hierarchical.rails import FINGERPRINT, FOR_EVER, ConnectionBroken, timedelta_of
+from phalanx._comm.transport.hierarchical.rails import FINGERPRINT, ConnectionBroken
 
 # The most data that a leader sends to (or receives from) all other hosts together in an operation whose data are sent
 # with its heads.

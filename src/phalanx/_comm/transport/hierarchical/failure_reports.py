@@ -57,7 +57,7 @@ class FailureReports(GroupReports):
             known = self._reported_by_others(deadline.left_s + COLLECT_REPORT_S)
             return known or FailureReport("mismatch", calls=self.called_here())
         if isinstance(cause, Disagreement):
-            known = self._reported_by_others(REPORT_S if not cause.complete else 0.0)
+            known = self._reported_by_others(0.0)
             return known or FailureReport("mismatch", calls=cause.calls)
         if isinstance(cause, ConnectionBroken):
             if deadline.left_s < _SOON_S:

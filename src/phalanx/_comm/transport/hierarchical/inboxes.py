@@ -19,15 +19,13 @@ import torch
 from torch import Tensor
 
 from phalanx._base.deadline import Deadline
-from phalanx._comm.engines.engine import Engine, InTransit
+from phalanx._comm.engines.engine import FOR_EVER, Engine, InTransit, timedelta_of
 from phalanx._comm.transport.background import LOOK_EVERY_S, WHOLE_BYTES, Background, get_soon, look_at
 from phalanx._comm.transport.hierarchical.rails import (
     FINGERPRINT,
-    FOR_EVER,
     ConnectionBroken,
     NotBegun,
     talking_to,
-    timedelta_of,
 )
 
 _AHEAD = 4  # operations for which receives are posted; a peer may be one ahead of this host

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,7 +16,7 @@ from phalanx import _core
 from phalanx._base.deadline import Deadline
 from phalanx._base.dtypes import dtype_of
 from phalanx._base.malloc import keep_freed_memory
-from phalanx._comm.engines.engine import DATA, Engine, InTransit
+from phalanx._comm.engines.engine import DATA, Engine, InTransit, timedelta_of
 from phalanx._comm.schedules import Link, Schedule, Topology, build, play
 from phalanx._comm.schedules.algorithms import find, offering
 from phalanx._comm.schedules.cost import ETHERNET, cheapest
@@ -28,9 +27,6 @@ from phalanx._comm.transport.hierarchical.compression import Compression, Wideni
 # fingerprints.
 FINGERPRINT = 0x7FFFFFFE
 _NUMBERS = 4000  # the most distinct messages within one collective
-_LONG_WAIT_S = 20.0  # a longer wait lasts whole seconds, so that few timedelta objects are created
-_LONGEST_WAIT_S = 1e8  # three years: an infinite timeout, in milliseconds
-FOR_EVER = timedelta(seconds=_LONGEST_WAIT_S)
 
 
 class ConnectionBroken(Exception):
@@ -59,19 +55,6 @@ def talking_to(peer: int) -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise ConnectionBroken(peer, str(error)) from error
-
-
-def timedelta_of(deadline: Deadline) -> timedelta:
-    """Return the time left until the deadline, for an engine's wait."""
-    left_s = deadline.left_s
-    if left_s > _LONG_WAIT_S:
-        return _seconds(math.ceil(min(left_s, _LONGEST_WAIT_S)))
-    return timedelta(seconds=max(left_s, 0.001))
-
-
-@lru_cache
-def _seconds(number: int) -> timedelta:
-    return timedelta(seconds=number)
 
 
 @dataclass(frozen=True)
@@ -116,7 +99,7 @@ def plan(
 
 
 class Rail:
-    """A `Rail` connects one rank of each host. `run` and `play` run a collective of these ranks."""
+    """A `Rail` connects one rank of each host; `play` runs a collective of these ranks."""
 
     def __init__(
         self,
@@ -135,29 +118,6 @@ class Rail:
         self._link = link
         keep_freed_memory()  # each large operation allocates and frees scratch memory
 
-    def run(
-        self,
-        operation: Operation,
-        buffer: Tensor,
-        deadline: Deadline,
-        *,
-        tag: int,
-        redop: int = -1,
-        root: int = 0,
-        bounds: Sequence[int] | None = None,
-        key: int = 0,
-    ) -> None:
-        """Run this host's part of `operation` on `buffer`, in place. `key` names the tensor, for error feedback.
-
-        Numerics: in the schedule's `order`; bitwise equal on all ranks of the rail.
-
-        Raises:
-            ConnectionBroken: a peer is lost or late; `buffer` holds undefined values.
-        """
-        schedule = plan(operation, len(self._ranks), buffer.nbytes.bit_length(), root, self._algorithm, self._link)
-        for _ in self.play(schedule, buffer, deadline, tag=tag, redop=redop, bounds=bounds, key=key):
-            pass
-
     def play(
         self,
         schedule: Schedule,
@@ -166,14 +126,19 @@ class Rail:
         *,
         tag: int,
         redop: int = -1,
-        bounds: Sequence[int] | None = None,
         key: int = 0,
     ) -> Iterator[None]:
-        """Run `schedule` step by step, as `schedules.play` does; each step has its own tags.
+        """Run `schedule` on `buffer`, in place, step by step, as `schedules.play` does; each step has its own tags.
 
-        `buffer` is scratch: it may be written before the ranks of the rail have agreed.
+        `buffer` is scratch: it may be written before the ranks of the rail have agreed. `key` names the tensor, for
+        error feedback.
+
+        Numerics: in the schedule's `order`; bitwise equal on all ranks of the rail.
+
+        Raises:
+            ConnectionBroken: a peer is lost or late; `buffer` holds undefined values.
         """
-        reduces = schedule.operation in ("all_reduce", "reduce", "reduce_scatter")
+        reduces = schedule.operation in ("all_reduce", "reduce")
         shorter = reduces and self._compression.rounds(buffer.dtype)
         lost: Tensor | None = None
         code = dtype_of(buffer.dtype).code
@@ -205,7 +170,6 @@ class Rail:
             recv=recv,
             combine=combine,
             scratch=lambda n: torch.empty(n, dtype=buffer.dtype, device="cpu"),
-            bounds=bounds,
         )
         next(steps)
         yield
