@@ -87,7 +87,6 @@ READS_ENVIRONMENT = {
     "_comm/backend/rendezvous.py": "reads what launchers set",
     "_comm/backend/torch_integration/backend_names.py": "asks whether `phalanx run` started this process",
     "_comm/backend/create.py": "the network interface, and whether a public address is allowed, as Gloo's users say it",
-    "_comm/backend/imported_environment.py": "takes back what torch's compiler sets when it is imported",
     "_comm/backend/start.py": "asks whether a launcher put this process in a job",
     "_comm/backend/job.py": "finds the job that a launcher put this process in",
     "rpc/start.py": "finds the job that a launcher put this process in",

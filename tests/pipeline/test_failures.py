@@ -12,7 +12,6 @@ from torch import nn
 from torch.nn import functional
 
 import phalanx
-from phalanx._comm.backend.imported_environment import environment_preserved
 from phalanx.errors import summary_of
 from phalanx.pipeline.schedule import SCHEDULES
 from phalanx.testing import run_ranks
@@ -474,16 +473,3 @@ def test_a_rank_that_has_completed_its_part_is_notified_of_one_that_has_failed(r
     )
     assert "stage 2 (rank 2), micro-batch 3, forward in layer '2'" in evaluated
     assert "seven is not a prime here" in evaluated
-
-
-def test_variables_that_an_import_of_torch_sets_are_restored(monkeypatch):
-    """zero_bubble's import of torch's compiler set the folder of its cache for all child processes."""
-    name = "TORCHINDUCTOR_CACHE_DIR"
-    monkeypatch.delenv(name, raising=False)
-    with environment_preserved():
-        os.environ[name] = "/set/by/an/import"
-    assert name not in os.environ
-    monkeypatch.setenv(name, "/set/by/the/user")
-    with environment_preserved():
-        pass
-    assert os.environ[name] == "/set/by/the/user"

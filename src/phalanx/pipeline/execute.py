@@ -236,7 +236,7 @@ class Executor:
                     self._wire.release_sent(Edge(stage.index, target), micro_batch + 1)  # it has received those values
         note_wait(time.perf_counter() - recomputed - self._step.turn, "stages")
         with self._wire.making():
-            made = stage.backward(micro_batch, grads, later_weights=later_weights)
+            made = stage.backward(micro_batch, grads)
         for source, found in made.items():
             if source in self.stages:
                 self._local[Edge(stage.index, source, True)].append(found)

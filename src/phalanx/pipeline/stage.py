@@ -17,7 +17,6 @@ from phalanx._base.torch_names import find
 from phalanx.pipeline.aliases import ValueAliases, find_pairs
 from phalanx.pipeline.micro_batch_random import MicroBatchRandom
 from phalanx.pipeline.nested import tree_flatten, tree_map
-from phalanx.pipeline.split_backward import WeightsBackward, backward_input
 from phalanx.pipeline.weight_gradients import WeightGradients, Weights, saved_bytes
 
 
@@ -39,7 +38,7 @@ class PendingMicroBatch:
     finish: Callable[[dict[fx.Node, Any]], Any] | None = None
     recompute: bool = False
     recomputed: bool = False
-    weights: WeightsBackward | WeightGradients | None = None
+    weights: WeightGradients | None = None
     """The remaining work of `backward_weights`."""
 
 
@@ -177,12 +176,10 @@ class Stage:
         now, most = (1, 1) if recomputed else (len(self.in_flight), self._most)
         return self._saved_bytes * (_TOLERATED * most - (now - 1))
 
-    def backward(
-        self, micro_batch: int, grads: dict[int, list[Tensor | None]], *, later_weights: bool = False
-    ) -> dict[int, list[Tensor | None]]:
+    def backward(self, micro_batch: int, grads: dict[int, list[Tensor | None]]) -> dict[int, list[Tensor | None]]:
         """Return the gradients for each source stage, from the gradients of the destination stages.
 
-        Call `backward_weights` afterwards; with `later_weights` at any later time.
+        Call `backward_weights` at any later time.
         """
         pending = self.in_flight[micro_batch]
         roots: list[Tensor] = []
@@ -195,10 +192,8 @@ class Stage:
                     roots.append(tensor)
                     root_grads.append(grad)
         leaves = [leaf for source in pending.leaves.values() for leaf in source]
-        if isinstance(pending.weights, WeightGradients):
+        if pending.weights is not None:
             pending.weights.backward(roots, root_grads)
-        elif later_weights:
-            pending.weights = backward_input(roots, root_grads, leaves, self.parameters)
         elif roots:
             torch.autograd.backward(roots, root_grads)
         pending.outputs, pending.loss, pending.finish = {}, None, None

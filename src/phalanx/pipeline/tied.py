@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from phalanx._base.partition.parts import LayerRange
-from phalanx.pipeline.split_backward import add_gradients
 from phalanx.pipeline.wire import Wire
 
 _ABSENT, _DENSE, _SPARSE = range(3)
@@ -140,3 +139,10 @@ class TiedGradients:
         return torch.sparse_coo_tensor(
             indices, values, parameter.shape, device=device, is_coalesced=True, check_invariants=False
         )
+
+
+def add_gradients(total: Tensor | None, grad: Tensor | None) -> Tensor | None:
+    """Return the sum in the memory of one operand; None counts as zero. The sum is dense if either of them is."""
+    if total is None or grad is None:
+        return grad if total is None else total
+    return grad.add_(total) if total.is_sparse and not grad.is_sparse else total.add_(grad)
