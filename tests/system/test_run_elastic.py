@@ -81,37 +81,6 @@ def find_zygote(job: Job, rank: int = 0) -> int:
         return int(file.read().rpartition(b")")[2].split()[1])
 
 
-def wait_spare(zygote: int) -> int:
-    """Until a zygote has a spare; its process."""
-    while True:
-        children = Path(f"/proc/{zygote}/task/{zygote}/children").read_text().split()
-        for child in map(int, children):
-            try:
-                words = Path(f"/proc/{child}/cmdline").read_bytes()
-            except OSError:
-                continue
-            if b"the spare zygote" in words:
-                return child
-
-
-@pytest.mark.slow
-def test_a_zygote_that_is_killed_together_with_a_rank_has_a_spare_which_imports_nothing(tmp_path: Path) -> None:
-    """The replacement waited for another import of torch: 9.4 to 11.1 s, where a rank alone takes a few tenths."""
-    with elastic_job(tmp_path) as job:
-        zygote = find_zygote(job)
-        for generation, rank in ((1, 1), (2, 2)):  # the spare has a spare, too
-            spare = wait_spare(zygote)
-            os.kill(zygote, signal.SIGKILL)
-            job.kill(rank)
-            job.wait_joined(generation, rank)
-            job.wait_generation(generation, 3)
-            assert find_zygote(job, rank) == spare
-            zygote = spare
-        finished = job.finish()
-    assert finished.code == 0, finished.err
-    assert finished.err.count("The ranks continue; its spare replaces it") == 2
-
-
 def wait_gone(pid: int) -> None:
     """Until a process has ended."""
     try:

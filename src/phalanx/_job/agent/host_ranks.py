@@ -248,10 +248,6 @@ class HostRanks:
             self.is_swept = True
         elif event["event"] == "relay":
             self._host.adopted.signal(event["signum"], event["ranks"], group=event["group"])
-        elif event["event"] == "spare":
-            self._host.zygote.on_spare(event["pid"])
-            if self._state.phase == "running":
-                self._host.zygote.keep_spare()
 
     def _replace_zygote(self) -> None:
         """Replace a zygote that has exited if the ranks survive it; otherwise set `zygote_lost`, which ends the job."""
@@ -287,12 +283,10 @@ class HostRanks:
             self._host.display.print(f"{text}, but lost ranks cannot be replaced: {error.strerror or error}")
             self._listener.do_elastic(self._elastic.on_no_forks(time.monotonic()))
         else:
-            then = "its spare replaces it" if self._host.zygote.was_spare else "starting another"
-            self._host.display.print(f"{text}; {then}")
+            self._host.display.print(f"{text}; starting another")
             for rank in self._elastic.forking:  # the old zygote has not reported these forks
                 self.fork(rank)
                 self._host.zygote.continue_without(rank)
-            self._host.zygote.keep_spare()
         self._reap_adopted()
 
     def on_child_signal(self) -> None:

@@ -90,7 +90,6 @@ class Requests:
             os.close(fd)
         zygote.continue_without(rank)
         zygote.warm_up()
-        zygote.keep_spare()
         welcome = {"kind": "welcome", "generation": attempt.numbers.generation}
         attempt.links.accept(request.channel, rank, pid, welcome)
         attempt.on_rank_message(rank, pid, request.message)

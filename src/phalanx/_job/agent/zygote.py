@@ -7,9 +7,6 @@ never runs user code. It adopts all orphans among its descendants. When the agen
 reason, the zygote kills all its descendants and exits. When the zygote dies, the kernel kills the ranks (by their
 parent-death signal), and the agent adopts and kills their children.
 
-In an elastic job the zygote has a spare: a fork of itself, which sleeps until the zygote is killed, and then replaces
-it without an import. The agent's first command to the spare makes it the zygote.
-
 A signal may be sent to the agent alone (`docker stop`, Ctrl-C) or to every process of the job (systemd, `scancel`). The
 zygote survives the signal, and so can distinguish the two: nobody signals the zygote alone. It relays the agent's
 signal, unless it receives the same signal itself, because then the ranks do, too.
@@ -24,10 +21,8 @@ Commands:  target {target, local_rank_flag, folder}: what the ranks run; sent on
            elastic {rank}: the job survives the loss of this rank; kill the rest of its process group when it fails;
            warm: import the modules for training;
            guard {sessions}: the sessions of earlier zygotes, to be killed as well when the agent has exited;
-           spare, with a descriptor, the spare's control socket: fork a spare;
            membership {membership}: to notify the first host if the agent is killed;
 Events:    started {rank, pid};  unforked {rank, errno};  exit {rank, pid, status, at};  swept;
-           spare {pid}: 0 if the spare could not be forked, or has exited;
            relay {signum, ranks, group}: send the signal to these ranks, which the zygote has not forked
 """
 
@@ -179,7 +174,6 @@ def _fork() -> int:
 class _Zygote:
     def __init__(self, control: Channel, agent: int, sessions: Sequence[int]) -> None:
         self._control = control
-        self._pid = os.getpid()
         self._agent = agent
         self._sessions = tuple(sessions)  # the sessions of earlier zygotes
         self._elastic: set[int] = set()  # the processes of elastic ranks
@@ -191,8 +185,6 @@ class _Zygote:
         self._caught = contextlib.ExitStack()  # while open, signals are read from a descriptor
         self._received: dict[int, float] = {}  # by signal: when this process last received it
         self._delayed: list[tuple[float, dict[str, Any]]] = []  # signals to relay, and when
-        self._spare = 0  # the process of the spare
-        self._is_spare = False  # whether this process is a spare that has not replaced its zygote
 
     def serve(self, *, reports_death: bool = False) -> Assignment:
         """Serve the agent's commands; return only in a forked rank.
@@ -203,7 +195,7 @@ class _Zygote:
         signals = self._caught.enter_context(caught_signals([signal.SIGCHLD, *RELAYED_SIGNALS]))
         signal.pthread_sigmask(signal.SIG_UNBLOCK, RELAYED_SIGNALS)
         outlive_parent()
-        if not (self._is_spare or reports_death) and os.getppid() != self._agent:  # the agent died before this
+        if not reports_death and os.getppid() != self._agent:  # the agent died before this
             kill_sessions(self._sessions)
             os._exit(1)
         poll = select.poll()
@@ -218,7 +210,6 @@ class _Zygote:
             if self._control.fileno() in ready:
                 # One at a time: a forked rank would inherit the descriptors of later messages.
                 for message in self._control.receive_available(limit=1):
-                    self._is_spare = False
                     assignment = self._execute(message.content, message.fds)
                     if assignment is not None:
                         return assignment
@@ -260,9 +251,7 @@ class _Zygote:
         signal_children(named, message["signum"], group=message["group"])
 
     def _end_with_agent(self) -> NoReturn:
-        """Kill all ranks and exit, because the agent has exited; a spare only exits."""
-        if self._is_spare:
-            os._exit(0)
+        """Kill all ranks and exit, because the agent has exited."""
         kill_sessions(self._sessions)
         kill_descendants(list(self._ranks))
         if self._folder:
@@ -295,29 +284,10 @@ class _Zygote:
         elif command == "sweep":
             self._report_exits(kill_descendants(list(self._ranks)))
             self._send_event({"event": "swept"})
-        elif command in ("fork", "spare"):
+        elif command == "fork":
             # Signals stay pending in the child until it has set its own handlers.
             with blocked_signals(RELAYED_SIGNALS):
-                return self._fork(message, fds) if command == "fork" else self._fork_spare(*fds)
-        return None
-
-    def _fork_spare(self, control: int) -> Assignment | None:
-        """Fork a spare. Return None in this process; the spare returns only in a rank, with its assignment."""
-        try:
-            self._spare = _fork()
-        except OSError:
-            self._spare = 0
-        if self._spare == 0 and os.getpid() != self._pid:
-            self._undo_setup()
-            adopt_orphans()  # a fork does not inherit this
-            os.setsid()  # a session of its own, which identifies its ranks
-            set_command([sys.executable, f"(phalanx run {self._agent}: the spare zygote)"])
-            spare = _Zygote(Channel(socket.socket(fileno=control)), self._agent, ())
-            spare._target, spare._local_rank_flag, spare._folder = self._target, self._local_rank_flag, self._folder
-            spare._membership, spare._is_spare = self._membership, True
-            return spare.serve()
-        os.close(control)
-        self._send_event({"event": "spare", "pid": self._spare})
+                return self._fork(message, fds)
         return None
 
     def _notify_first_host(self) -> None:
@@ -374,9 +344,6 @@ class _Zygote:
     def _report_exit(self, pid: int, status: int) -> None:
         rank = self._ranks.pop(pid, None)  # None for an adopted orphan
         self._elastic.discard(pid)
-        if pid == self._spare:
-            self._spare = 0
-            self._send_event({"event": "spare", "pid": 0})
         if rank is not None:
             self._send_event({"event": "exit", "rank": rank, "pid": pid, "status": status, "at": time.monotonic()})
 

@@ -20,45 +20,6 @@ from phalanx._job.agent.title import count_room
 from phalanx._job.agent.zygote_command import plan_zygote_code
 
 _MAX_ROOM = 1 << 14
-_MAX_SPARES = 20  # per zygote, because the cause of their deaths may persist
-
-
-class Spare:
-    """A `Spare` is a fork of the zygote that replaces a killed zygote. `pid` is 0 until the fork is reported."""
-
-    def __init__(self, control: Channel) -> None:
-        self.control = control
-        self.pid = 0
-
-
-class _ForkedProcess:
-    """A child that this process did not start, with the methods of `subprocess.Popen` that a zygote needs."""
-
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
-        self.returncode: int | None = None
-
-    def poll(self, options: int = os.WNOHANG) -> int | None:
-        if self.returncode is None:
-            try:
-                found, status = os.waitpid(self.pid, options)
-            except ChildProcessError:  # it was reaped elsewhere
-                self.returncode = -signal.SIGKILL
-            else:
-                self.returncode = os.waitstatus_to_exitcode(status) if found else None
-        return self.returncode
-
-    def wait(self) -> int:
-        code = self.poll(0)
-        assert code is not None
-        return code
-
-    def send_signal(self, signum: int) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, signum)
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
 
 
 class ZygoteProcess:
@@ -72,13 +33,11 @@ class ZygoteProcess:
         plan: JobPlan,
         *,
         sessions: Sequence[int] = (),
-        spare: Spare | None = None,
     ) -> None:
         """Start a zygote for the ranks of `plan`.
 
         Arguments:
             sessions: the sessions of earlier zygotes that still have live ranks.
-            spare: the spare of the previous zygote, to be used instead of starting a process.
         """
         settings = plan.settings
         self.has_forked = False  # whether a fork was requested
@@ -87,14 +46,6 @@ class ZygoteProcess:
         # Ranks that train, or that may be restarted, need more modules, which the zygote imports once.
         self._warm = self._preload and (bool(settings.max_restarts) or may_train(settings.target))
         self._sent: list[dict[str, Any]] = []  # messages to repeat to a replacement of this zygote
-        self._spare: Spare | None = None
-        self._num_spares = 0
-        self._process: subprocess.Popen[bytes] | _ForkedProcess
-        self.was_spare = spare is not None
-        if spare is not None:
-            self.control, self._process = spare.control, _ForkedProcess(spare.pid)
-            self.guard(sessions)
-            return
         ours, theirs = socket.socketpair()
         self.control = Channel(ours)
         code = plan_zygote_code(
@@ -143,12 +94,12 @@ class ZygoteProcess:
     def start_another(self, sessions: Sequence[int]) -> ZygoteProcess:
         """Return a replacement of this zygote, which receives the same messages.
 
-        The replacement is the spare, if there is one. `sessions` are the sessions that still have live ranks.
+        `sessions` are the sessions that still have live ranks.
 
         Raises:
             OSError: no process could be started.
         """
-        another = ZygoteProcess(self._plan, sessions=sessions, spare=self._release_spare())
+        another = ZygoteProcess(self._plan, sessions=sessions)
         another._warm = self._warm
         for message in self._sent:
             another._send(message)
@@ -167,33 +118,6 @@ class ZygoteProcess:
         for message in self._sent:
             another._send(message)
         return another
-
-    def keep_spare(self) -> None:
-        """Have the zygote fork a spare, if it has none."""
-        if self._spare is None and self._num_spares < _MAX_SPARES and not self.control.gone:
-            self._num_spares += 1
-            ours, theirs = socket.socketpair()
-            self._spare = Spare(Channel(ours))
-            with theirs:
-                self.control.put({"command": "spare"}, [theirs.fileno()])
-
-    def on_spare(self, pid: int) -> None:
-        """Record the process of the spare; 0 means that it could not be forked, or has exited."""
-        if pid and self._spare is not None:
-            self._spare.pid = pid
-        elif (spare := self._release_spare()) is not None:
-            spare.control.close()
-
-    def _release_spare(self) -> Spare | None:
-        """Return the spare and transfer its ownership to the caller; None if there is none, or it has exited."""
-        spare, self._spare = self._spare, None
-        if spare is None:
-            return None
-        spare.control.receive_available()  # the spare sends nothing: this only detects its exit
-        if spare.pid and not spare.control.gone:
-            return spare
-        spare.control.close()
-        return None
 
     def _send(self, message: dict[str, Any]) -> None:
         self._sent.append(message)
@@ -261,7 +185,6 @@ class ZygoteProcess:
 
     def close(self, reaped: Mapping[int, int]) -> None:
         """Close the socket. `reaped` are the wait statuses of children that the caller has reaped."""
-        self.on_spare(0)
         self.control.close()
         if self._process.returncode is None and self.pid in reaped:
             self._process.returncode = os.waitstatus_to_exitcode(reaped[self.pid])
