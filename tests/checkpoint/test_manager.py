@@ -12,6 +12,7 @@ import sys
 import threading
 from pathlib import Path
 
+import numpy
 import numpy as np
 import pytest
 import torch
@@ -260,6 +261,17 @@ def test_an_optimizer_that_one_rank_alone_passes_is_refused_by_name(rank, tmp_pa
     with pytest.raises(CheckpointError, match=r"rank 1 has no optimizer 'opt' in its parts, and rank 0 has"):
         CheckpointManager(tmp_path).save(1, parts)
     assert names(tmp_path) == []
+
+
+def test_a_bit_generator_that_random_state_does_not_save_is_named():
+    """The save ended in "ValueError: too many values to unpack"."""
+    was = numpy.random.get_bit_generator()
+    numpy.random.set_bit_generator(numpy.random.PCG64())
+    try:
+        with pytest.raises(CheckpointError, match="has chosen a PCG64"):
+            RandomState().state_dict()
+    finally:
+        numpy.random.set_bit_generator(was)
 
 
 @KINDS

@@ -1,6 +1,7 @@
 """Hosts that are real to the network: IPv4 and IPv6, a way that leads nowhere, a cable that is pulled."""
 
 import contextlib
+import errno
 import os
 import socket
 import subprocess
@@ -87,6 +88,26 @@ def test_of_several_addresses_the_one_that_answers_is_taken(monkeypatch):
         )
         route = find_route(Address("anna", port), Deadline.after(30))
     assert str(route.address) == f"127.0.0.1:{port}"
+
+
+def test_an_address_family_that_this_kernel_lacks_is_passed_over(monkeypatch):
+    """A name with ::1 before 127.0.0.1 ended in "Address family not supported by protocol"."""
+    made = socket.socket
+
+    def without_ipv6(family=socket.AF_INET, *args, **options):
+        if family == socket.AF_INET6:
+            raise OSError(errno.EAFNOSUPPORT, os.strerror(errno.EAFNOSUPPORT))
+        return made(family, *args, **options)
+
+    with Service("127.0.0.1:0", KEY) as service:
+        port = service.address.port
+        both = [
+            (socket.AF_INET6, socket.SOCK_STREAM, 6, "", ("::1", port, 0, 0)),
+            (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", port)),
+        ]
+        monkeypatch.setattr(socket, "getaddrinfo", lambda host, port, **_: both)
+        monkeypatch.setattr("phalanx._comm.control.route.socket.socket", without_ipv6)
+        assert str(find_route(Address("anna", port), Deadline.after(30)).address) == f"127.0.0.1:{port}"
 
 
 def on(host, function):

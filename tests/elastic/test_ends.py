@@ -93,3 +93,9 @@ def test_run_without_a_state_is_refused_by_name() -> None:
     with pytest.raises(TypeError, match=r"fit is a method, and `self` would receive the state"):
         elastic.run(state)(Fit.fit)  # type: ignore[arg-type]
     assert elastic.run(state)(Fit().fit)(state) == 0
+
+
+def test_an_address_as_the_last_checkpoint_is_refused_before_the_first_step() -> None:
+    """The job ended in a FileNotFoundError when the last ranks were to save, and their state was lost."""
+    with pytest.raises(ValueError, match=r"checkpoint='s3://bucket/last.pt' is not a local file"):
+        elastic.run(elastic.State(), checkpoint="s3://bucket/last.pt")

@@ -68,6 +68,7 @@ def test_wrong_options_are_refused():
             rpc.RpcBackendOptions(**wrong)
     with pytest.raises(TypeError, match="rpc_timeout is a number of seconds, got a timedelta"):
         rpc.RpcBackendOptions(rpc_timeout=timedelta(seconds=3))
+    assert rpc.RpcBackendOptions(rpc_timeout=-1).rpc_timeout == 60, "PyTorch's UNSET_RPC_TIMEOUT"
 
 
 def _shut_down_alone(rank: int, folder: str) -> None:

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch.utils.data import DataLoader
 
 import phalanx
 from phalanx import strategies
+from phalanx.strategies.each_rank import EachRank
 from phalanx.testing import run_ranks
 from phalanx.trainer import EarlyStopping
 
@@ -122,6 +124,16 @@ def test_every_strategy_stops_early_on_all_ranks():
         ends[word] = (trainer.epoch, trainer.step)
         trainer.strategy.close()
     assert set(ends.values()) == {(2, 4)}
+
+
+def test_callbacks_go_on_where_the_ranks_of_one_strategy_differ_and_those_of_the_other_do_not():
+    """A checkpoint of mirrored ranks ended a run with shard="model" in a KeyError, and the other way round was lost."""
+    states = [{"best": 3}, {"best": 0}, {"best": 0}]
+    first, second, third = (SimpleNamespace(state_dict=one.copy, load_state_dict=one.update) for one in states)
+    alike, apart = EachRank({"callbacks": first}, None, differ=False), EachRank({"callbacks": second}, None)
+    apart.load_state_dict(alike.state_dict())
+    EachRank({"callbacks": third}, None, differ=False).load_state_dict(apart.state_dict())
+    assert states == [{"best": 3}] * 3
 
 
 @pytest.mark.slow

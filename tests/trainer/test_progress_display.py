@@ -115,6 +115,7 @@ def test_the_rate_is_that_of_all_ranks():
         ((torch.zeros(7, 2), torch.zeros(7)), 7),
         ([[torch.zeros(3)], "x"], 3),
         ({"image": torch.zeros(2, 9), "label": torch.zeros(2)}, 2),
+        ({"name": ["a", "b", "c"], "image": torch.zeros(3, 9)}, 3),
         (torch.tensor(1.0), 1),
         ("a text", 1),
         ([], 1),

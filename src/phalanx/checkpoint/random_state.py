@@ -58,7 +58,13 @@ def local_state() -> dict[str, Any]:
         "torch": torch.get_rng_state(),
     }
     if numpy := sys.modules.get("numpy"):
-        name, keys, position, has_gauss, cached = numpy.random.get_state()
+        words = numpy.random.get_state()
+        if isinstance(words, dict):
+            raise CheckpointError(
+                f"RandomState: numpy.random.set_bit_generator has chosen a {words['bit_generator']}; only the state of "
+                "NumPy's default, MT19937, is saved. Use a generator of your own instead (numpy.random.default_rng)."
+            )
+        name, keys, position, has_gauss, cached = words
         keys = torch.from_numpy(keys.astype("int64"))
         state["numpy"] = {"name": name, "keys": keys, "rest": (int(position), int(has_gauss), float(cached))}
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]

@@ -284,24 +284,22 @@ def download(address: str, retry_s: float) -> Iterator[tuple[Path, str, tuple[st
     """
     address = address.rstrip("/")
     parent, _, name = address.rpartition("/")
-    try:
-        objects = RemoteFolder(address, retry_s).list()
-        entries = [] if "" in objects or MANIFEST in objects else RemoteHistory(address, None, retry_s).entries()
-        if not entries and not objects.keys() & {"", MANIFEST}:
-            raise CheckpointError(f"{address}: there is no checkpoint there.")
-        if "" in objects:
-            file = Path(tempfile.mkdtemp(prefix="phalanx-checkpoint-")) / name
-            RemoteFolder(parent, retry_s).get(name, file)
-    except (CheckpointError, ModuleNotFoundError):
-        raise
-    except Exception as error:
-        raise CheckpointError(f"{address} could not be read: {type(error).__name__}: {error}") from error
-    if "" in objects:
+    with contextlib.ExitStack() as stack:
         try:
+            objects = RemoteFolder(address, retry_s).list()
+            entries = [] if "" in objects or MANIFEST in objects else RemoteHistory(address, None, retry_s).entries()
+            if not entries and not objects.keys() & {"", MANIFEST}:
+                raise CheckpointError(f"{address}: there is no checkpoint there.")
+            if "" in objects:
+                file = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="phalanx-checkpoint-"))) / name
+                RemoteFolder(parent, retry_s).get(name, file)
+        except (CheckpointError, ModuleNotFoundError):
+            raise
+        except Exception as error:
+            raise CheckpointError(f"{address} could not be read: {type(error).__name__}: {error}") from error
+        if "" in objects:
             yield file, address, ()
-        finally:
-            shutil.rmtree(file.parent, ignore_errors=True)
-        return
+            return
     if entries:
         parent, name = address, entries[0].path.name
     history = RemoteHistory(parent, None, retry_s)

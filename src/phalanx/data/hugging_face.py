@@ -25,7 +25,10 @@ def from_datasets(dataset: Any, *, rows_per_shard: int = 1000, **options: Any) -
     Raises:
         ModuleNotFoundError: datasets is not installed.
         TypeError: `dataset` is neither, or has several splits.
+        ValueError: `rows_per_shard` is not at least 1.
     """
+    if rows_per_shard < 1:
+        raise ValueError(f"from_datasets: rows_per_shard must be 1 or more, got {rows_per_shard}")
     datasets = require("datasets", extra="data", what="from_datasets")
     if isinstance(dataset, datasets.IterableDataset):
         return Stream(list(range(dataset.num_shards)), _ReadOn(dataset), **options)

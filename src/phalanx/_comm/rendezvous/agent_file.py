@@ -62,7 +62,8 @@ def report_lost(fd: int, lost: LostHost) -> None:
     """Report a lost host to the ranks of this host; only the first report counts."""
     if read_lost(fd) is None:
         spans = [[first, last] for first, last in _spans(lost.ranks)]
-        os.pwrite(fd, json.dumps({"ranks": spans, "reason": lost.reason[:1000]}).encode()[:_MAX_BYTES], _LOST_AT)
+        content = json.dumps({"ranks": spans, "reason": lost.reason[:500]}, ensure_ascii=False)
+        os.pwrite(fd, content.encode()[:_MAX_BYTES], _LOST_AT)
 
 
 def read_lost(fd: int) -> LostHost | None:
