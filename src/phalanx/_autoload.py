@@ -1,4 +1,4 @@
-"""Register the backend's name with torch; `import torch` runs this when Phalanx is installed, and it loads nothing.
+"""Register the backend's names during `import torch`, without importing the backend.
 
 PyTorch calls `register` through the `torch.backends` entry point; programs without the backend pay for a dict entry.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 
 def register() -> None:
-    """Register the backend "phalanx" with torch; safe to call more than once."""
+    """Register the names "phalanx" and "mpi" with torch; safe to call more than once."""
     from phalanx._comm.backend.torch_integration.backend_names import offer_backend
 
     offer_backend()

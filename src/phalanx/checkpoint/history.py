@@ -97,8 +97,8 @@ class Draft:
 
         Raises:
             OSError: the disk failed; only this draft has changed.
-            NotDurableError: a folder could not be synchronised: the draft's, and only this draft has changed; or the
-                history's, and the checkpoint is in place, but may not survive a power cut.
+            NotDurableError: the draft's folder could not be synchronised, and only this draft has changed; or the
+                history's folder could not, and the checkpoint is in place, but may not survive a power cut.
         """
         with (self.path / MANIFEST).open("xb") as file:
             file.write(manifest.encode())

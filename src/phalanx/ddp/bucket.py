@@ -247,7 +247,7 @@ class DenseBucket:
             self.buffer.mul_(scale)
 
     def _use_in_place(self, pool: SharedPool, *, written: bool) -> bool:
-        """Let `in_place` be the gradient if it is in the pool and unshared, otherwise a copy in the pool.
+        """Set `in_place` to the gradient if it is in the pool and unshared, otherwise to a copy in the pool.
 
         If the published mean of the last round is still in `.grad`, it may change in place whoever else refers to it:
         the user did not call zero_grad, or called it with set_to_none=False. If there is no gradient, or no room in the

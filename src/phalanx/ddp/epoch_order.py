@@ -48,7 +48,7 @@ class EpochOrder:
         """Return whether, with this batch, the first `NUM_BATCHES` were repeated in their order.
 
         The result is never True if two of the first batches are equal, or if torch cannot compare the tensors. It is
-        never True for tensors on a device either: their comparison would stall the device.
+        never True for tensors that are not on the CPU either: comparing them would stall their device.
 
         Cost: compares some 256 elements of each tensor, up to the first difference, in at most `MOST_STEPS` steps.
         """

@@ -5,7 +5,7 @@
     gradients, update          ...                   (a rank with all gradients of step n knows that all have prepared)
     commit of step n           slot n%3, apart: the small state (values, extra states); its checksum; number n
                                ranks wait for each other: in the first commits, and if their small states differ, they
-                               draw after a backward or need more room
+                               draw random numbers or change buffers after a backward, or need more room
 
 The slots of a rank that dies remain in memory that the others map. A rank that has completed step n has received every
 rank's gradients, and each rank sent them after it had prepared: so the slot of the agreed step is complete, whenever

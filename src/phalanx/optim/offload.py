@@ -130,7 +130,7 @@ class Offload:
             used[key] += shard.count
 
     def update(self, optimizer: Optimizer, kwargs: dict[str, Any]) -> None:
-        """Update this rank's slices of the masters; the only rank of a group also begins to copy them to devices."""
+        """Update this rank's slices of the masters; in a group of one rank, also begin to copy these to the devices."""
         for masters in self._masters:
             masters.pull()
         with_gradient = [pair for pair in self._all() if pair[1].parameter.grad is not None]

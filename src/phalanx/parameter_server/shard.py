@@ -77,7 +77,7 @@ class Shard:
         }
         self._added: list[tuple[str, str]] = []  # the groups added later: their kind and description
         self.left: set[str] = set()
-        self.workers: dict[str, int] = {}  # by trainer: the uid of the worker that attached last, or was found first
+        self.workers: dict[str, int] = {}  # by trainer: the uid of its worker at creation, or of the last to attach
         self._total: Tensor | None = None  # the norm for the next step
         self.load(load_number, state)
 
@@ -165,7 +165,7 @@ class Shard:
         while self.is_complete():
             pushed = self._next_step()
             if mismatch := self._find_mismatch(pushed):
-                del self._pending[self.step]  # as below, where an optimizer may fail
+                del self._pending[self.step]  # a refused step is dropped, as is one below whose optimizer raises
                 raise mismatch
             if any(one.clip for one in pushed.values()) and self._total is None:
                 return

@@ -55,7 +55,7 @@ from phalanx.rpc.worker_info import WorkerAddress
 
 _LINGER_S = 1.0
 _PIECE_BYTES = 1 << 16  # parts travel in pieces of this size
-_OPEN_FILES = 4096  # the limit of open files to request: strangers may flood the port
+_OPEN_FILES = 4096  # the limit of open files to request, if the system allows it: strangers may flood the port
 _MAX_YOUNG = 256  # connections that have not sent a message yet
 _COPY_BYTES = 1 << 14  # below this a copy is cheaper than tracking who uses the memory
 _logger = get_logger(__name__)
@@ -198,7 +198,7 @@ class Network:
         self._context.term()
 
     def _connect_again(self, poller: zmq.Poller) -> bool:
-        """Reconnect the connections whose retry is due; return whether there were connections to retry."""
+        """Reconnect the connections whose retry is due; return whether any waited for a retry, due or not."""
         now, soon = time.monotonic(), False
         for _, one in self._outgoing.values():
             if one.is_retrying:

@@ -296,7 +296,11 @@ def _group_class() -> Any:
 
 @contextlib.contextmanager
 def _explained_shortage(here: str) -> Iterator[None]:
-    """In the block, add the limit and advice to errors that report a lack of descriptors or memory."""
+    """Convert an error in the block that reports a lack of descriptors or memory to one with the limit and advice.
+
+    Raises:
+        PhalanxError: descriptors or memory ran out in the block.
+    """
     try:
         yield
     except MemoryError:  # Python's own, which has no text
@@ -343,7 +347,7 @@ def _complete(transport: Transport, bootstrap: Bootstrap, options: Any, deadline
 
 
 def _report_lost_host(global_ranks: Sequence[int], processes: Sequence[str]) -> FailureReport | None:
-    """Return the host loss that the agent reported as a report of this group; None if no rank of it was there."""
+    """Convert the agent's report of a lost host to one of this group; None without a report that concerns the group."""
     lost = find_lost_host()
     lost_ranks = [r for r, global_rank in enumerate(global_ranks) if lost is not None and global_rank in lost.ranks]
     if lost is None or not lost_ranks:

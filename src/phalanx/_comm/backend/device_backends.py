@@ -17,9 +17,9 @@ class DeviceBackend:
     """A `DeviceBackend` is an engine for the tensors of one type of device.
 
     `open(store, rank, world_size, timeout, name, global_ranks)` returns one of torch's process groups. `open` is None
-    if torch has none for the device; then tensors go through host memory. `identify` returns an identifier
-    of a device that is valid on all ranks. `obstacle` receives the identifiers of all ranks' devices, by rank, and
-    returns why the engine cannot connect ranks that use these devices, or "".
+    if torch has none for the device; then tensors go through host memory. `identify` returns an identifier of a device
+    that is valid on all ranks. `obstacle` receives the identifiers of all ranks' devices, by rank, and returns why the
+    engine cannot connect ranks that use these devices, or "".
     """
 
     engine: str

@@ -10,8 +10,8 @@ def is_interruption(error: BaseException) -> bool:
     """Return whether an error came from outside our code, so that it must be passed on.
 
     That is any error that is not an `Exception`, such as KeyboardInterrupt, and any error that was raised by a signal
-    handler or a debugger's trace function. Python passes these functions the frame that they interrupt, which shows
-    that they are no functions of ours.
+    handler or a debugger's trace function. Python passes such a function the frame that it interrupts: a function
+    whose caller's frame is also one of its local variables has interrupted that frame.
     """
     if not isinstance(error, Exception):
         return True

@@ -62,7 +62,7 @@ class GlooEngine:
 
     Sends and receives start at once and return a handle to wait for. Messages between two ranks with one tag arrive in
     the order of sending; a receive is at least as long as its message. A wait that times out ends the engine for this
-    rank, and the waits of its peers for it.
+    rank, and its peers' waits for this rank.
 
     Arguments:
         num_threads: the number of threads for collectives of `begin`. Messages need none.
@@ -415,7 +415,7 @@ def _socket_of(descriptor: int, inode: int) -> Iterator[socket.socket]:
 
 
 def _place(descriptor: int, inode: int) -> tuple[str, int] | None:
-    """Return the address and port at which this TCP socket listens; None if it does not, or if on all addresses."""
+    """Return the address and port at which a TCP socket listens; None for others, or if it listens on all addresses."""
     try:
         with _socket_of(descriptor, inode) as one:
             if one.family not in (socket.AF_INET, socket.AF_INET6):

@@ -181,7 +181,7 @@ COORDINATOR = "coordinator:"
 
 
 def describe_rank(environment: Mapping[str, str]) -> str:
-    """Return a short text for the rank and job in the variables; a launcher inside a rank changes these variables."""
+    """Return a short text for the rank and job in the variables; a launcher that a rank starts changes them."""
     names = ("RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
     return "/".join(environment.get(name, "") for name in names)
 

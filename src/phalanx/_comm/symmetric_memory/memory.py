@@ -184,7 +184,7 @@ class SymmetricMemory:
         with self._lock:
             if self._closed:
                 raise ClosedError("shared_empty: the group was destroyed")
-            self._blocks_in_use += 1  # if another thread closes the memory from here on, this thread unmaps the heap
+            self._blocks_in_use += 1  # from here on `close` leaves the heap mapped: the last release unmaps it
         try:
             return self._allocate(nbytes, deadline, call_site, check, owner)
         except BaseException:

@@ -173,11 +173,11 @@ class Background:
         look: Callable[[], None],
         interrupted: Callable[[BaseException], None] = lambda error: None,
     ) -> None:
-        """Run `operation` on another thread, and raise its exception. Meanwhile call `look`, which may raise.
+        """Run `operation` on another thread, and raise its exception.
 
-        If this thread gets a KeyboardInterrupt, or another exception that is not an `Exception`, pass it to
-        `interrupted` before raising it. After an exception in this thread, the operation continues until the engine
-        ends it.
+        While the operation runs, call `look` every half second; it may raise. If this thread gets a KeyboardInterrupt,
+        or another exception that is not an `Exception`, pass it to `interrupted` before raising it. After an exception
+        in this thread, the operation continues until the engine ends it.
         """
         outcome = self.start(operation)
         try:

@@ -58,7 +58,7 @@ class Runtime:
 
     @property
     def is_over(self) -> bool:
-        """Return whether MPI must not be called: finalized, or this process is a fork of the one that started it."""
+        """Return whether MPI must not be called: it is finalized, or this process is a fork of its starter."""
         return self.pid != os.getpid() or bool(self.mpi.Is_finalized())
 
     def add_listener(self, listen: Callable[[], bool]) -> None:

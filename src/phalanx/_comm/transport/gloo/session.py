@@ -53,8 +53,7 @@ class GlooSession:
     """A `GlooSession` is one rank's side of a group over Gloo.
 
     `names` describe each rank's process for users, 'pid 17 on node3'; `has_ended` returns whether a rank's process has
-    ended.
-    The session runs one collective at a time, and holds `lock` meanwhile.
+    ended. The session runs one collective at a time, and holds `lock` meanwhile.
     """
 
     def __init__(

@@ -163,7 +163,7 @@ class Agreement:
             self.check(self.session.core.barrier(timeout_ns(deadline.left_s), ctx.call_site, ()))
 
     def broadcast_from_leader(self, ctx: CallContext, deadline: Deadline, address: int, nbytes: int) -> None:
-        """Overwrite `nbytes` at `address` with the leader's, which the leader sends once all ranks agree."""
+        """Overwrite the `nbytes` bytes at `address` with those of the leader, which calls this once all ranks agree."""
         if len(self._layout.local_ranks) > 1:
             left = timeout_ns(deadline.left_s)
             self.check(self.session.core.broadcast(address, nbytes, BYTES, 0, left, ctx.call_site, (nbytes,)))

@@ -1,8 +1,9 @@
 """Post the receives of a leader several operations ahead, and wait for their messages.
 
-Gloo sends only after the receiver's answer, which has then already arrived. If the engine's waits ignore signals, a
-leader waits a moment for data to arrive, and polls the memory of its message whenever some have. If the message is not
-there by then, another thread waits for it.
+Gloo sends a message only once the receiver has posted its receive, and has notified the sender. When receives are
+posted ahead, the notification has already arrived. If the engine's waits ignore signals, a leader waits a moment for
+data to arrive, and polls the memory of its message whenever some have. If the message is not there by then, another
+thread waits for it.
 """
 
 from __future__ import annotations
@@ -99,8 +100,8 @@ class Inboxes:
         """Post receives for a later operation, before this rank sends anything in the one that begins.
 
         At this time no sender can have left. Posting a receive sends a message to the sender. The host of a sender that
-        has left would answer that the connection is closed, and this host would then discard data that it has received
-        and not yet read.
+        has left would answer with a TCP reset, and this host would then discard data that it has received and not yet
+        read.
         """
         if self._number:
             self._post((self._number - 1) % _AHEAD)

@@ -1,4 +1,4 @@
-"""A rail runs step 2 of a collective (see `segmented`): it reduces or gathers one slice between the hosts."""
+"""A rail runs step 2 of a collective (see `segmented`): it reduces or broadcasts one slice between the hosts."""
 
 from __future__ import annotations
 
