@@ -12,7 +12,6 @@ import sys
 import threading
 from pathlib import Path
 
-import numpy
 import numpy as np
 import pytest
 import torch
@@ -265,13 +264,13 @@ def test_an_optimizer_that_one_rank_alone_passes_is_refused_by_name(rank, tmp_pa
 
 def test_a_bit_generator_that_random_state_does_not_save_is_named():
     """The save ended in "ValueError: too many values to unpack"."""
-    was = numpy.random.get_bit_generator()
-    numpy.random.set_bit_generator(numpy.random.PCG64())
+    was = np.random.get_bit_generator()
+    np.random.set_bit_generator(np.random.PCG64())
     try:
         with pytest.raises(CheckpointError, match="has chosen a PCG64"):
             RandomState().state_dict()
     finally:
-        numpy.random.set_bit_generator(was)
+        np.random.set_bit_generator(was)
 
 
 @KINDS

@@ -58,15 +58,15 @@ def local_state() -> dict[str, Any]:
         "torch": torch.get_rng_state(),
     }
     if numpy := sys.modules.get("numpy"):
-        words = numpy.random.get_state()
-        if isinstance(words, dict):
+        words = numpy.random.get_state(legacy=False)
+        if (name := words["bit_generator"]) != "MT19937":
             raise CheckpointError(
-                f"RandomState: numpy.random.set_bit_generator has chosen a {words['bit_generator']}; only the state of "
-                "NumPy's default, MT19937, is saved. Use a generator of your own instead (numpy.random.default_rng)."
+                f"RandomState: numpy.random.set_bit_generator has chosen a {name}; only the state of NumPy's default, "
+                "MT19937, is saved. Use a generator of your own instead (numpy.random.default_rng)."
             )
-        name, keys, position, has_gauss, cached = words
-        keys = torch.from_numpy(keys.astype("int64"))
-        state["numpy"] = {"name": name, "keys": keys, "rest": (int(position), int(has_gauss), float(cached))}
+        keys = torch.from_numpy(words["state"]["key"].astype("int64"))
+        rest = int(words["state"]["pos"]), int(words["has_gauss"]), float(words["gauss"])
+        state["numpy"] = {"name": name, "keys": keys, "rest": rest}
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         state["cuda"] = torch.cuda.get_rng_state()
     return state
