@@ -33,7 +33,7 @@ class Arrival:
         self._view[:] = self._source.get(timeout=30)
 
 
-def run(schedule: Schedule, buffers: list[Array], *, bounds: Sequence[int] | None = None) -> None:
+def run(schedule: Schedule, buffers: list[Array]) -> None:
     """Play all ranks at once, each in a thread, in place."""
     links: dict[tuple[int, int], queue.Queue[Array]] = defaultdict(queue.Queue)
 
@@ -50,9 +50,7 @@ def run(schedule: Schedule, buffers: list[Array], *, bounds: Sequence[int] | Non
         def combine(into: Array, first: Array, second: Array) -> None:
             np.add(first, second, out=into)
 
-        steps = play(
-            schedule, rank, buffers[rank], send=send, recv=recv, combine=combine, scratch=scratch, bounds=bounds
-        )
+        steps = play(schedule, rank, buffers[rank], send=send, recv=recv, combine=combine, scratch=scratch)
         for _ in steps:
             pass
 
@@ -121,21 +119,6 @@ def test_two_runs_give_the_same_bits() -> None:
         run(schedule, buffers)
         results.append(buffers[0].tobytes())
     assert results[0] == results[1]
-
-
-@pytest.mark.parametrize("bounds", [[0, 5, 5, 12], [0, 0, 0, 12], [0, 1, 2, 12]])
-def test_uneven_chunks_are_scattered_and_gathered_as_told(bounds: list[int]) -> None:
-    for schedule in (ring.reduce_scatter(3), halving_doubling.reduce_scatter(3), ring.all_gather(3)):
-        before = contributions(3, 12)
-        after = [buffer.copy() for buffer in before]
-        run(schedule, after, bounds=bounds)
-        expect(schedule, before, after, bounds)
-
-
-@pytest.mark.parametrize("bounds", [[0, 4], [0, 6, 4, 10], [1, 4, 7, 10], [0, 4, 7, 9]])
-def test_bounds_that_do_not_fit_are_refused_before_anything_is_sent(bounds: list[int]) -> None:
-    with pytest.raises(ValueError, match="bounds must be 4 ascending numbers from 0 to 10, the buffer's length"):
-        run(ring.all_reduce(3), contributions(3, 10), bounds=bounds)
 
 
 def test_an_error_of_a_send_reaches_the_caller() -> None:

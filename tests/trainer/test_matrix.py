@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from tests.comparisons import assert_equal
 from tests.on_ranks import on_ranks
 from tests.small_models import make_data, mlp
@@ -126,14 +127,28 @@ def test_every_strategy_stops_early_on_all_ranks():
     assert set(ends.values()) == {(2, 4)}
 
 
-def test_callbacks_go_on_where_the_ranks_of_one_strategy_differ_and_those_of_the_other_do_not():
+@on_ranks(2)
+def test_callbacks_go_on_where_the_ranks_of_one_strategy_differ_and_those_of_the_other_do_not(rank):
     """A checkpoint of mirrored ranks ended a run with shard="model" in a KeyError, and the other way round was lost."""
-    states = [{"best": 3}, {"best": 0}, {"best": 0}]
-    first, second, third = (SimpleNamespace(state_dict=one.copy, load_state_dict=one.update) for one in states)
-    alike, apart = EachRank({"callbacks": first}, None, differ=False), EachRank({"callbacks": second}, None)
-    apart.load_state_dict(alike.state_dict())
-    EachRank({"callbacks": third}, None, differ=False).load_state_dict(apart.state_dict())
-    assert states == [{"best": 3}] * 3
+
+    def part(best, **how):
+        state = {"best": best}
+        callback = SimpleNamespace(state_dict=state.copy, load_state_dict=state.update)
+        return state, EachRank({"callbacks": callback}, None, **how)
+
+    def of_rank_0(state):
+        states = [state]
+        dist.broadcast_object_list(states, 0)
+        return states[0]
+
+    _, alike = part(3, differ=False)
+    found, apart = part(0)
+    apart.load_state_dict(of_rank_0(alike.state_dict()))
+    assert found == {"best": 3}
+    _, apart = part(10 + rank)
+    found, alike = part(0, differ=False)
+    alike.load_state_dict(of_rank_0(apart.state_dict()))
+    assert found == {"best": 10}, "all go on with rank 0's"
 
 
 @pytest.mark.slow

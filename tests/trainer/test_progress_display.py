@@ -4,6 +4,7 @@ import contextlib
 import io
 import os
 import pty
+from collections import UserDict
 from dataclasses import replace
 
 import pytest
@@ -116,6 +117,7 @@ def test_the_rate_is_that_of_all_ranks():
         ([[torch.zeros(3)], "x"], 3),
         ({"image": torch.zeros(2, 9), "label": torch.zeros(2)}, 2),
         ({"name": ["a", "b", "c"], "image": torch.zeros(3, 9)}, 3),
+        (UserDict(number=4, ids=torch.zeros(6, 2)), 6),
         (torch.tensor(1.0), 1),
         ("a text", 1),
         ([], 1),

@@ -14,7 +14,7 @@ from typing import Any, NoReturn, TypeVar
 import torch.distributed as dist
 
 from phalanx._base.log import get_logger
-from phalanx._base.storage.address import is_address
+from phalanx._base.storage.address import is_address, place_of
 from phalanx._comm.backend import rendezvous
 from phalanx._comm.backend.shared import rehearses
 from phalanx._comm.backend.torch_integration.groups import phalanx_group
@@ -135,8 +135,10 @@ class ElasticJob:
         checkpoint: str | os.PathLike[str] | None = None,
     ) -> None:
         self._state, self._commits = state, commits_of(state)
-        self._checkpoint = checkpoint
-        self._older = _stamp(checkpoint)  # the stamp of another job's file, or of the checkpoint that this job resumes
+        self._checkpoint = None if checkpoint is None else Path(place_of(checkpoint))
+        self._older = _stamp(
+            self._checkpoint
+        )  # the stamp of another job's file, or of the checkpoint that this job resumes
         self._min_ranks, self._wait_s = min_ranks, wait_s
         self._membership = membership
 
@@ -163,7 +165,7 @@ class ElasticJob:
         commits = self._commits
         commits.objects.refuse_what_is_not_kept(world.size())
         if self._checkpoint is not None:
-            Path(self._checkpoint).parent.mkdir(parents=True, exist_ok=True)
+            self._checkpoint.parent.mkdir(parents=True, exist_ok=True)
         group = commits.tracker.runner = ElasticGroup(commits, world, membership, _name(train))
         del world  # an old group is released when the next one is formed
         is_new = rehearses(group.process_group)
@@ -223,7 +225,7 @@ class ElasticJob:
         if self._checkpoint is not None and is_whole:
             commits.roll_back_values()
             group.restore_own()
-            path = Path(self._checkpoint)
+            path = self._checkpoint
             folder = os.open(path.parent, os.O_RDONLY)
             try:
                 fcntl.flock(folder, fcntl.LOCK_EX)
@@ -326,7 +328,7 @@ def _only_one(state: State) -> Iterator[None]:
         _running = None
 
 
-def _stamp(path: str | os.PathLike[str] | None) -> tuple[int, ...]:
+def _stamp(path: Path | None) -> tuple[int, ...]:
     """Return a stamp that distinguishes a file from one that later replaces it."""
     if path is None:
         return ()

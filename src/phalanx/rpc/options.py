@@ -81,7 +81,7 @@ class RpcBackendOptions:
         if not (rpc_timeout >= 0 or rpc_timeout == UNSET_RPC_TIMEOUT) or math.isnan(rpc_timeout):
             raise ValueError(f"rpc_timeout must be a number of seconds, 0 (never) or more, got {rpc_timeout}")
         self.num_worker_threads = num_worker_threads
-        self.rpc_timeout = seconds_of(rpc_timeout, DEFAULT_RPC_TIMEOUT_S)
+        self.rpc_timeout = float(seconds_of(rpc_timeout, DEFAULT_RPC_TIMEOUT_S))
         self.init_method = init_method
         self.device_maps = {to: _device_map(one) for to, one in (device_maps or {}).items()}
         self.devices = [torch.device(one) for one in devices or ()]

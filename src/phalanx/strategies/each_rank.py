@@ -38,6 +38,6 @@ class EachRank:
             return
         ranks = state_dict["ranks"]
         peers = Peers(self._process_group)
-        own = ranks[peers.rank if len(ranks) == peers.world_size else 0]
+        own = ranks[peers.rank if self._differ and len(ranks) == peers.world_size else 0]
         for name, state in own.items():
             self._objects[name].load_state_dict(state)

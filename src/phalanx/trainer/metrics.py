@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,18 +22,34 @@ def num_samples(batch: Any) -> int:
     Raises:
         ValueError: the batch has no tensor.
     """
-    for leaf in _tree_iter(batch):
-        if isinstance(leaf, Tensor):
-            return leaf.shape[0] if leaf.dim() else 1
-    raise ValueError("a batch without a tensor: its number of samples is unknown")
+    first = _first_tensor(batch)
+    if first is None:
+        raise ValueError("a batch without a tensor: its number of samples is unknown")
+    return first.shape[0] if first.dim() else 1
 
 
 def num_samples_or_one(batch: Any) -> int:
     """Return `num_samples` of the batch; 1 if it has no tensor."""
-    try:
-        return num_samples(batch)
-    except ValueError:
-        return 1
+    first = _first_tensor(batch)
+    return 1 if first is None or not first.dim() else first.shape[0]
+
+
+def _first_tensor(batch: Any) -> Tensor | None:
+    """Return the first tensor in nested mappings, sequences and classes that are registered as pytrees."""
+    if isinstance(batch, Tensor):
+        return batch
+    parts: Iterable[Any]
+    if isinstance(batch, Mapping):
+        parts = batch.values()
+    elif isinstance(batch, (list, tuple)):
+        if isinstance(batch, list) and batch and isinstance(batch[0], (str, bytes, int, float)):
+            return None  # samples that are no tensors: there may be many
+        parts = batch
+    elif isinstance(batch, Sequence):
+        parts = () if isinstance(batch, (str, bytes)) else batch
+    else:
+        return next((leaf for leaf in _tree_iter(batch) if isinstance(leaf, Tensor)), None)
+    return next((first for part in parts if (first := _first_tensor(part)) is not None), None)
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,6 @@ def play(
     recv: Callable[[int, B], PendingTransfer | None],
     combine: Callable[[B, B, B], object],
     scratch: Callable[[int], B],
-    bounds: Sequence[int] | None = None,
 ) -> Iterator[None]:
     """Play `rank`'s part of `schedule` on `buffer`, in place; the other ranks must play theirs.
 
@@ -55,19 +54,16 @@ def play(
     `send(dst, view)` and `recv(src, view)` start and return a handle, or None if there is nothing to wait for. Neither
     may wait for an action of the peer. Messages between two ranks arrive in the order of sending.
     `combine(into, first, second)` combines `first`, which came from the lower rank, with `second`, and stores the
-    result in `into`, which is one of the two. `scratch(n)` returns an uninitialised buffer of n elements. `bounds` are
-    the chunks' bounds if they are not even (num_chunks + 1 numbers from 0 to the length).
+    result in `into`, which is one of the two. `scratch(n)` returns an uninitialised buffer of n elements.
 
     Empty chunks are not sent. Data that arrive early are stored in scratch, or overwrite a chunk whose last value has
     been sent: a result received by a rank contains that rank's own data. Memory: scratch for all received data that
     will be combined, in all steps together. Numerics: see `Schedule.order`; bitwise equal on all ranks.
 
     Raises:
-        ValueError: `bounds` do not match the schedule or the buffer.
         Exception: any error of `send`, `recv`, `combine` or a handle; the buffer then holds undefined values.
     """
-    bounds = chunk_bounds(len(buffer), schedule.num_chunks) if bounds is None else bounds
-    _require_bounds(bounds, schedule.num_chunks, len(buffer))
+    bounds = chunk_bounds(len(buffer), schedule.num_chunks)
     steps = list(schedule.for_rank(rank))
     staging = scratch(sum(_staged(step, bounds) for step in steps))
     arrivals = []
@@ -142,12 +138,3 @@ def _finish(sent: Sequence[PendingTransfer | None], arrivals: _Arrivals, combine
 
 def _staged(step: RankStep, bounds: Sequence[int]) -> int:
     return sum(bounds[t.stop] - bounds[t.start] for t in step.recvs if t.kind == "reduce")
-
-
-def _require_bounds(bounds: Sequence[int], num_chunks: int, length: int) -> None:
-    ordered = all(a <= b for a, b in itertools.pairwise(bounds))
-    if len(bounds) != num_chunks + 1 or not ordered or bounds[0] != 0 or bounds[-1] != length:
-        shown = list(bounds[:8]) + (["…"] if len(bounds) > 8 else [])
-        raise ValueError(
-            f"bounds must be {num_chunks + 1} ascending numbers from 0 to {length}, the buffer's length, got {shown}"
-        )

@@ -100,9 +100,10 @@ class ZygoteProcess:
             OSError: no process could be started.
         """
         another = ZygoteProcess(self._plan, sessions=sessions)
-        another._warm = self._warm
         for message in self._sent:
             another._send(message)
+        if self._warm:
+            another.warm_up()
         return another
 
     def restart(self, plan: JobPlan) -> ZygoteProcess:

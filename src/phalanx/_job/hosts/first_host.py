@@ -164,9 +164,9 @@ def _find_key(plan: JobPlan, rendezvous: Rendezvous, over: threading.Event, log:
     if key is not None:
         return key
     raise LaunchError(
-        f"phalanx run: no key to join {rendezvous.endpoint}: {path} does not exist here, so the first host does not "
-        "share this folder. `phalanx key` creates the file, once, on any host. Copy it to every host (mode 600), or "
-        "name a file that all of them see: PHALANX_KEY_FILE=…",
+        f"phalanx run: no key to join {rendezvous.endpoint}: {path} does not exist here after {wait_s:g} s. The first "
+        "host has not started, or does not share this folder. `phalanx key` creates the file, once, on any host. Copy "
+        "it to every host (mode 600), or name a file that all of them see: PHALANX_KEY_FILE=…",
         exit_code=2,
     )
 

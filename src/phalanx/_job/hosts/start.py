@@ -199,8 +199,8 @@ def find_or_make_key(plan: JobPlan, rendezvous: Rendezvous) -> Key:
 
                 show(
                     2,
-                    f"phalanx run: created the key {path}: only hosts with this key can join. Copy it to the other "
-                    "hosts (mode 600), or type it there when asked: `phalanx key --print` shows it.",
+                    f"phalanx run: created the key {path}: only hosts with this key can join. Hosts that do not share "
+                    "this folder need a copy (mode 600); `phalanx key --print` shows it.",
                 )
         return key
     except (AuthenticationError, ValueError) as error:
