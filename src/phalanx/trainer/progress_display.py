@@ -164,7 +164,7 @@ def progress(
     Under `phalanx run` each rank also counts its steps for `phalanx top`.
 
     Cost: no communication, and nothing is read from a device except when the line is drawn, ten times a second at most.
-    A step is counted within a microsecond.
+    Counting a step takes a few microseconds.
     The count of the whole job is rank 0's count times the number of ranks.
     """
     if total is None and isinstance(iterable, Sized):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import os
 import socket
 from collections.abc import Callable, Iterator
@@ -252,12 +253,8 @@ def decide_addresses(rendezvous: Rendezvous) -> tuple[str, list[OwnAddress]]:
 
 
 def _is_address(host: str) -> bool:
-    return any(is_family(host) for is_family in (_is_v4, _is_v6))
-
-
-def _is_v4(host: str) -> bool:
-    return host.count(".") == 3 and host.replace(".", "").isdecimal()
-
-
-def _is_v6(host: str) -> bool:
-    return ":" in host
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
