@@ -144,6 +144,7 @@ def test_the_manifest_is_valid_by_the_schema_of_kubernetes(tmp_path, words):
     ("words", "said"),
     [
         (("slurm", "--nodes=2", "--", "--nnodes", "2", "train.py"), "phalanx manifest: --nnodes: leave it out."),
+        (("slurm", "--nodes=2", "--", "-r", "3", "--nnode=2", "train.py"), "phalanx manifest: --nnodes: leave it out."),
         (("slurm", "--nodes=2", "--", "--ranks", "2", "train.py"), "phalanx run: --ranks: no such option"),
         (("slurm", "--nodes=0", "train.py"), "Invalid value for '--nodes'"),
         (("kubernetes", "--nodes=2", "train.py"), "Missing option '--image'"),

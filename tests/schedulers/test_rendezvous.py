@@ -12,8 +12,8 @@ from phalanx._comm.control.key_file import default_path, make_key
 from phalanx._job.agent.plan import JobPlan, Pinning
 from phalanx._job.agent.settings import refuse
 from phalanx._job.coordinator.rendezvous import Rendezvous
-from phalanx._job.launch.adopt import adopt, complete_rendezvous, find_node, has_own_endpoint, place_node
-from phalanx._job.launch.command_line import parse
+from phalanx._job.launch.adopt import adopt, complete_rendezvous, find_node, has_own_endpoint, place_node, plan_node
+from phalanx._job.launch.command_line import parse, read_settings
 from phalanx._job.schedulers.allocation import Allocation
 from phalanx._job.schedulers.rendezvous import find_rendezvous
 from phalanx.errors import LaunchError
@@ -120,6 +120,19 @@ def test_the_variables_of_kubeflows_trainer_are_the_schedulers_and_not_the_users
     assert adopted(["--master-port=7"], {**TRAINER, **key})[0].rendezvous.endpoint == "train-0.train:7"
     with pytest.raises(LaunchError, match="pods share no folder, and there is no key in PHALANX_KEY"):
         adopted([], {**TRAINER, **home})
+    assert parse(["--standalone", "train.py"], TRAINER).rendezvous is None
+
+
+@pytest.mark.parametrize("words", [[], ["--standalone"]])
+def test_the_rank_of_a_single_pod_is_not_taken_for_that_of_another_launcher(words):
+    """PyTorchJob sets RANK=0 in a master without workers: "this process is already a rank of another launcher"."""
+    pod = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "MASTER_ADDR": "localhost", "MASTER_PORT": "23456", "RANK": "0"}
+    num_nodes = "2" if words else "1"
+    problems = []
+    settings = read_settings([*words, __file__], environ := {**pod, "WORLD_SIZE": num_nodes}, problems)
+    plan = plan_node(settings, environ, problems)
+    assert plan.num_ranks >= 1
+    assert "RANK" not in plan.environment
 
 
 def test_the_key_goes_to_the_agent_and_not_on_to_what_ranks_start(home):

@@ -13,6 +13,7 @@ from phalanx._job.launch.plan_job import plan_job
 from phalanx._job.output.text import show
 from phalanx._job.schedulers.allocation import Allocation
 from phalanx._job.schedulers.find import find_allocation
+from phalanx._job.schedulers.kubernetes import find_kubeflow
 from phalanx._job.schedulers.rendezvous import find_rendezvous
 from phalanx._job.schedulers.slurm import find_unused_hosts
 
@@ -31,7 +32,9 @@ def plan_node(settings: Settings, environ: Mapping[str, str], problems: list[str
     """
     found = find_node(settings, environ)
     if found is None:
-        return plan_job(settings, environ, problems=problems)
+        pod = find_kubeflow(environ)  # even if it is alone in its job, RANK is the pod's number
+        own_environ = environ if pod is None else _without_process(environ, pod)
+        return plan_job(settings, own_environ, problems=problems)
     own, remaining = adopt(settings, environ, found, problems)
     plan = plan_job(own, remaining, problems=problems)
     return plan if has_own_endpoint(settings, found) else complete_rendezvous(plan, environ, found)

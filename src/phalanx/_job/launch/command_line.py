@@ -151,12 +151,19 @@ def _read_value(option: Option, name: str, text: str, given: dict[str, Any], pro
         given.pop(option.name, None)
 
 
+_OF_OTHER_NODES = ("nnodes", "node-rank", "rdzv-backend", "rdzv-endpoint", "master-addr", "master-port")
+
+
 def _read_environment(environ: Mapping[str, str], given: dict[str, Any], problems: list[str]) -> None:
-    """Read the options that torchrun reads from variables such as PET_NNODES, unless the command line has them."""
+    """Read the options that torchrun reads from variables such as PET_NNODES, unless the command line has them.
+
+    --standalone overrides all variables that name other nodes.
+    """
+    overridden = {*given, *(_OF_OTHER_NODES if "standalone" in given else ())}
     for option in OPTIONS:
         name = f"PET_{option.name.replace('-', '_').upper()}"
         text = environ.get(name, "")
-        if not option.torchruns or not text or option.name in given:
+        if not option.torchruns or not text or option.name in overridden:
             continue
         if option.value:
             _read_value(option, f"{name} in the environment", text, given, problems)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from phalanx._job.agent.settings import USAGE_EXIT_CODE, Settings
-from phalanx._job.launch.command_line import parse
+from phalanx._job.launch.command_line import parse, split_options
 from phalanx.errors import LaunchError
 
 
@@ -50,16 +50,13 @@ def read_words(words: Sequence[str], variables: Mapping[str, str]) -> Settings:
     """
     # The file sets these options; a second value would contradict it.
     decided = ("nnodes", "node-rank", "rdzv-endpoint", "master-addr", "master-port", "standalone")
-    for word in words:
-        if not word.startswith("-"):
-            break
-        name = word.partition("=")[0].lstrip("-").replace("_", "-")
-        if name in decided:
-            raise LaunchError(
-                f"phalanx manifest: {word.partition('=')[0]}: leave it out. The number of nodes is --nodes, before "
-                "the command; the nodes find their numbers and the rendezvous themselves.",
-                exit_code=USAGE_EXIT_CODE,
-            )
+    taken, _ = split_options(words, decided)
+    for name in taken:
+        raise LaunchError(
+            f"phalanx manifest: --{name}: leave it out. The number of nodes is --nodes, before the command; the nodes "
+            "find their numbers and the rendezvous themselves.",
+            exit_code=USAGE_EXIT_CODE,
+        )
     settings = parse(words, variables)
     if settings is None:
         raise LaunchError("phalanx manifest: nothing to run, only --help", exit_code=USAGE_EXIT_CODE)

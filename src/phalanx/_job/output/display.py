@@ -161,6 +161,8 @@ class Display:
 
     def _prefix(self, ranks: frozenset[int]) -> bytes:
         if ranks not in self._prefixes:
+            if len(self._prefixes) >= _MAX_PREFIXES:  # many ranks print in ever new sets
+                self._prefixes.clear()
             self._prefixes[ranks] = format_prefix(ranks, colour=self._colour, host=self.host_of(ranks))
         return self._prefixes[ranks]
 
@@ -171,7 +173,10 @@ class Display:
         states = [(key[0], line) for key, status in sorted(self._statuses.items()) for line in status.split(b"\n")]
         if not states:
             return
-        columns, rows = os.get_terminal_size(1)
+        try:
+            columns, rows = os.get_terminal_size(1)
+        except OSError:  # the terminal was closed
+            return
         lines = plan_status(states, columns=columns, rows=rows, colour=self._colour)
         self._out.put(b"\n".join(lines))
         self._drawn = len(lines)
@@ -190,6 +195,7 @@ class Display:
 
 WINDOW_S = 0.1  # how long a line waits for equal lines; ranks in step print them within milliseconds
 _MAX_PENDING = 4096
+_MAX_PREFIXES = 1024
 
 
 @dataclass

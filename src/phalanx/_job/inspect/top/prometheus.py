@@ -54,7 +54,7 @@ class Metrics:
             job = next((job for job in find_jobs(_COMMAND) if job.pid == os.getpid()), None)
             if job is None:
                 raise LaunchError(f"{_COMMAND}: not supported on this system: the agent has no socket")
-            self._watch = JobWatch(job)
+            self._watch = JobWatch(job, since_previous=True)
         return Page(CONTENT_TYPE, as_prometheus(self._watch.sample()).encode())
 
     def close(self) -> None:

@@ -88,11 +88,15 @@ class _Call:
 
 
 def measure(
-    hosts: Sequence[HostSnapshot], since_ns: int, before: Mapping[HostPid, int] = types.MappingProxyType({})
+    hosts: Sequence[HostSnapshot],
+    since_ns: int,
+    before: Mapping[HostPid, int] = types.MappingProxyType({}),
+    longest_ns: int = LONGEST_NS,
 ) -> OperationTimes:
-    """Divide the time from `since_ns` to the snapshots; begin later if the recorders do not reach that far back.
+    """Divide the time from `since_ns` to the snapshots.
 
-    `before` is the CPU time of each process at `since_ns`.
+    Begin later if that is longer than `longest_ns`, or if the recorders do not reach that far back. `before` is the CPU
+    time of each process at `since_ns`.
     """
     now_ns = min((host.at_ns for host in hosts), default=0)
     members = [
@@ -103,7 +107,7 @@ def measure(
     ]
     living = {(host.node, rank.pid) for host in hosts for rank in host.ranks}
     begin_ns = max(
-        [since_ns, now_ns - LONGEST_NS, *(_reaches_back(member) for _, _, who, member in members if who in living)]
+        [since_ns, now_ns - longest_ns, *(_reaches_back(member) for _, _, who, member in members if who in living)]
     )
     calls = _match(hosts)
     spans: dict[HostPid, list[tuple[int, int, int]]] = defaultdict(list)  # enter, all others have arrived, leave

@@ -19,17 +19,21 @@ _MIN_MORE_SAMPLES, _MAX_MORE_SAMPLES, _PAUSE_S = 3, 8, 0.1
 
 
 class JobWatch:
-    """A `JobWatch` samples one job, and keeps its latest samples."""
+    """A `JobWatch` samples one job.
 
-    def __init__(self, job: RunningJob) -> None:
+    Times and shares are of the last ten seconds; with `since_previous`, of the time since the previous sample.
+    """
+
+    def __init__(self, job: RunningJob, *, since_previous: bool = False) -> None:
         self.job = job
+        self._since_previous = since_previous
         self._memory = MemoryReader()
         self._measured: deque[tuple[int, OperationTimes]] = deque()
         self._processor_times: dict[HostPid, int] = {}  # at the previous sample
         self._attempt = (0, 0)
 
     def sample(self) -> JobView:
-        """Return the job's current state; times and shares are of the last ten seconds.
+        """Return the job's current state.
 
         Raises:
             LaunchError: the job has ended, or does not answer.
@@ -46,7 +50,11 @@ class JobWatch:
             self._measured.clear()
             self._processor_times = {}
         since_ns = self._measured[-1][0] if self._measured else 0
-        self._measured.append((here.at_ns, measure(hosts, since_ns, self._processor_times)))
+        longest_ns = LONGEST_NS
+        if self._since_previous and since_ns:
+            longest_ns = here.at_ns - since_ns
+            self._measured.clear()
+        self._measured.append((here.at_ns, measure(hosts, since_ns, self._processor_times, longest_ns)))
         self._processor_times = processor_times(hosts)
         while self._measured[0][0] < here.at_ns - LONGEST_NS:
             self._measured.popleft()

@@ -118,6 +118,18 @@ _OF_SEVERAL_HOSTS = (
 )
 
 
+def _read_variables(value: object, refused: list[str]) -> list[str]:
+    """Return the words for `env`: a dict of variables, one NAME=VALUE, or several; append a problem to `refused`."""
+    if isinstance(value, Mapping):
+        value = [name if text is None else f"{name}={text}" for name, text in value.items()]
+    elif isinstance(value, str):
+        value = [value]
+    if not isinstance(value, (list, tuple)) or not all(isinstance(one, str) for one in value):
+        refused.append(f"env=: must be a dict of variables, or NAME=VALUE, got {value!r}")
+        return []
+    return [f"--env={one}" for one in value]
+
+
 def _read_options(options: Mapping[str, object]) -> Settings:
     """Return the settings of a job on this host with these options of `phalanx run`.
 
@@ -138,7 +150,9 @@ def _read_options(options: Mapping[str, object]) -> Settings:
         if name in (*_OF_A_SCRIPT, *_OF_SEVERAL_HOSTS):
             continue
         flag = "--" + name.replace("_", "-")
-        if value is True:
+        if name == "env":
+            words += _read_variables(value, refused)
+        elif value is True:
             words.append(flag)
         elif value is not False and value is not None:
             words.append(f"{flag}={value}")
