@@ -130,6 +130,7 @@ def _write_unnamed(path: Path, write: Callable[[BinaryIO], None]) -> bool:
         if not os.path.exists(own):
             return False
         _lock(file)  # kept while the file has a hidden name
+        _keep_mode(path, fd)
         _fill(file, write)
         name = _partial_name(path)
         try:
@@ -159,11 +160,18 @@ def _named(path: Path) -> Iterator[BinaryIO]:
                 _lock(file)
                 if os.fstat(file.fileno()).st_nlink == 0:
                     continue  # another process removed it as abandoned just before it was locked
+                _keep_mode(path, file.fileno())
                 yield file
                 return
             finally:
                 with suppress(FileNotFoundError):
                     os.unlink(name)
+
+
+def _keep_mode(path: Path, fd: int) -> None:
+    """Give a file the mode of the file that it will replace, if there is one: it may be private, or shared."""
+    with suppress(OSError):
+        os.fchmod(fd, stat.S_IMODE(os.stat(path).st_mode))
 
 
 def _lock(file: BinaryIO) -> None:

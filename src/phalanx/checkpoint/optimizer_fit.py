@@ -158,10 +158,11 @@ def describe_gap(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> 
     numbers = [number for group in saved.get("param_groups", ()) for number in group["params"]]
     known = [name for group in saved.get("param_groups", ()) for name in group.get("param_names", group["params"])]
     names = [whole_name(parameter) or name for parameter, name in zip(parameters, known, strict=False)]
+    keeps_state = _keep_state(optimizer)
     trained = [
         (number, name)
-        for number, name, parameter in zip(numbers, names, parameters, strict=False)
-        if parameter.requires_grad
+        for number, name, parameter, keeps in zip(numbers, names, parameters, keeps_state, strict=False)
+        if parameter.requires_grad and keeps
     ]
     missing = [name for number, name in trained if number not in saved.get("state", {})]
     if not missing or (len(missing) == len(trained) and not _stores_state(optimizer)):
@@ -173,6 +174,18 @@ def describe_gap(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> 
         f"has no state for {len(missing)} of {len(trained)} parameters ({shown}), which start anew: they had no "
         "gradient until then, or their state was left out."
     )
+
+
+def _keep_state(optimizer: torch.optim.Optimizer) -> list[bool]:
+    """Return for each parameter whether its optimizer may keep a state for it."""
+    inner = getattr(optimizer, "optim", optimizer)  # the optimizer inside a ZeroRedundancyOptimizer
+    groups = [(group, len(group["params"])) for group in optimizer.param_groups]
+    if isinstance(inner, torch.optim.SGD):
+        return [bool(group["momentum"]) for group, num in groups for _ in range(num)]
+    num_parameters = sum(num for _, num in groups)
+    if isinstance(inner, torch.optim.LBFGS):  # one state, at its first parameter
+        return [number == 0 for number in range(num_parameters)]
+    return [True] * num_parameters
 
 
 def _stores_state(optimizer: torch.optim.Optimizer) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -288,8 +289,11 @@ def _moved(value: Any, device: str | torch.device) -> Any:
         return value
     if isinstance(value, Tensor):
         return value.to(device)
-    if type(value) is dict or hasattr(value, "_metadata"):
-        return type(value)((key, _moved(item, device)) for key, item in value.items())
+    if type(value) in (dict, OrderedDict) or hasattr(value, "_metadata"):
+        made = type(value)((key, _moved(item, device)) for key, item in value.items())
+        if hasattr(value, "__dict__"):
+            vars(made).update(vars(value))  # the versions of modules
+        return made
     if type(value) in (list, tuple):
         return type(value)(_moved(item, device) for item in value)
     return value

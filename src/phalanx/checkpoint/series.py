@@ -328,6 +328,8 @@ class CheckpointManager:
 
     def _wait_for_save(self, peers: Peers, *, is_reported: bool = True) -> Path | str | None:
         """Wait for the current save on all ranks; return its place, or count the failure."""
+        if self._saving is not None and self._saving_group is not None and peers.group is None:
+            return self._finish_without_group(peers, self._saving)
         if self._saving is not None and self._saving_group is not peers.group:
             self.give_up()  # the save's group has ended, and perhaps a rank with it: do not wait for its part
         saving = self._saving
@@ -346,6 +348,21 @@ class CheckpointManager:
             raise failure
         self._failed.add(peers, failure, is_reported=is_reported)
         return None
+
+    def _finish_without_group(self, peers: Peers, saving: Saving) -> Path | str | None:
+        """Finish a save whose group was destroyed, as at the end of a script; return its place on rank 0.
+
+        Raises:
+            CheckpointError: this rank's part failed, or on rank 0 that of another rank.
+        """
+        saving.finish_alone(self.timeout)
+        self._saving = self._saving_group = None
+        if saving.error is not None:
+            raise self._explain(peers, saving.step, saving.error) from saving.error
+        if saving.path is None:
+            return None
+        self._newest = saving.step, self._history.shown(str(saving.path).rpartition("/")[2])
+        return self._newest[1]
 
     def _explain(self, peers: Peers, step: int, error: Exception) -> CheckpointError:
         """Return the error to raise for an error of the save of `step`, and whether a later save may succeed."""

@@ -14,10 +14,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Joinable
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.utils.rnn import PackedSequence
 
 from phalanx._base.malloc import keep_freed_memory
 from phalanx._base.torch_names import find
 from phalanx._comm.backend.dynamo import skipped, untraced
+from phalanx._comm.backend.shared import require_member
 from phalanx.ddp.batchnorm import SyncChoice, check_choice, span_ranks, sync_if_small
 from phalanx.ddp.comm_hook import Hook, HookExchange
 from phalanx.ddp.epoch_order import EpochOrder, explain_repetition
@@ -289,9 +291,16 @@ class DistributedDataParallel(JoinInterface, TorchInterface):
 
     def _moved(self, values: Any) -> Any:
         def move(value: Any) -> Any:
-            return value.to(self._inputs_to, non_blocking=True) if isinstance(value, Tensor) else value
+            kind: Any = type(value)
+            if isinstance(value, (Tensor, PackedSequence)):
+                return value.to(self._inputs_to, non_blocking=True)  # type: ignore[arg-type]
+            if isinstance(value, dict):  # a subclass: pytrees know only PyTorch's own
+                return kind((key, self._moved(one)) for key, one in value.items())
+            return kind(self._moved(one) for one in value) if isinstance(value, list) else value
 
-        return values if self._inputs_to is None else tree_map(move, values)
+        if self._inputs_to is None:
+            return values
+        return tree_map(move, values, is_leaf=lambda value: isinstance(value, PackedSequence))
 
     def _synced_buffers(self) -> list[Tensor]:
         return [buffer for name, buffer in self.module.named_buffers() if name not in self._ignored]
@@ -482,6 +491,7 @@ def decide_group(process_group: dist.ProcessGroup | None, device_mesh: DeviceMes
             raise ValueError(f"DistributedDataParallel takes a device_mesh of one axis, got one of {device_mesh.ndim}")
         return device_mesh.get_group(0)
     if process_group is not None:
+        require_member(process_group, "DistributedDataParallel")
         return process_group
     if not dist.is_initialized() or dist.group.WORLD is None:
         raise RuntimeError(

@@ -224,7 +224,7 @@ class Reducer:
         """
         if self._backward is not None:  # its last callback did not run, or failed
             self._end_backward()
-            if self._round.num_launched:
+            if self._round.num_launched and (self._group.size() > 1 or self._set.has_own_exchange):
                 self._round.is_interrupted = True
             else:
                 self._begin_round()

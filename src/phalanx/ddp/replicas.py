@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
+from phalanx._comm.backend.shared import require_member
 from phalanx._comm.transport.tensors import flat
 from phalanx.ddp.digest import digest, digests, find_differences
 from phalanx.ddp.module import DistributedDataParallel
@@ -45,7 +46,10 @@ def check_replicas(model: nn.Module, group: dist.ProcessGroup | None = None, *, 
         ignored = frozenset(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
     if group is None:
         group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-    if group is None or group.size() == 1:
+    if group is None:
+        return
+    require_member(group, "check_replicas")
+    if group.size() == 1:
         return
     named: list[tuple[str, str, Tensor]] = [("parameter", name, tensor) for name, tensor in model.named_parameters()]
     if buffers is not False:

@@ -143,11 +143,12 @@ def _digest(forms: Sequence[_Form]) -> int:
 def _pack(forms: Sequence[_Form]) -> tuple[Tensor, list[Tensor]]:
     """Return one piece of memory, and in it a tensor of each form, aligned for every dtype."""
     sizes = [-(-shape.numel() * dtype.itemsize // _ALIGN) * _ALIGN for dtype, shape in forms]
-    packed = torch.zeros(sum(sizes), dtype=torch.uint8, device="cpu")
-    return packed, [
-        piece[: shape.numel() * dtype.itemsize].view(dtype).view(shape)
-        for piece, (dtype, shape) in zip(torch.split(packed, sizes), forms, strict=True)
-    ]
+    with torch.inference_mode(False):  # the memory is kept for later forwards, which may train
+        packed = torch.zeros(sum(sizes), dtype=torch.uint8, device="cpu")
+        return packed, [
+            piece[: shape.numel() * dtype.itemsize].view(dtype).view(shape)
+            for piece, (dtype, shape) in zip(torch.split(packed, sizes), forms, strict=True)
+        ]
 
 
 def _width(tensor: Tensor) -> tuple[int, str]:

@@ -38,9 +38,12 @@ class StrayGradients:
             self._strays.add(index)
 
     def on_round(self) -> None:
-        """Record that gradients were averaged."""
+        """Record that gradients were averaged, also for other wrappers of the same parameters."""
         self._averaged = True
         self._strays.clear()
+        for other in list(_all):
+            if other._strays:
+                other._strays -= {other._index_of[id(p)] for p in self._parameters if id(p) in other._index_of}
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Check the gradients with which an optimizer is about to step.

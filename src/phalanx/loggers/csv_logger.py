@@ -31,7 +31,7 @@ class CSVLogger(Logger):
 
     def begin(self, again_from: int | None) -> None:
         """Begin a table, or continue the table of the run that wrote the checkpoint."""
-        if self._columns is not None or not os.path.exists(self.path):
+        if not os.path.exists(self.path) or (self._columns is not None and not again_from):
             return
         if not again_from:
             number = 1

@@ -98,6 +98,9 @@ def partitions_of(keys: Collection[Any], types: set[type], count: int) -> npt.ND
     return (hashes % count).astype(np.uint16 if count <= 1 << 16 else np.uint32)
 
 
+_NO_ORDER = ", whose objects cannot be compared"
+
+
 def find_kinds(types: Iterable[type]) -> set[str]:
     """Return the kinds of keys among `types`: keys of one kind can be compared with each other."""
     return {_kind_of(one) for one in types}
@@ -107,15 +110,24 @@ def _kind_of(one: type) -> str:
     for base, name in ((str, "str"), (bytes, "bytes"), (tuple, "tuple"), (numbers.Number, "number")):
         if issubclass(one, base):
             return name
-    return one.__name__
+    has_order = (
+        one is type(None) or getattr(one, "__lt__", None) is not object.__dict__["__lt__"]
+    )  # None is the only one of its kind
+    return one.__name__ + ("" if has_order else _NO_ORDER)
 
 
 def require_order(kinds: Collection[str]) -> None:
     """Raise if keys of these kinds have no order. All ranks pass the kinds of all ranks, so all raise or none.
 
     Raises:
-        TypeError: keys of several kinds have no order.
+        TypeError: keys of several kinds, or of a class without `<`, have no order.
     """
+    for kind in sorted(kinds):
+        if kind.endswith(_NO_ORDER):
+            raise TypeError(
+                f"map_reduce: keys cannot be sorted: a {kind}.\n"
+                "Let map yield keys that can be: key.value or key.name of an Enum, numbers, strings, or tuples of them."
+            )
     if len(kinds) > 1:
         named = ", ".join(sorted(kinds)[:_NAMED])
         raise TypeError(

@@ -14,6 +14,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from phalanx._base.log import get_logger
 from phalanx._base.torch_names import find
 from phalanx._comm.backend.dynamo import untraced
+from phalanx._comm.backend.shared import require_member
 from phalanx.nn.uncounted import is_uncounted
 
 _logger = get_logger(__name__)
@@ -101,13 +102,8 @@ class SyncBatchNorm(_BatchNorm):
         return cast(Tensor, Normalize.apply(input, self.weight, self.bias, statistics, self.eps, group, counts))  # type: ignore[no-untyped-call]
 
     def _group(self) -> dist.ProcessGroup | None:
-        left_out: Any = dist.GroupMember.NON_GROUP_MEMBER  # a number, which torch types as a group elsewhere
-        if self.process_group is left_out:
-            raise ValueError(
-                "SyncBatchNorm: this rank is not in the layer's process_group: dist.new_group returns no group on "
-                "ranks that it leaves out. Give each rank a group that it is in, as dist.new_subgroups does"
-            )
         if self.process_group is not None:
+            require_member(self.process_group, "SyncBatchNorm")
             return self.process_group
         return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, optim
 
+from phalanx._comm.backend.shared import require_member
 from phalanx._comm.transport.tensors import is_dense, memory_order
 from phalanx.errors import MismatchError
 
@@ -23,6 +24,7 @@ def decide_group(process_group: dist.ProcessGroup | None, caller: str = "ZeroRed
         RuntimeError: there is no default group.
     """
     if process_group is not None:
+        require_member(process_group, caller)
         return process_group
     if not dist.is_initialized() or dist.group.WORLD is None:
         raise RuntimeError(

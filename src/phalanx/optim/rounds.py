@@ -166,6 +166,9 @@ class Rounds(ABC):
         self._hook.remove()
         while not self._run_round(finished=True, counts=self.local_steps > 0):
             pass
+        combined = {id(buffer) for buffer in self._buffers}
+        counters = [buffer for buffer in self._model.buffers() if id(buffer) not in combined]
+        _broadcast_once([one for one in counters if one.layout is torch.strided], self.process_group)
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's step in its round, and the number of rounds. Save every rank's model, as they differ."""

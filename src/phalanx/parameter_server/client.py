@@ -105,9 +105,17 @@ class ParameterServer:
         replicate: bool | None = None,
         name: str = "parameters",
     ) -> None:
+        given = {kind: read_groups(kind, each) for kind, each in (("dense", dense), ("tables", tables))}
+        self._frozen = {
+            key
+            for each in given.values()
+            for values, _ in each
+            for key, one in values.items()
+            if isinstance(one, torch.nn.Parameter) and not one.requires_grad
+        }
         groups = {
             kind: [({key: one.detach() for key, one in values.items()}, options) for values, options in each]
-            for kind, each in (("dense", read_groups("dense", dense)), ("tables", read_groups("tables", tables)))
+            for kind, each in given.items()
         }
         tensors = [{k: t for values, _ in groups[kind] for k, t in values.items()} for kind in KINDS]
         self._parameters = Parameters(name, *tensors)
@@ -265,13 +273,14 @@ class ParameterServer:
         pulled = Pulled(max(answer[2] for answer in answers))
         for whole, _, _ in answers:
             # Clone to torch's own alignment: matrix products differ in the last bits at other alignments.
-            pulled._dense |= {key: value.clone().requires_grad_() for key, value in whole.items()}
+            for key, value in whole.items():
+                pulled._dense[key] = value.clone().requires_grad_(key not in self._frozen)
         pulled._values |= {key: pulled._dense[key] for key in names}
         for key, (ids, inverse) in unique.items():
             leaf = self._parameters.tables[key].new_empty((len(ids), self._parameters.tables[key].shape[1]))
             for index, (_, parts, _) in enumerate(answers):
                 leaf[owners[key] == index] = parts[key]
-            pulled._rows[key] = (ids, leaf.requires_grad_())
+            pulled._rows[key] = (ids, leaf.requires_grad_(key not in self._frozen))
             pulled._values[key] = torch.nn.functional.embedding(inverse.reshape(rows[key].shape), leaf)
         return pulled
 

@@ -332,7 +332,7 @@ def _fetch(mine: Any, entry: tuple[str, Any, Any, Any], source: int, rank: int, 
     if rank0_only and (source == 0 or rank not in (0, source)):
         return mine
     if rank == source:
-        flat = flatten(mine, strides)
+        flat = flatten(mine, strides).cpu()  # the other ranks receive it there
     else:
         flat = torch.empty(shape if strides is None else math.prod(shape), dtype=dtype, device="cpu")
     if not rank0_only:

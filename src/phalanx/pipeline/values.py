@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from phalanx._base.partition.parts import LayerRange
 from phalanx._comm.transport.memory_order import Strides, find_strides, flatten, restore
-from phalanx.pipeline.nested import tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
+from phalanx.pipeline.nested import tree_flatten, tree_unflatten
 
 _CONSTANTS = (int, float, bool, str, complex, type(None), torch.dtype, torch.device)
 
@@ -86,12 +86,10 @@ def share_result(result: Any, group: dist.ProcessGroup, owner: int) -> Any:
     mine = group.rank() == owner
     leaves, tree = tree_flatten(result)
     described: list[Any] = [
-        (treespec_dumps(tree), [_form_of(v) if isinstance(v, Tensor) else _Constant(v) for v in leaves])
-        if mine
-        else None
+        (tree, [_form_of(v) if isinstance(v, Tensor) else _Constant(v) for v in leaves]) if mine else None
     ]
     dist.broadcast_object_list(described, group=group, group_src=owner)
-    text, forms = described[0]
+    tree, forms = described[0]
     shared = []
     for at, form in enumerate(forms):
         if isinstance(form, _Constant):
@@ -99,10 +97,10 @@ def share_result(result: Any, group: dist.ProcessGroup, owner: int) -> Any:
             continue
         shape, dtype, strides = form
         room = shape if strides is None else math.prod(shape)
-        flat = flatten(leaves[at], strides) if mine else torch.empty(room, dtype=dtype, device="cpu")
+        flat = flatten(leaves[at], strides).cpu() if mine else torch.empty(room, dtype=dtype, device="cpu")
         dist.broadcast(flat, group=group, group_src=owner)
         shared.append(restore(flat, shape, strides))
-    return result if mine else tree_unflatten(shared, treespec_loads(text))
+    return result if mine else tree_unflatten(shared, tree)
 
 
 def _form_of(value: Tensor) -> tuple[tuple[int, ...], torch.dtype, Strides | None]:

@@ -168,14 +168,23 @@ def why_empty(loader: DataLoader[Any]) -> str:
     )
 
 
+_ITERATES = {"__iter__", "_get_iterator"}
+
+
 def options_of(loader: DataLoader[Any]) -> dict[str, Any] | None:
     """Return the arguments with which `Strategy.loader` can divide `loader`; None if it is divided already.
 
     Raises:
-        ValueError, TypeError: the loader has a sampler of its own, or no batches.
+        ValueError, TypeError: the loader has a sampler or an iterator of its own, or no batches.
     """
     if isinstance(loader.sampler, DistributedSampler) or isinstance(loader, IterableLoader):
         return None
+    for kind in type(loader).__mro__:
+        if not kind.__module__.startswith(("torch.utils.data.", "torchdata.")) and _ITERATES & vars(kind).keys():
+            raise ValueError(
+                f"a {type(loader).__name__} has an iterator of its own, which a divided DataLoader would not have: "
+                "make each replica's own loader in a function: trainer.fit(function)"
+            )
     is_iterable = isinstance(loader.dataset, IterableDataset)
     if loader.batch_size is None or not (is_iterable or _is_plain(loader.batch_sampler, BatchSampler)):
         raise ValueError(

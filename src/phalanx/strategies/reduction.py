@@ -49,16 +49,23 @@ def reduce_over(
             _check_axis("reduce", tensor, one)
     reduced = [_reduce(group, tensor, mean, axes) for tensor in tensors]
     results = [
-        one if isinstance(leaf, Tensor) else one.item() if one.dim() == 0 else one
+        _as_given(one, leaf) if isinstance(leaf, Tensor) else one.item() if one.dim() == 0 else one
         for one, leaf in zip(reduced, leaves, strict=True)
     ]
     return tree_unflatten(results, shape)
 
 
+def _as_given(result: Tensor, leaf: Tensor) -> Tensor:
+    """Return the mean of integers in the default dtype, as torch.mean would if it took them."""
+    is_real = leaf.is_floating_point() or leaf.is_complex() or not result.is_floating_point()
+    return result if is_real else result.to(torch.get_default_dtype())
+
+
 def _numbers(value: Any) -> Tensor:
     """Return `value` as a tensor; booleans become numbers, so that their sum counts the true ones."""
     try:
-        tensor = value.detach() if isinstance(value, Tensor) else torch.as_tensor(value)
+        exact = torch.float64 if isinstance(value, float) else None
+        tensor = value.detach() if isinstance(value, Tensor) else torch.as_tensor(value, dtype=exact)
     except (TypeError, RuntimeError):
         raise TypeError(f"reduce: it adds tensors and numbers, and a value is a {type(value).__name__}") from None
     return tensor.to(torch.int64) if tensor.dtype == torch.bool else tensor
@@ -74,7 +81,7 @@ def _check_axis(called: str, tensor: Tensor, axis: Any) -> None:
 def _reduce(group: dist.ProcessGroup | None, tensor: Tensor, mean: bool, axes: tuple[int, ...]) -> Tensor:
     count = torch.tensor(math.prod(tensor.shape[one] for one in axes), device="cpu")
     if mean and not (tensor.is_floating_point() or tensor.is_complex()):
-        tensor = tensor.to(torch.get_default_dtype())
+        tensor = tensor.to(torch.float64)
     total = tensor.sum(axes) if axes else tensor.clone()
     total = total.contiguous()
     if group is not None:

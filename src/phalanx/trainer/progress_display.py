@@ -121,7 +121,7 @@ class Progress(Generic[T]):
         now = self._clock()
         if now - self._drawn >= REDRAW_S:
             self._drawn = now
-            fancy = (self._out.encoding or "").lower().startswith("utf")
+            fancy = (getattr(self._out, "encoding", None) or "").lower().startswith("utf")
             line = live_line(self._state(now), fancy=fancy)
             self._write(line[: shutil.get_terminal_size().columns - 1], end="\r")
 
@@ -186,7 +186,8 @@ def progress(
 
 def _is_watched() -> bool:
     """Return whether a person watches the output: on this process's terminal, or on the terminal of `phalanx run`."""
-    return sys.stdout.isatty() or os.environ.get("PHALANX_TTY") == "1"
+    isatty = getattr(sys.stdout, "isatty", None)  # print() accepts an object that can only write
+    return bool(isatty and isatty()) or os.environ.get("PHALANX_TTY") == "1"
 
 
 # Format a loop's progress in one line of text.

@@ -344,8 +344,8 @@ class Trainer:
             is_inside = bool((state.data_position() or {"consumed": 0})["consumed"] or state.batches)
             if self._is_over and not is_inside:
                 return
-            self._call("on_epoch_begin")
             self.model.train()
+            self._call("on_epoch_begin")  # it may put layers into eval mode again, to freeze them
             is_whole = self._train_epoch(state, loader, epoch)
             if not is_whole or self._stops.is_preempted:  # before the validation, which a resumed run does not repeat
                 self._save(state)
@@ -572,7 +572,7 @@ class TrainingPosition:
                     f"the checkpoint is inside epoch {data['epoch'] + 1} over {data['length']} samples, and loader has "
                     f"{here['length']}. Pass the same data to finish that epoch, or train in another folder"
                 )
-            data = {**data, "length": here["length"]}
+            data = {**here, **{name: data[name] for name in ("epoch", "consumed", "seed", "shuffle") if name in data}}
         state.epoch, state.step = state.saved = state_dict["epoch"], state_dict["step"]
         state.batches = state_dict.get("batches", 0)
         state.data_seeds = tuple(state_dict.get("data_seeds", ()))

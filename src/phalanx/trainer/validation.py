@@ -85,7 +85,7 @@ class Validation:
                 inner.regroup(*place)
         divided = divide(strategy, "val_loader", loader, padding=False)
         sums = Sums(strategy.device)
-        was_training = self._model.training
+        modes = {module: module.training for module in self._model.modules()}  # frozen layers may be in eval mode
         strategy.sync_buffers()
         self._model.eval()
         try:
@@ -94,7 +94,8 @@ class Validation:
                 if self._is_obsolete() and strategy.is_in_step and not strategy.evaluates_together:
                     break
         finally:
-            self._model.train(was_training)
+            for module, was_training in modes.items():
+                module.training = was_training
         count, totals = sums.compute(strategy.training_group)
         summed = {name: one.compute for name, one in self._metrics.items() if isinstance(one, SummedMetric)}
         return {name: float(summed[name](one) if name in summed else one / count) for name, one in totals.items()}
@@ -140,7 +141,12 @@ def move_batch(batch: Any, device: torch.device) -> Any:
     """Return the batch with its tensors moved to the device."""
 
     def move(leaf: Any) -> Any:
-        return leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf
+        if isinstance(leaf, Tensor):
+            return leaf.to(device, non_blocking=True)
+        if callable(own := getattr(leaf, "to", None)):  # transformers' BatchEncoding, torch_geometric's Data
+            return own(device)
+        kind: Any = type(leaf)
+        return kind({key: move_batch(one, device) for key, one in leaf.items()}) if isinstance(leaf, Mapping) else leaf
 
     return batch if device.type == "cpu" else tree_map(move, batch)
 

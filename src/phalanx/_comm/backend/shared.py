@@ -18,6 +18,19 @@ if TYPE_CHECKING:
     from phalanx._comm.backend.process_group import PhalanxProcessGroup
 
 
+def require_member(group: Any, caller: str) -> None:
+    """Check that this rank is in `group`.
+
+    Raises:
+        ValueError: it is not; the message begins with `caller`.
+    """
+    if group is dist.GroupMember.NON_GROUP_MEMBER:  # a number, which torch types as a group elsewhere
+        raise ValueError(
+            f"{caller}: this rank is not in process_group: dist.new_group returns no group on ranks that it leaves "
+            "out. Give each rank a group that it is in, as dist.new_subgroups does"
+        )
+
+
 def shares_memory(group: dist.ProcessGroup) -> bool:
     """Return whether all ranks of `group` share memory; the backend's name does not show it."""
     return sharing_group(group) is not None

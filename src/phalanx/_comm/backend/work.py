@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+import sys
 import threading
 import weakref
 from collections import deque
@@ -20,7 +21,7 @@ from torch import Tensor
 from phalanx._base.deadline import Deadline
 from phalanx._comm.backend.dynamo import untraced
 from phalanx._comm.diagnostics.failure_report import nested
-from phalanx.errors import ClosedError, PhalanxError
+from phalanx.errors import ClosedError, DeadlineError, PhalanxError
 
 _SMALL_BYTES = 64
 _OVER = threading.Event()  # shared, because an event takes a kilobyte
@@ -82,8 +83,10 @@ class PhalanxWork(dist.Work):
         self._process = process.number
         self.executor: SerialExecutor | None = None
 
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until the operation has completed; return True, or raise its error."""
+    def wait(self, timeout: timedelta | float | None = None) -> bool:
+        """Block until the operation has completed; return True, or raise its error. A number is in seconds."""
+        if isinstance(timeout, (int, float)):
+            timeout = timedelta(seconds=timeout)
         deadline = Deadline.after(timeout) if timeout is not None and timeout > timedelta(0) else None
         executor = self.executor
         if not self._done.is_set():
@@ -98,7 +101,7 @@ class PhalanxWork(dist.Work):
             raise
         if not over:
             assert deadline is not None
-            raise TimeoutError(f"the operation had not completed after {deadline.timeout_s} s; it continues")
+            raise DeadlineError(f"the operation had not completed after {deadline.timeout_s} s; it continues")
         if self._error is not None:
             raise self._error
         return True
@@ -176,34 +179,94 @@ class PhalanxWork(dist.Work):
     def _values(self) -> Sequence[Any]:
         if self._outputs is not None:
             return self._outputs
-        return [ref() for ref in self._weak]
+        values = [ref() for ref in self._weak]
+        if any(value is None for value in values):
+            raise PhalanxError("the operation's tensors were freed: nothing but the group had its Work any more")
+        return values
 
     def complete(self, error: BaseException | None) -> Callable[[], None] | None:
         """Set the outcome, before any waiter receives it. The thread that ran the operation calls this once.
 
         If a future was requested, return a function that notifies its callbacks; call it before `wake_waiters`.
-
-        From now on the work has only weak references to its tensors. torch's C++ may keep a Work for a long time, and
-        the group then keeps the Python half alive, without which C++ would wait for ever. Small tensors keep strong
-        references, because DDP's count of the ranks that have not joined is stored nowhere else.
         """
         outputs = self._outputs or ()
         with self._lock:
             self._error = error
             self._completed = True
-            if all(isinstance(o, Tensor) for o in outputs) and sum(_nbytes(o) for o in outputs) > _SMALL_BYTES:
-                self._weak = [weakref.ref(o) for o in outputs]
-                self._outputs = None
             future, self._future = self._future, None
             self.executor = None
         if future is None:
             return None
         return lambda: self.fulfil(future, list(outputs))
 
+    def release_outputs(self) -> bool:
+        """Keep only weak references to the tensors; return False if the operation has not completed.
+
+        Small tensors keep strong references, because DDP's count of the ranks that have not joined is stored nowhere
+        else.
+        """
+        with self._lock:
+            if not self._completed:
+                return False
+            outputs = self._outputs or ()
+            if all(isinstance(o, Tensor) for o in outputs) and sum(_nbytes(o) for o in outputs) > _SMALL_BYTES:
+                self._weak = [weakref.ref(o) for o in outputs]
+                self._outputs = None
+            return True
+
     def wake_waiters(self) -> None:
         """Wake all waiters. Completed works then share one event, because the group keeps them for long."""
         self._done.set()
         self._done = _OVER
+
+
+class RecentWorks:
+    """`RecentWorks` keeps the latest works of a group alive, but not their tensors.
+
+    torch's C++ may keep its half of a Work for a long time, and would wait for ever without the Python half. Once a
+    completed work is referenced here only, its tensors are released, when the next work is added.
+    """
+
+    def __init__(self) -> None:
+        self._works: deque[PhalanxWork | CompletedWork] = deque(maxlen=4096)
+        self._with_outputs: list[PhalanxWork] = []
+        self._lock = threading.Lock()
+
+    def __reversed__(self) -> Iterator[PhalanxWork | CompletedWork]:
+        return reversed(self._works)
+
+    def append(self, work: PhalanxWork | CompletedWork) -> None:
+        """Add a work, and release the tensors of completed works that nobody else has."""
+        with self._lock:
+            counts = _count_references(self._with_outputs)
+            self._with_outputs = [
+                one
+                for one, count in zip(self._with_outputs, counts, strict=True)
+                if count > _REFERENCES_HERE or not one.release_outputs()
+            ]
+            self._works.append(work)
+            if isinstance(work, PhalanxWork):
+                self._with_outputs.append(work)
+
+    def clear(self) -> None:
+        with self._lock:
+            self._works.clear()
+            self._with_outputs.clear()
+
+
+def _count_references(works: Sequence[object]) -> list[int]:
+    return [sys.getrefcount(one) for one in works]
+
+
+def _measure_references() -> int:
+    """Return the count of an object that a deque and a list have; versions of Python count differently."""
+    probes = [object()]
+    kept = deque(probes)
+    (count,) = _count_references(probes)
+    return count if kept else 0
+
+
+_REFERENCES_HERE = _measure_references()
 
 
 def _nbytes(tensor: Tensor) -> int:
@@ -225,7 +288,7 @@ class CompletedWork(dist.Work):
 
     _source_rank = source_rank
 
-    def wait(self, timeout: timedelta | None = None) -> bool:
+    def wait(self, timeout: timedelta | float | None = None) -> bool:
         """Return True at once."""
         return True
 

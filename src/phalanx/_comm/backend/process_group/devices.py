@@ -127,20 +127,12 @@ class RoutedProcessGroup(PhalanxProcessGroup):
         return None if self._is_staged(device.type) else self._group_inside(device.type)
 
     def _route_message(self, device: torch.device, operation: str, args: tuple[Any, ...]) -> Any:
-        """Return the group for a message, as `_route` does. There may have been no collective on this device yet.
-
-        Raises:
-            ValueError: the message may come from any rank, and must not go through the host.
-        """
+        """Return the group for a message, as `_route` does. There may have been no collective on this device yet."""
         self._device_backend(device, operation)
-        if not self._is_staged(device.type):
-            if operation == "recv_anysource":
-                raise ValueError(
-                    f"recv of a tensor on {device} without src: it cannot come from any rank, as NCCL must know the "
-                    "sender. Name it (src=), or receive into a tensor on the CPU"
-                )
-            if self.shares_memory and device.type not in self._agreed and self._use_one_device(device, args[1]):
-                return None
+        compares = self.shares_memory and not (self._is_staged(device.type) or device.type in self._agreed)
+        # NCCL cannot receive from any rank, so such a message goes through the host.
+        if compares and (operation == "recv_anysource" or self._use_one_device(device, args[1])):
+            return None
         return self._route(device, operation, collective=False)
 
     def _device_backend(self, device: torch.device, operation: str) -> DeviceBackend:

@@ -6,7 +6,6 @@ import functools
 import itertools
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -37,7 +36,7 @@ from phalanx._comm.backend.process_group.observed import (
 from phalanx._comm.backend.splitting import Splits
 from phalanx._comm.backend.torch_integration.groups import TorchGroup
 from phalanx._comm.backend.torch_integration.hooks import hookable
-from phalanx._comm.backend.work import CompletedWork, PhalanxWork, SerialExecutor
+from phalanx._comm.backend.work import CompletedWork, PhalanxWork, RecentWorks, SerialExecutor
 from phalanx._comm.diagnostics.call_sites import calling_site
 from phalanx._comm.diagnostics.failure_report import closed, nested
 from phalanx._comm.symmetric_memory.scratch import Scratch, open_scratch
@@ -178,7 +177,7 @@ class PhalanxProcessGroup(TorchGroup):
             interrupted=self._interrupted,
             ledger=None if self.shared_memory is None else self.shared_memory.core,
         )
-        self.recent_works: deque[PhalanxWork] = deque(maxlen=4096)  # see PhalanxWork.complete: C++ may hold half of one
+        self.recent_works = RecentWorks()
         self.messages = GroupMessages(transport, self.shared_memory, self.members, self._interrupted, self.recent_works)
         self.closed = False
         self._splits = Splits()

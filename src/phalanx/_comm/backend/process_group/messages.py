@@ -14,7 +14,6 @@ Raises:
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -24,7 +23,7 @@ from torch import Tensor
 
 from phalanx._base.deadline import Deadline
 from phalanx._comm.backend.arguments import ArgumentError, check_rank, one
-from phalanx._comm.backend.work import Closable, PhalanxWork, SerialExecutor
+from phalanx._comm.backend.work import Closable, PhalanxWork, RecentWorks, SerialExecutor
 from phalanx._comm.transport.base import Transport
 from phalanx.errors import PhalanxError
 
@@ -52,7 +51,7 @@ class GroupMessages:
         memory: SharedMemoryTransport | None,
         members: Members,
         interrupted: Callable[..., None] | None,
-        recent_works: deque[PhalanxWork],
+        recent_works: RecentWorks,
     ) -> None:
         self._transport = transport
         self._members = members

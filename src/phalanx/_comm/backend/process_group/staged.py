@@ -174,7 +174,7 @@ class StagedWork(PhalanxWork):
         super().__init__(call.outputs)
         self._call = call
 
-    def wait(self, timeout: timedelta | None = None) -> bool:
+    def wait(self, timeout: timedelta | float | None = None) -> bool:
         """Wait until the CPU operation has completed; operations that the caller queues afterwards see the results."""
         over = super().wait(timeout)
         self._call.order_caller()
@@ -196,7 +196,7 @@ class StagedCompletedWork(CompletedWork):
         super().__init__(outputs)
         self._call = call
 
-    def wait(self, timeout: timedelta | None = None) -> bool:
+    def wait(self, timeout: timedelta | float | None = None) -> bool:
         """Return True, and make the calling thread's current stream wait for the copies."""
         self._call.order_caller()
         return True
@@ -220,7 +220,7 @@ class StagedReceive(dist.Work):
         self._copying = threading.Lock()
         self._copied = False
 
-    def wait(self, timeout: timedelta | None = None) -> bool:
+    def wait(self, timeout: timedelta | float | None = None) -> bool:
         """Wait until the message has arrived; the caller's stream waits for its copy to the device."""
         self._work.wait(timeout) if timeout is not None else self._work.wait()
         self._copy()
