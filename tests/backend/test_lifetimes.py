@@ -445,3 +445,18 @@ def test_a_signal_handler_that_interrupts_the_queue_itself_is_refused_too():
         return tensor.item(), len(refused) > 0, all("called in a signal handler" in text for text in refused)
 
     assert run_ranks(check, 2) == [(2.0, True, True)] * 2
+
+
+@on_ranks(2)
+def test_the_results_of_completed_calls_live_as_long_as_their_works(rank):
+    """The value of a future that was requested late was [None]; the group must not keep the tensors itself."""
+    works = [dist.all_reduce(torch.full((100,), float(i)), async_op=True) for i in range(6)]
+    for work in works:
+        work.wait(60.0)
+    assert [work.get_future().value()[0][0].item() for work in works] == [2.0 * i for i in range(6)]
+    kept = [weakref.ref(work.result()[0]) for work in works]
+    assert all(ref() is not None for ref in kept)
+    del works, work
+    dist.all_reduce(torch.zeros(100), async_op=True).wait()
+    dist.all_reduce(torch.zeros(100), async_op=True).wait()
+    assert all(ref() is None for ref in kept)

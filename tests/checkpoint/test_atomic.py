@@ -267,3 +267,13 @@ def test_a_folder_that_cannot_be_synchronised_is_an_error_only_if_the_disk_faile
     else:
         save_checkpoint(tmp_path / "file", {})
     assert load_checkpoint(tmp_path / "file") == {}
+
+
+def test_a_file_keeps_its_mode(tmp_path):
+    """A private checkpoint was readable by all after the second save."""
+    path = tmp_path / "run.pt"
+    for mode in (0o600, 0o664):
+        save_checkpoint(path, {"a": 1})
+        path.chmod(mode)
+        save_checkpoint(path, {"a": 2})
+        assert stat.S_IMODE(path.stat().st_mode) == mode

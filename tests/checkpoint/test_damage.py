@@ -140,3 +140,23 @@ def test_what_a_checkpoint_lacks_is_said(tmp_path):
         "out of `into` the objects that should start from scratch, or load a checkpoint that has their states."
     )
     assert frozen == plain == []
+
+
+def test_optimizers_that_keep_one_state_or_none_in_a_group_lack_nothing(tmp_path):
+    """Each load of an LBFGS, or of an SGD with momentum in some groups, warned of missing states."""
+    for make in (
+        torch.optim.LBFGS,
+        lambda given: torch.optim.SGD([{"params": p, "momentum": 0.9 * n} for n, p in enumerate(given)], lr=0.1),
+    ):
+        model = torch.nn.Sequential(torch.nn.Linear(2, 1))
+        optimizer = make(list(model.parameters()))
+
+        def closure(model=model, optimizer=optimizer):
+            optimizer.zero_grad()
+            loss = model(torch.ones(1, 2)).sum() ** 2
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+        save_checkpoint(tmp_path / "run.pt", {"optimizer": optimizer.state_dict()})
+        load_checkpoint(tmp_path / "run.pt", into={"optimizer": make(list(model.parameters()))})

@@ -312,3 +312,13 @@ def test_a_sparse_buffer_is_refused_on_all_ranks_and_the_group_goes_on(rank):
     total = torch.ones(1)
     dist.all_reduce(total)
     assert total.item() == 2.0
+
+
+@on_ranks(2)
+def test_a_first_forward_in_inference_mode_leaves_training_possible(rank):
+    """The memory for buffers was made there, and could not be written outside."""
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)))
+    with torch.inference_mode():
+        model.eval()(torch.ones(4, 2))
+    for _ in range(3):
+        model.train()(torch.randn(4, 2)).sum().backward()

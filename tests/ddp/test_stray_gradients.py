@@ -15,7 +15,7 @@ from tests.training import copy_parameters
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from phalanx import DistributedDataParallel
+from phalanx import DistributedDataParallel, check_replicas
 from phalanx.testing import run_ranks
 
 
@@ -150,3 +150,17 @@ def test_one_rank_has_nobody_to_differ_from(rank):
     ddp, optimizer = _make()
     ddp.module.loss(_batch(rank)).backward()
     optimizer.step()
+
+
+@on_ranks(2)
+def test_a_wrapper_of_the_same_parameters_has_averaged_them(rank):
+    """Two heads on one encoder: the wrapper that did not run refused the other one's step."""
+    encoder, heads = nn.Linear(2, 2), [nn.Linear(2, 1), nn.Linear(2, 1)]
+    wrappers = [DistributedDataParallel(nn.Sequential(encoder, head)) for head in heads]
+    again = DistributedDataParallel(wrappers[0].module)
+    optimizer = torch.optim.SGD([*encoder.parameters(), *heads[0].parameters(), *heads[1].parameters()], lr=0.1)
+    for wrapper in (*wrappers, again, wrappers[1]):
+        optimizer.zero_grad()
+        wrapper(torch.ones(3, 2) * (rank + 1)).sum().backward()
+        optimizer.step()
+    check_replicas(again)

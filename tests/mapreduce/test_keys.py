@@ -139,3 +139,11 @@ def test_a_class_with_its_own_equality_is_no_key():
     for key in (Caseless("A"), (1, Caseless("A"))):
         with pytest.raises(TypeError, match=r"the class defines its own equality.*\nLet map yield a plain str"):
             stable_hash(key)
+
+
+def test_a_class_without_an_order_is_named():
+    """Each rank raised or not, as its keys fell."""
+    with pytest.raises(TypeError, match="keys cannot be sorted: a Colour, whose objects cannot be compared"):
+        require_order(find_kinds({enum.Enum("Colour", "RED GREEN")}))
+    require_order(find_kinds({type(None)}))
+    require_order(find_kinds({enum.IntEnum("Level", "LOW HIGH")}))

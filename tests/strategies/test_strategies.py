@@ -493,3 +493,21 @@ def test_who_was_launched_is_not_launched_again():
     assert find_world({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}) == (4, 2)
     assert find_world({"WORLD_SIZE": "4"}) == (4, 4)
     assert find_world({}) == (1, 1)
+
+
+def test_a_loader_with_an_iterator_of_its_own_is_refused():
+    """It was replaced by a plain DataLoader, and its own code never ran."""
+
+    class Halved(DataLoader):
+        def __iter__(self):
+            return (batch / 2 for batch in super().__iter__())
+
+    with strategies.get("single_device") as strategy, pytest.raises(ValueError, match="a Halved has an iterator of"):
+        strategy.distribute(Halved(torch.ones(4, 1), batch_size=2))
+
+
+def test_numbers_are_reduced_without_rounding_them_to_float32():
+    with strategies.get("single_device") as strategy:
+        assert strategy.reduce("sum", 16777217.0) == 16777217.0
+        assert strategy.reduce("mean", 100000001) == 100000001
+        assert strategy.reduce("mean", torch.tensor([1, 2])).dtype == torch.float32

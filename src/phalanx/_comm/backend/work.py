@@ -159,10 +159,12 @@ class PhalanxWork(dist.Work):
     def get_future(self) -> torch.futures.Future[Any]:
         """Return a future whose value is the list of output tensors."""
         with self._lock:
+            if self._completed:
+                done = self.new_future()
+                self.fulfil(done, list(self._values()))
+                return done.then(self._unwrap)
             if self._future is None:
                 self._future = self.new_future()
-                if self._completed:
-                    self.fulfil(self._future, list(self._values()))
             return self._future.then(self._unwrap)
 
     def new_future(self) -> torch.futures.Future[Any]:
