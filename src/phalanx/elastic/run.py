@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import functools
 import os
+import sys
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from phalanx._comm.backend import rendezvous
 from phalanx._comm.backend.shared import rehearses
 from phalanx._comm.backend.torch_integration.groups import phalanx_group
 from phalanx.checkpoint import load_checkpoint, save_checkpoint
+from phalanx.checkpoint.blame import is_plain
 from phalanx.elastic.channel import AgentChannel
 from phalanx.elastic.generations import (
     GenerationNotice,
@@ -231,7 +233,7 @@ class ElasticJob:
                 fcntl.flock(folder, fcntl.LOCK_EX)
                 step = -1 if _stamp(path) == self._older else load_checkpoint(path)["values"]["step"]
                 if step < state.step:
-                    save_checkpoint(path, state.state_dict())
+                    save_checkpoint(path, without_unreadable(state.state_dict()))
             finally:
                 os.close(folder)
             saved = f" Step {max(step, state.step)} is saved in {path}."
@@ -337,3 +339,22 @@ def _stamp(path: Path | None) -> tuple[int, ...]:
     except OSError:
         return ()
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def without_unreadable(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a state whose plain values torch.load can open: the job ends, and the rest must not be lost with one.
+
+    NumPy's numbers become Python's.
+    """
+    numpy = sys.modules.get("numpy")
+    values: dict[str, Any] = {}
+    left_out = []
+    for name, value in state["values"].items():
+        number = value.item() if numpy is not None and isinstance(value, numpy.generic) else value
+        if is_plain(number):
+            values[name] = number
+        else:
+            left_out.append(f"{name!r} (a {type(value).__name__})")
+    if left_out:
+        _logger.warning("phalanx.elastic: not in the checkpoint, as torch.load refuses it: %s", ", ".join(left_out))
+    return {**state, "values": values}
