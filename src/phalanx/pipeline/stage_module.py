@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
@@ -100,6 +101,12 @@ class StageModule(nn.Module):
         yield from self._own.named_modules(memo, prefix, remove_duplicate)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        first = next(itertools.chain(self._own.parameters(), self._own.buffers()), None)
+        if first is not None and fn(first.detach().new_empty(0)).device != first.device:
+            raise ValueError(
+                "Pipeline: its device was chosen when it was constructed, also for what the stages send: pass device= "
+                "there. Pipeline.to changes the dtype only"
+            )
         cast("Any", self._own)._apply(fn, recurse)
         return self
 
