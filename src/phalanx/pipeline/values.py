@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from phalanx._base.partition.parts import LayerRange
 from phalanx._comm.transport.memory_order import Strides, find_strides, flatten, restore
-from phalanx.pipeline.nested import tree_flatten, tree_unflatten
+from phalanx.pipeline.nested import tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
 
 _CONSTANTS = (int, float, bool, str, complex, type(None), torch.dtype, torch.device)
 
@@ -86,10 +86,12 @@ def share_result(result: Any, group: dist.ProcessGroup, owner: int) -> Any:
     mine = group.rank() == owner
     leaves, tree = tree_flatten(result)
     described: list[Any] = [
-        (tree, [_form_of(v) if isinstance(v, Tensor) else _Constant(v) for v in leaves]) if mine else None
+        (treespec_dumps(tree), [_form_of(v) if isinstance(v, Tensor) else _Constant(v) for v in leaves])
+        if mine
+        else None
     ]
     dist.broadcast_object_list(described, group=group, group_src=owner)
-    tree, forms = described[0]
+    text, forms = described[0]
     shared = []
     for at, form in enumerate(forms):
         if isinstance(form, _Constant):
@@ -100,7 +102,7 @@ def share_result(result: Any, group: dist.ProcessGroup, owner: int) -> Any:
         flat = flatten(leaves[at], strides).cpu() if mine else torch.empty(room, dtype=dtype, device="cpu")
         dist.broadcast(flat, group=group, group_src=owner)
         shared.append(restore(flat, shape, strides))
-    return result if mine else tree_unflatten(shared, tree)
+    return result if mine else tree_unflatten(shared, treespec_loads(text))
 
 
 def _form_of(value: Tensor) -> tuple[tuple[int, ...], torch.dtype, Strides | None]:

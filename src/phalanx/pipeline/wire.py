@@ -33,7 +33,7 @@ from phalanx._comm.transport.memory_order import Strides, find_strides, flatten,
 from phalanx.errors import MismatchError, PhalanxError
 from phalanx.pipeline.early_all_reduce import LEAVING_S, keep_messages, reduces_early
 from phalanx.pipeline.failure import StageFailedError, StageLostError, with_note
-from phalanx.pipeline.nested import tree_flatten, tree_unflatten
+from phalanx.pipeline.nested import tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
 
 if TYPE_CHECKING:
     from phalanx._comm.backend.lending import Lending
@@ -138,10 +138,10 @@ def nbytes_of(shape: tuple[int, ...], dtype: torch.dtype) -> int:
 class Form:
     """A `Form` describes values without their data: `leaves` has a `TensorForm` for each tensor, or a constant.
 
-    `tree` is torch's TreeSpec, of any class that can be pickled; None if the values are the leaves.
+    `tree` is empty if the values are the leaves.
     """
 
-    tree: Any
+    tree: str
     leaves: tuple[Any, ...]
 
     def encode(self) -> bytes:
@@ -261,7 +261,7 @@ class Wire:
         encoded = b""
         if self._sent.get(edge) != (tree, described):
             self._sent[edge] = (tree, described)
-            form = Form(tree, tuple(described))
+            form = Form("" if tree is None else treespec_dumps(tree), tuple(described))
             pickles, encoded = pickle_authenticator(self._group), form.encode()
             if pickles is not None:
                 encoded = pickles.send(encoded, self._stream(edge))
@@ -378,7 +378,7 @@ class Wire:
         if header[1]:
             pickles, encoded = pickle_authenticator(self._group), parts.read_bytes(header[1])
             form: Form = pickle.loads(encoded if pickles is None else pickles.receive(encoded, self._stream(edge)))
-            self._forms[edge] = form, form.tree
+            self._forms[edge] = form, treespec_loads(form.tree) if form.tree else None
         form, tree = self._forms[edge]
         words = iter(header[_FIXED:])
         leaves: list[Any] = []
