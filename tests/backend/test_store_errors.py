@@ -82,7 +82,9 @@ def test_a_late_rank_0_is_announced_once_and_torch_prints_nothing(monkeypatch, t
         f"init_process_group on rank 1 of 2: waiting for rank 0 at 127.0.0.1 port {port} for 0 s (the host refuses "
         "connections to that port: no process listens there); giving up after 10 s."
     ]
-    assert capfd.readouterr().err == ""
+    # torch's server has a line of its own for a client whose name a name service does not give at once.
+    unnamed = "The hostname of the client socket cannot be retrieved"
+    assert [line for line in capfd.readouterr().err.splitlines() if unnamed not in line] == []
 
 
 def test_the_place_is_the_url_s_or_else_the_environment_s(monkeypatch) -> None:
