@@ -59,6 +59,23 @@ def test_synchronous_training_has_the_bits_of_one_process_also_from_a_checkpoint
     run_workers(_synchronous, 5)
 
 
+def _frozen(rank, folder):
+    with join(["t0", "s0"][rank], rank, 2, folder):
+        if rank:
+            return
+        dense = {name: torch.nn.Parameter(torch.ones(2), requires_grad=name == "free") for name in ("free", "frozen")}
+        with phalanx.ParameterServer(["s0"], ["t0"], dense=dense, optimizer=partial(torch.optim.SGD, lr=0.5)) as server:
+            pulled = server.pull()
+            (pulled["free"] * pulled["frozen"]).sum().backward()
+            server.push(pulled)
+            after = {name: value.tolist() for name, value in server.pull().items()}
+    assert after == {"free": [0.5, 0.5], "frozen": [1.0, 1.0]}
+
+
+def test_a_frozen_parameter_is_not_trained():
+    run_workers(_frozen, 2)
+
+
 # -- who dies, who is late, who is wrong -------------------------------------------------------------------------------
 
 

@@ -165,8 +165,8 @@ def describe_gap(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> 
         if parameter.requires_grad and keeps
     ]
     missing = [name for number, name in trained if number not in saved.get("state", {})]
-    if not missing or (len(missing) == len(trained) and not _stores_state(optimizer)):
-        return ""
+    if not missing or (len(missing) == len(trained) and not _is_of_torch(optimizer)):
+        return ""  # an optimizer of another library may keep no state
     if len(missing) == len(trained):
         return "has no state in it: it was saved before its first step, or without its state, and starts anew."
     shown = ", ".join(map(repr, missing[:_SHOWN])) + (", …" if len(missing) > _SHOWN else "")
@@ -188,9 +188,6 @@ def _keep_state(optimizer: torch.optim.Optimizer) -> list[bool]:
     return [True] * num_parameters
 
 
-def _stores_state(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer is known to keep a state for every parameter that it has updated."""
+def _is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
     inner = getattr(optimizer, "optim", optimizer)  # the optimizer inside a ZeroRedundancyOptimizer
-    if isinstance(inner, torch.optim.SGD):
-        return any(group["momentum"] for group in inner.param_groups)
     return type(inner).__module__.startswith("torch.optim")

@@ -361,6 +361,7 @@ class CheckpointManager:
             raise self._explain(peers, saving.step, saving.error) from saving.error
         if saving.path is None:
             return None
+        self._failed.reset()
         self._newest = saving.step, self._history.shown(str(saving.path).rpartition("/")[2])
         return self._newest[1]
 

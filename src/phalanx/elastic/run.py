@@ -138,9 +138,8 @@ class ElasticJob:
     ) -> None:
         self._state, self._commits = state, commits_of(state)
         self._checkpoint = None if checkpoint is None else Path(place_of(checkpoint))
-        self._older = _stamp(
-            self._checkpoint
-        )  # the stamp of another job's file, or of the checkpoint that this job resumes
+        # the stamp of another job's file, or of the checkpoint that this job resumes
+        self._older = _stamp(self._checkpoint)
         self._min_ranks, self._wait_s = min_ranks, wait_s
         self._membership = membership
 

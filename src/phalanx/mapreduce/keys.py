@@ -110,10 +110,9 @@ def _kind_of(one: type) -> str:
     for base, name in ((str, "str"), (bytes, "bytes"), (tuple, "tuple"), (numbers.Number, "number")):
         if issubclass(one, base):
             return name
-    has_order = (
-        one is type(None) or getattr(one, "__lt__", None) is not object.__dict__["__lt__"]
-    )  # None is the only one of its kind
-    return one.__name__ + ("" if has_order else _NO_ORDER)
+    has_order = any(getattr(one, name) is not vars(object)[name] for name in ("__lt__", "__gt__"))
+    is_single = one is type(None)  # its only object needs no order
+    return one.__name__ + ("" if has_order or is_single else _NO_ORDER)
 
 
 def require_order(kinds: Collection[str]) -> None:

@@ -30,8 +30,8 @@ from phalanx.rpc import current, rpc_async
 class Pulled(Mapping[str, Tensor]):
     """`Pulled` has the values for one step by name; for a table, the rows of the requested ids, in the ids' shape.
 
-    The values require gradients; `ParameterServer.push` sends them. `staleness` is the number of steps that the slowest
-    trainer is behind.
+    The values require gradients, unless the parameter was frozen at construction; `ParameterServer.push` sends the
+    gradients. `staleness` is the number of steps that the slowest trainer is behind.
     """
 
     staleness: int

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx._base import param_groups
-from phalanx._base.param_groups import MakeOptimizer
+from phalanx._base.param_groups import MakeOptimizer, options_of
 
 Group = dict[str, Any]
 Options = dict[str, Any]
@@ -51,12 +50,12 @@ def read_group(what: str, group: Mapping[str, Any]) -> tuple[dict[str, Tensor], 
                 "servers find them: {'params': module.named_parameters(), ...}"
             )
         params = dict(pairs)
-    return dict(params), param_groups.options_of(group)
+    return dict(params), options_of(group)
 
 
-def options_of(group: Mapping[str, Any]) -> Options:
+def copy_options(group: Mapping[str, Any]) -> Options:
     """Return copies of the entries of a group that are not parameters."""
-    return {key: copy_value(one) for key, one in param_groups.options_of(group).items()}
+    return {key: copy_value(one) for key, one in options_of(group).items()}
 
 
 def copy_value(value: Any) -> Any:
@@ -87,7 +86,7 @@ class ShardGroups:
     def __init__(self, make: MakeOptimizer, groups: Sequence[Group], values: Mapping[str, Tensor]) -> None:
         self._make = make
         self._names = [list(group["params"]) for group in groups]
-        self.options = [options_of(group) for group in groups]
+        self.options = [copy_options(group) for group in groups]
         self.parameters = {name: torch.nn.Parameter(value.clone()) for name, value in values.items()}
         self.optimizer: torch.optim.Optimizer | None = None
         self._make_optimizer()
@@ -99,10 +98,10 @@ class ShardGroups:
         members = [self._members(number) for number in range(len(self._names))]
         if len(members) == 1:  # one group becomes a list, which any function that makes an optimizer accepts
             self.optimizer = self._make(members[0])
-            self.optimizer.param_groups[0].update(options_of(self.options[0]))
+            self.optimizer.param_groups[0].update(copy_options(self.options[0]))
         else:
             groups = zip(self.options, members, strict=True)
-            self.optimizer = self._make([{**options_of(options), "params": mine} for options, mine in groups])
+            self.optimizer = self._make([{**copy_options(options), "params": mine} for options, mine in groups])
 
     def _members(self, number: int) -> list[torch.nn.Parameter]:
         return [self.parameters[name] for name in self._names[number] if name in self.parameters]
@@ -110,13 +109,13 @@ class ShardGroups:
     def add(self, group: Group, values: Mapping[str, Tensor]) -> None:
         """Add a group, with this server's part of its values."""
         self._names.append(list(group["params"]))
-        self.options.append(options_of(group))
+        self.options.append(copy_options(group))
         self.parameters |= {name: torch.nn.Parameter(value.clone()) for name, value in values.items()}
         if self.optimizer is None:
             self._make_optimizer()
         else:
             mine = self._members(len(self._names) - 1)
-            self.optimizer.add_param_group({**options_of(group), "params": mine})
+            self.optimizer.add_param_group({**copy_options(group), "params": mine})
 
     def set_options(self, new: Sequence[Options]) -> None:
         """Set the options that a trainer has changed.
@@ -127,7 +126,7 @@ class ShardGroups:
             changed = {key: copy_value(options[key]) for key in find_differing(before, options) if key in options}
             before.update(changed)
             if self.optimizer is not None:
-                self.optimizer.param_groups[number].update(options_of(changed))
+                self.optimizer.param_groups[number].update(copy_options(changed))
 
     def groups(self, new: Sequence[Options] | None = None) -> list[Group]:
         """Return all groups with this server's options; options that a trainer has changed in `new` replace them."""
@@ -136,15 +135,15 @@ class ShardGroups:
             options = before if self.optimizer is None else self.optimizer.param_groups[number]
             theirs = new[number] if new is not None and number < len(new) else before
             changed = {key: theirs[key] for key in find_differing(before, theirs) if key in theirs}
-            found.append({"params": list(names), **options_of({**options, **changed})})
+            found.append({"params": list(names), **copy_options({**options, **changed})})
         return found
 
     def load(self, values: Mapping[str, Tensor], state: Mapping[str, Any], groups: Sequence[Group] | None) -> None:
         """Load values, their optimizer state, and the groups' options if given."""
         for number, group in enumerate(groups or ()):
-            self.options[number] = options_of(group)
+            self.options[number] = copy_options(group)
             if self.optimizer is not None:
-                self.optimizer.param_groups[number].update(options_of(group))
+                self.optimizer.param_groups[number].update(copy_options(group))
         for name, parameter in self.parameters.items():
             parameter.grad = None
             parameter.copy_(values[name])

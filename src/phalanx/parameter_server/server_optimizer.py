@@ -10,7 +10,7 @@ from torch import Tensor
 
 from phalanx._base.param_groups import MakeOptimizer
 from phalanx.errors import summary_of
-from phalanx.parameter_server.groups import Group, Options, options_of, read_group
+from phalanx.parameter_server.groups import Group, Options, copy_options, read_group
 
 AddGroup = Callable[[str, Group, dict[str, Tensor]], None]
 
@@ -27,7 +27,7 @@ class ServerOptimizer(torch.optim.Optimizer):
         self._add: AddGroup | None = None
         self._is_pushing = False
         self.names = [list(each) for each in names]
-        groups = [{**options_of(group), "params": [p.data for p in group["params"]]} for group in made.param_groups]
+        groups = [{**copy_options(group), "params": [p.data for p in group["params"]]} for group in made.param_groups]
         super().__init__(groups, made.defaults)
         self._add = add
 
@@ -48,7 +48,7 @@ class ServerOptimizer(torch.optim.Optimizer):
         values = {name: value.detach() for name, value in values.items()}
         super().add_param_group({**options, "params": list(values.values())})
         try:
-            self._add(self._kind, {"params": list(values), **options_of(self.param_groups[-1])}, values)
+            self._add(self._kind, {"params": list(values), **copy_options(self.param_groups[-1])}, values)
         except BaseException:
             self.param_groups.pop()
             raise
@@ -72,12 +72,12 @@ class ServerOptimizer(torch.optim.Optimizer):
 
     def options(self) -> list[Options]:
         """Return the current options of all groups."""
-        return [options_of(group) for group in self.param_groups]
+        return [copy_options(group) for group in self.param_groups]
 
     def set_options(self, new: Sequence[Options]) -> None:
         """Set the options of all groups to `new`."""
         for group, options in zip(self.param_groups, new, strict=True):
-            group.update(options_of(options))
+            group.update(copy_options(options))
 
     def state_dict(self) -> NoReturn:
         """Refuse, since the state is on the servers."""
@@ -105,7 +105,7 @@ def make_server_optimizer(
             make of its part.
     """
     members = [[torch.nn.Parameter(value) for value in values.values()] for values, _ in groups]
-    given = [{**options_of(options), "params": mine} for mine, (_, options) in zip(members, groups, strict=True)]
+    given = [{**copy_options(options), "params": mine} for mine, (_, options) in zip(members, groups, strict=True)]
     try:
         made = make(members[0]) if len(given) == 1 and len(given[0]) == 1 else make(given)
     except Exception as error:  # any error of a user's optimizer

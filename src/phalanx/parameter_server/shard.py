@@ -20,8 +20,8 @@ from phalanx.parameter_server.groups import (
     Group,
     Options,
     ShardGroups,
+    copy_options,
     find_differing,
-    options_of,
 )
 from phalanx.parameter_server.layout import State
 
@@ -268,7 +268,7 @@ class Shard:
 
     def options(self) -> dict[str, list[Options]]:
         """Return the options of all groups, as a trainer last sent them."""
-        return {kind: [options_of(one) for one in groups.options] for kind, groups in self._groups.items()}
+        return {kind: [copy_options(one) for one in groups.options] for kind, groups in self._groups.items()}
 
     def state(self, options: Mapping[str, Sequence[Options]] | None = None) -> State:
         """Return a state for `load`. It excludes gradients pushed for an incomplete step.

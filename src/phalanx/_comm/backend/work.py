@@ -23,6 +23,7 @@ from phalanx._comm.backend.dynamo import untraced
 from phalanx._comm.diagnostics.failure_report import nested
 from phalanx.errors import ClosedError, DeadlineError, PhalanxError
 
+Result = TypeVar("Result")
 _SMALL_BYTES = 64
 _OVER = threading.Event()  # shared, because an event takes a kilobyte
 _OVER.set()
@@ -226,46 +227,49 @@ class RecentWorks:
     """`RecentWorks` keeps the latest works of a group alive, but not their tensors.
 
     torch's C++ may keep its half of a Work for a long time, and would wait for ever without the Python half. Once a
-    completed work is referenced here only, its tensors are released, when the next work is added.
+    completed work is referenced here only, its tensors are released, when the next work is added. There is no lock: a
+    signal handler may add a work while this thread does.
     """
 
     def __init__(self) -> None:
         self._works: deque[PhalanxWork | CompletedWork] = deque(maxlen=4096)
-        self._with_outputs: list[PhalanxWork] = []
-        self._lock = threading.Lock()
+        self._with_outputs: deque[PhalanxWork] = deque()
 
     def __reversed__(self) -> Iterator[PhalanxWork | CompletedWork]:
         return reversed(self._works)
 
     def append(self, work: PhalanxWork | CompletedWork) -> None:
         """Add a work, and release the tensors of completed works that nobody else has."""
-        with self._lock:
-            counts = _count_references(self._with_outputs)
-            self._with_outputs = [
-                one
-                for one, count in zip(self._with_outputs, counts, strict=True)
-                if count > _REFERENCES_HERE or not one.release_outputs()
-            ]
-            self._works.append(work)
-            if isinstance(work, PhalanxWork):
-                self._with_outputs.append(work)
+        for _ in range(len(self._with_outputs)):
+            try:
+                one, count = _pop(self._with_outputs)
+            except IndexError:  # another thread has taken the rest
+                break
+            if count > _REFERENCES_HERE or not one.release_outputs():
+                self._with_outputs.append(one)
+        self._works.append(work)
+        if isinstance(work, PhalanxWork):
+            self._with_outputs.append(work)
 
     def clear(self) -> None:
-        with self._lock:
-            self._works.clear()
-            self._with_outputs.clear()
+        self._works.clear()
+        self._with_outputs.clear()
 
 
-def _count_references(works: Sequence[object]) -> list[int]:
-    return [sys.getrefcount(one) for one in works]
+def _pop(works: deque[Result]) -> tuple[Result, int]:
+    """Remove the first work, and return it with the number of references to it."""
+    one = works.popleft()
+    return one, sys.getrefcount(one)
 
 
 def _measure_references() -> int:
-    """Return the count of an object that a deque and a list have; versions of Python count differently."""
-    probes = [object()]
-    kept = deque(probes)
-    (count,) = _count_references(probes)
-    return count if kept else 0
+    """Return the count for an object that only one other deque has; versions of Python count differently."""
+    probe = object()
+    others, waiting = deque([probe]), deque([probe])
+    del probe
+    _, count = _pop(waiting)
+    others.clear()
+    return count
 
 
 _REFERENCES_HERE = _measure_references()
@@ -327,7 +331,6 @@ class Ledger(Protocol):
 
 
 Action = Callable[[], None]
-Result = TypeVar("Result")
 
 
 class SerialExecutor:

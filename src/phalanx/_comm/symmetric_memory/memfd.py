@@ -84,10 +84,10 @@ def obstacle() -> str:
 @contextlib.contextmanager
 def _first_that_works(name: str, nbytes: int, *, reserved: bool, warns: bool = True) -> Iterator[SparseFile]:
     problems = []
-    is_sealed = nbytes > 0  # a file that grows is read and written, not mapped
+    is_sealable = nbytes > 0  # a file that grows is read and written, not mapped
     for folder in _folders():
         try:
-            fd = _unnamed_file(folder) if folder else open_memfd(name, is_sealed=is_sealed)
+            fd = _unnamed_file(folder) if folder else open_memfd(name, is_sealable=is_sealable)
         except OSError as error:
             if error.errno == errno.EMFILE:  # the others will fail, too
                 raise PhalanxError(f"no memory can be shared: {error.strerror}. {describe_limit()}") from None
@@ -107,7 +107,7 @@ def _first_that_works(name: str, nbytes: int, *, reserved: bool, warns: bool = T
                 continue
             if folder and warns:
                 _warn_where(folder, problems)
-            elif is_sealed and not folder:
+            elif is_sealable and not folder:
                 _seal(fd)
             yield sparse
             return
@@ -144,15 +144,15 @@ def _folders() -> Iterator[str]:
     yield folder
 
 
-def open_memfd(name: str, *, is_sealed: bool = False) -> int:
-    """Return the descriptor of a new memfd, which may be sealed if `is_sealed`.
+def open_memfd(name: str, *, is_sealable: bool = False) -> int:
+    """Return the descriptor of a new memfd, whose size may be sealed if `is_sealable`.
 
     Raises:
         OSError: the kernel, a filter or this Python's C library has none.
     """
     if not hasattr(os, "memfd_create"):  # a Python built with a C library older than 2.27
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-    return os.memfd_create(name, os.MFD_CLOEXEC | (os.MFD_ALLOW_SEALING if is_sealed else 0))
+    return os.memfd_create(name, os.MFD_CLOEXEC | (os.MFD_ALLOW_SEALING if is_sealable else 0))
 
 
 def _unnamed_file(folder: str) -> int:
