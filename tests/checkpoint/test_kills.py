@@ -95,6 +95,35 @@ def test_a_rank_killed_while_ranks_save_leaves_the_latest_whole_and_the_others_g
     assert not [name for name in os.listdir(tmp_path) if name.startswith(".")]
 
 
+def test_a_save_after_a_loss_does_not_wait_for_the_part_of_the_lost_rank(tmp_path):
+    def save(rank, world_size):
+        manager = CheckpointManager(tmp_path, sharded=True, timeout=0.5)
+        if rank == 1:
+            phalanx.checkpoint.history.Draft.report = lambda *_: None
+        manager.async_save(1, state_of(1, 5))
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        with pytest.raises(PhalanxError):
+            dist.barrier()
+        dist.destroy_process_group()
+        manager.async_save(2, state_of(2, 5))
+        return manager.wait().name
+
+    assert run_ranks(save, 2, lost=[1])[0] == "00000001-step-2"
+    assert sorted(os.listdir(tmp_path)) == ["00000001-step-2", "latest"]
+
+
+@on_ranks(2)
+def test_a_save_is_finished_after_its_group_was_destroyed(rank, tmp_path):
+    manager = CheckpointManager(tmp_path, sharded=True)
+    manager.async_save(1, state_of(1, 500_000))
+    dist.destroy_process_group()
+    path = manager.wait()
+    assert (path is None) == (rank == 1)
+    if rank == 0:
+        assert_whole(manager.load())
+
+
 @on_ranks(2)
 def test_a_part_that_does_not_come_is_told_and_the_checkpoint_is_given_up(rank, tmp_path):
     """Rank 0 must not wait for ever for the part of a rank whose disk hangs."""

@@ -16,7 +16,7 @@ from tests.elastic.small_agent import SmallAgent
 import phalanx
 from phalanx import elastic
 from phalanx.elastic import points
-from phalanx.elastic.run import without_unreadable
+from phalanx.elastic.run import drop_unreadable
 
 
 def leave_by_exit(job: Job) -> tuple[int, Any, bool]:
@@ -105,8 +105,14 @@ def test_an_address_as_the_last_checkpoint_is_refused_before_the_first_step() ->
 
 def test_a_value_that_torch_does_not_load_is_left_out_of_the_last_checkpoint(caplog: pytest.LogCaptureFixture) -> None:
     """One NumPy number among the values ended the save, and all was lost."""
-    values = {"best": numpy.float64(0.5), "rng": numpy.random.default_rng(1), "history": [1, 2], "seen": numpy.ones(3)}
-    kept = without_unreadable({"objects": {}, "values": values, "position": None})
+    values = {
+        "best": numpy.float64(0.5),
+        "rng": numpy.random.default_rng(1),
+        "history": [numpy.float64(1), 2],
+        "seen": numpy.ones(3),
+    }
+    kept = drop_unreadable({"objects": {"mine": {"loss": numpy.float32(2)}}, "values": values, "position": None})
     assert kept["values"] == {"best": 0.5, "history": [1, 2]}
+    assert type(kept["objects"]["mine"]["loss"]) is float
     assert type(kept["values"]["best"]) is float
     assert "'rng' (a Generator), 'seen' (a ndarray)" in caplog.text

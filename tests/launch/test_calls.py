@@ -126,7 +126,7 @@ def test_variables_are_given_as_a_dict_or_as_the_command_takes_them():
 
     for given in ({"ONE": "1", "TWO": "a b"}, ["ONE=1", "TWO=a b"]):
         assert phalanx.launch(work, nproc_per_node=1, env=given) == [("1", "a b")]
-    with pytest.raises(ValueError, match="env=: must be a dict of variables, or NAME=VALUE, got 3"):
+    with pytest.raises(ValueError, match="env=: must be a dict of variables, NAME=VALUE, or a list of those, got 3"):
         phalanx.launch(work, env=3)
 
 

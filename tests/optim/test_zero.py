@@ -472,6 +472,18 @@ def test_without_gathering_gradients_the_weights_are_the_same(world_size, made):
     assert all(run_ranks(fn, world_size)) == (world_size == 1)
 
 
+@on_ranks(2)
+def test_without_gathering_gradients_a_gradient_scaler_is_refused_and_the_next_step_is_not(rank):
+    """A rank sees an overflow in its slice only, and the others would step."""
+    ddp = wrapped()
+    optimizer = ZeroRedundancyOptimizer(ddp.parameters(), optim.SGD, lr=0.1, **_WITHOUT_GATHER)
+    scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+    scaler.scale(ddp(batch(rank, 0)).square().mean()).backward()
+    with pytest.raises(RuntimeError, match="a GradScaler looks for overflows in whole gradients"):
+        scaler.step(optimizer)
+    optimizer.step()
+
+
 @pytest.mark.slow(but=("2.0",))
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
 def test_its_own_clipping_is_that_of_torch_and_needs_no_gathered_gradients(norm_type):

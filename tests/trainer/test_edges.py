@@ -334,7 +334,9 @@ def test_metrics_are_those_of_one_process_under_every_strategy(world_size):
             }
             metrics = REGRESSION if size > 1 else {name: one for name, one in REGRESSION.items() if name != "r2"}
             trainer = make(model, strategy=strategies.get(word, **options), metrics=metrics)
+            trainer.model.train()
             got = trainer.validate(DataLoader(data, 2 * world_size))
+            assert trainer.model.training  # a pipeline is not among its own modules, whose modes are put back
             trainer.strategy.close()
             found.append((word, size, got, {name: one for name, one in expected.items() if one is not None}))
         return found
@@ -418,3 +420,24 @@ def test_a_place_that_cannot_be_written_to_is_refused_before_the_first_step_also
 )
 def test_only_code_that_can_return_nothing_but_none_returns_nothing(function, nothing):
     assert returns_nothing(function) is nothing
+
+
+class Merging(nn.Linear):
+    """As loralib's: `train` merges or splits weights, beside setting the flag."""
+
+    merged = False
+
+    def train(self, mode=True):
+        self.merged = not mode
+        return super().train(mode)
+
+
+def test_a_validation_gives_every_module_its_mode_back():
+    """A frozen BatchNorm trained after the first validation, or a class with its own `train` did not know of it."""
+    model = nn.Sequential(Merging(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 1))
+    trainer = make(model)
+    model.train()
+    model[1].eval()
+    trainer.validate(load())
+    assert [one.training for one in model.modules()] == [True, True, False, True]
+    assert not model[0].merged

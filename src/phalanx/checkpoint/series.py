@@ -197,6 +197,8 @@ class CheckpointManager:
 
         Raises:
             CheckpointError: the last save failed; on every rank.
+
+        If the group was destroyed meanwhile, only rank 0 gets the place, and only ranks whose part failed an error.
         """
         peers = self._peers("CheckpointManager.wait")
         path = self._wait_for_save(peers)
@@ -267,6 +269,8 @@ class CheckpointManager:
             )
         step = operator.index(step)  # NumPy's integers have `__index__`, too
         measured = {name: float(value) for name, value in (metrics or {}).items() if math.isfinite(value)}
+        if self._saving is not None and self._saving_group is not peers.group:
+            self.give_up()  # the save's group has ended, and perhaps a rank with it: do not wait for its part
         self._wait_for_save(peers)
         collected = collect(peers, parts, sharded=self.sharded)
         kind = collected.kind
@@ -328,10 +332,10 @@ class CheckpointManager:
 
     def _wait_for_save(self, peers: Peers, *, is_reported: bool = True) -> Path | str | None:
         """Wait for the current save on all ranks; return its place, or count the failure."""
-        if self._saving is not None and self._saving_group is not None and peers.group is None:
-            return self._finish_without_group(peers, self._saving)
         if self._saving is not None and self._saving_group is not peers.group:
-            self.give_up()  # the save's group has ended, and perhaps a rank with it: do not wait for its part
+            if peers.group is None:
+                return self._finish_without_group(peers, self._saving)
+            self.give_up()
         saving = self._saving
         if saving is None:
             return None

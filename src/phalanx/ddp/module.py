@@ -14,12 +14,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Joinable
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.utils.rnn import PackedSequence
 
 from phalanx._base.malloc import keep_freed_memory
 from phalanx._base.torch_names import find
 from phalanx._comm.backend.dynamo import skipped, untraced
 from phalanx._comm.backend.shared import require_member
+from phalanx._comm.transport.tensors import move_batch
 from phalanx.ddp.batchnorm import SyncChoice, check_choice, span_ranks, sync_if_small
 from phalanx.ddp.comm_hook import Hook, HookExchange
 from phalanx.ddp.epoch_order import EpochOrder, explain_repetition
@@ -34,10 +34,6 @@ from phalanx.ddp.structure import describe, refuse_in_backward, refuse_uninitial
 from phalanx.ddp.torch_interface import TorchInterface
 from phalanx.nn.sync_batchnorm import find_batchnorms
 
-# torch's own nested structures, which its DDP uses for the same purpose.
-tree_map: Any = find(
-    "torch.utils._pytree.tree_map", loses="phalanx.DistributedDataParallel does not move inputs to a device"
-)
 _backward_number: Any = find(
     "torch._C._current_graph_task_id",
     loses="a forward inside of a backward (checkpointing), or after a failed backward, is not detected",
@@ -290,17 +286,7 @@ class DistributedDataParallel(JoinInterface, TorchInterface):
         self._reducer.prepare_backward(outputs, sync=sync)
 
     def _moved(self, values: Any) -> Any:
-        def move(value: Any) -> Any:
-            kind: Any = type(value)
-            if isinstance(value, (Tensor, PackedSequence)):
-                return value.to(self._inputs_to, non_blocking=True)  # type: ignore[arg-type]
-            if isinstance(value, dict):  # a subclass: pytrees know only PyTorch's own
-                return kind((key, self._moved(one)) for key, one in value.items())
-            return kind(self._moved(one) for one in value) if isinstance(value, list) else value
-
-        if self._inputs_to is None:
-            return values
-        return tree_map(move, values, is_leaf=lambda value: isinstance(value, PackedSequence))
+        return values if self._inputs_to is None else move_batch(values, self._inputs_to)
 
     def _synced_buffers(self) -> list[Tensor]:
         return [buffer for name, buffer in self.module.named_buffers() if name not in self._ignored]

@@ -48,7 +48,7 @@ def check_replicas(model: nn.Module, group: dist.ProcessGroup | None = None, *, 
         group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     if group is None:
         return
-    require_member(group, "check_replicas")
+    require_member(group, "check_replicas", "group")
     if group.size() == 1:
         return
     named: list[tuple[str, str, Tensor]] = [("parameter", name, tensor) for name, tensor in model.named_parameters()]

@@ -34,8 +34,13 @@ class StrayGradients:
 
     def on_gradient(self, index: int) -> None:
         """Record that a backward has written a parameter's gradient which no forward announced."""
-        if not self._averaged:
+        if not (self._averaged or self._has_averaged_elsewhere(index)):
             self._strays.add(index)
+
+    def _has_averaged_elsewhere(self, index: int) -> bool:
+        """Return whether another wrapper has averaged the parameter's gradient since the last step."""
+        key = id(self._parameters[index])
+        return any(other._averaged and key in other._index_of for other in list(_all))
 
     def on_round(self) -> None:
         """Record that gradients were averaged, also for other wrappers of the same parameters."""

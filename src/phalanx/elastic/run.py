@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from phalanx._base.log import get_logger
 from phalanx._base.storage.address import is_address, place_of
+from phalanx._base.torch_names import find
 from phalanx._comm.backend import rendezvous
 from phalanx._comm.backend.shared import rehearses
 from phalanx._comm.backend.torch_integration.groups import phalanx_group
@@ -39,6 +40,7 @@ from phalanx.elastic.points import LOST, reached
 from phalanx.elastic.state import State, commits_of
 from phalanx.errors import DeadlineError, summary_of
 
+tree_map: Any = find("torch.utils._pytree.tree_map", loses="NumPy's numbers prevent the last checkpoint of a job")
 _logger = get_logger(__name__)
 _Result = TypeVar("_Result")
 _running: State | None = None
@@ -232,7 +234,7 @@ class ElasticJob:
                 fcntl.flock(folder, fcntl.LOCK_EX)
                 step = -1 if _stamp(path) == self._older else load_checkpoint(path)["values"]["step"]
                 if step < state.step:
-                    save_checkpoint(path, without_unreadable(state.state_dict()))
+                    save_checkpoint(path, drop_unreadable(state.state_dict()))
             finally:
                 os.close(folder)
             saved = f" Step {max(step, state.step)} is saved in {path}."
@@ -340,20 +342,22 @@ def _stamp(path: Path | None) -> tuple[int, ...]:
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
-def without_unreadable(state: dict[str, Any]) -> dict[str, Any]:
+def drop_unreadable(state: dict[str, Any]) -> dict[str, Any]:
     """Return a state whose plain values torch.load can open: the job ends, and the rest must not be lost with one.
 
-    NumPy's numbers become Python's.
+    NumPy's numbers become Python's, in objects' states, too.
     """
     numpy = sys.modules.get("numpy")
-    values: dict[str, Any] = {}
-    left_out = []
-    for name, value in state["values"].items():
-        number = value.item() if numpy is not None and isinstance(value, numpy.generic) else value
-        if is_plain(number):
-            values[name] = number
-        else:
-            left_out.append(f"{name!r} (a {type(value).__name__})")
+
+    def readable(value: Any) -> Any:
+        if numpy is None or is_plain(value):
+            return value
+        return tree_map(lambda leaf: leaf.item() if isinstance(leaf, numpy.generic) else leaf, value)
+
+    objects = {name: readable(value) for name, value in state["objects"].items()}
+    values = {name: readable(value) for name, value in state["values"].items()}
+    left_out = [f"{name!r} (a {type(value).__name__})" for name, value in values.items() if not is_plain(value)]
+    kept = {name: value for name, value in values.items() if is_plain(value)}
     if left_out:
         _logger.warning("phalanx.elastic: not in the checkpoint, as torch.load refuses it: %s", ", ".join(left_out))
-    return {**state, "values": values}
+    return {**state, "objects": objects, "values": kept}

@@ -135,7 +135,8 @@ class ZeroRedundancyOptimizer(ShardedState):
         self.world_size: int = self.process_group.size()
         self.parameters_as_bucket_view = parameters_as_bucket_view
         self.gather_gradients = gather_gradients
-        self._step_supports_amp_scaling = not gather_gradients  # GradScaler then shows itself to `step`, which refuses
+        # GradScaler then passes `found_inf` to `step`, which refuses it.
+        self._step_supports_amp_scaling = not gather_gradients and self.world_size > 1
         self.offload = offload
         self._optimizer_class = optimizer_class
         self._given = dict(defaults)  # `defaults` of AdamW have an option that its constructor does not accept
@@ -247,7 +248,8 @@ class ZeroRedundancyOptimizer(ShardedState):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if getattr(self, "found_inf", None) is not None:
+        if vars(self).pop("found_inf", None) is not None:
+            vars(self).pop("grad_scale", None)
             raise RuntimeError(
                 "ZeroRedundancyOptimizer with gather_gradients=False: a GradScaler looks for overflows in whole "
                 "gradients, and a rank has only its slice. Use gather_gradients=True, or bfloat16 without a scaler"

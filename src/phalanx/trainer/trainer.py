@@ -40,7 +40,7 @@ from phalanx.trainer.loaders import FitLoader, Loaders, divide
 from phalanx.trainer.saves import Resume, SaveEvery, Saves, is_count
 from phalanx.trainer.scalars import Scalars
 from phalanx.trainer.stop_vote import StopVote
-from phalanx.trainer.validation import Metric, Validation, move_batch
+from phalanx.trainer.validation import Metric, Validation, on_device
 
 _DRY_STEPS = 2
 _KEEP = 3
@@ -381,7 +381,7 @@ class Trainer:
         number, update_loss = 0, UpdateLoss()
         for batch, share, is_last, number in loader.batches(shown, self._accumulate, state.batches):
             loss = self.strategy.compute_gradients(
-                move_batch(batch, self.strategy.device), share=share, weight=1.0, is_last=is_last
+                on_device(batch, self.strategy.device), share=share, weight=1.0, is_last=is_last
             )
             self._display.add_loss(loss, self.step + 1)
             update_loss.add(loss, share)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx._base.torch_names import find
+from phalanx._comm.transport.tensors import move_batch
 from phalanx.checkpoint.best import Best
 from phalanx.data import DistributedSampler
 from phalanx.strategies import Strategy
@@ -85,17 +86,19 @@ class Validation:
                 inner.regroup(*place)
         divided = divide(strategy, "val_loader", loader, padding=False)
         sums = Sums(strategy.device)
+        was_training = self._model.training  # a Pipeline is not among its modules
         modes = {module: module.training for module in self._model.modules()}  # frozen layers may be in eval mode
         strategy.sync_buffers()
         self._model.eval()
         try:
             for batch, counts in divided.validation_batches(self._most_batches):
-                self._add(move_batch(batch, strategy.device), sums if counts else Sums(strategy.device))
+                self._add(on_device(batch, strategy.device), sums if counts else Sums(strategy.device))
                 if self._is_obsolete() and strategy.is_in_step and not strategy.evaluates_together:
                     break
         finally:
-            for module, was_training in modes.items():
-                module.training = was_training
+            self._model.train(was_training)  # a module may do more there than set its flag
+            for module, mode in modes.items():
+                module.training = mode
         count, totals = sums.compute(strategy.training_group)
         summed = {name: one.compute for name, one in self._metrics.items() if isinstance(one, SummedMetric)}
         return {name: float(summed[name](one) if name in summed else one / count) for name, one in totals.items()}
@@ -137,18 +140,9 @@ class Validation:
         return values
 
 
-def move_batch(batch: Any, device: torch.device) -> Any:
-    """Return the batch with its tensors moved to the device."""
-
-    def move(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            return leaf.to(device, non_blocking=True)
-        if callable(own := getattr(leaf, "to", None)):  # transformers' BatchEncoding, torch_geometric's Data
-            return own(device)
-        kind: Any = type(leaf)
-        return kind({key: move_batch(one, device) for key, one in leaf.items()}) if isinstance(leaf, Mapping) else leaf
-
-    return batch if device.type == "cpu" else tree_map(move, batch)
+def on_device(batch: Any, device: torch.device) -> Any:
+    """Return the batch on the device of a replica; a batch for the CPU is there already."""
+    return batch if device.type == "cpu" else move_batch(batch, device)
 
 
 def _in_full_precision(leaf: Any) -> Any:

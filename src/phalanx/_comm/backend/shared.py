@@ -18,15 +18,15 @@ if TYPE_CHECKING:
     from phalanx._comm.backend.process_group import PhalanxProcessGroup
 
 
-def require_member(group: Any, caller: str) -> None:
+def require_member(group: Any, caller: str, argument: str = "process_group") -> None:
     """Check that this rank is in `group`.
 
     Raises:
-        ValueError: it is not; the message begins with `caller`.
+        ValueError: it is not; the message names `caller` and its `argument`.
     """
     if group is dist.GroupMember.NON_GROUP_MEMBER:  # a number, which torch types as a group elsewhere
         raise ValueError(
-            f"{caller}: this rank is not in process_group: dist.new_group returns no group on ranks that it leaves "
+            f"{caller}: this rank is not in {argument}: dist.new_group returns no group on ranks that it leaves "
             "out. Give each rank a group that it is in, as dist.new_subgroups does"
         )
 

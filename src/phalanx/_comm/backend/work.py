@@ -162,7 +162,7 @@ class PhalanxWork(dist.Work):
         with self._lock:
             if self._completed:
                 done = self.new_future()
-                self.fulfil(done, list(self._values()))
+                self.fulfil(done, list(self._values()) if self._error is None else [])
                 return done.then(self._unwrap)
             if self._future is None:
                 self._future = self.new_future()
@@ -223,51 +223,60 @@ class PhalanxWork(dist.Work):
         self._done = _OVER
 
 
+_MOST_RECENT, _EXAMINED = 4096, 8
+
+
 class RecentWorks:
     """`RecentWorks` keeps the latest works of a group alive, but not their tensors.
 
     torch's C++ may keep its half of a Work for a long time, and would wait for ever without the Python half. Once a
-    completed work is referenced here only, its tensors are released, when the next work is added. There is no lock: a
+    completed work is referenced here only, its tensors are released, when later works are added. There is no lock: a
     signal handler may add a work while this thread does.
+
+    Cost: each added work examines `_EXAMINED` others.
     """
 
     def __init__(self) -> None:
-        self._works: deque[PhalanxWork | CompletedWork] = deque(maxlen=4096)
-        self._with_outputs: deque[PhalanxWork] = deque()
+        self._works: deque[PhalanxWork | CompletedWork] = deque(maxlen=_MOST_RECENT)
+        self._with_outputs: deque[tuple[int, PhalanxWork]] = deque()
+        self._number = 0
 
     def __reversed__(self) -> Iterator[PhalanxWork | CompletedWork]:
         return reversed(self._works)
 
     def append(self, work: PhalanxWork | CompletedWork) -> None:
         """Add a work, and release the tensors of completed works that nobody else has."""
-        for _ in range(len(self._with_outputs)):
+        for _ in range(min(_EXAMINED, len(self._with_outputs))):
             try:
-                one, count = _pop(self._with_outputs)
+                number, one, count = _pop(self._with_outputs)
             except IndexError:  # another thread has taken the rest
                 break
-            if count > _REFERENCES_HERE or not one.release_outputs():
-                self._with_outputs.append(one)
+            # A work that is about to leave `_works` belongs to whoever else has it.
+            is_recent = number > self._number - _MOST_RECENT + _EXAMINED
+            if is_recent and (count > _REFERENCES_HERE or not one.release_outputs()):
+                self._with_outputs.append((number, one))
+        self._number += 1
         self._works.append(work)
         if isinstance(work, PhalanxWork):
-            self._with_outputs.append(work)
+            self._with_outputs.append((self._number, work))
 
     def clear(self) -> None:
         self._works.clear()
         self._with_outputs.clear()
 
 
-def _pop(works: deque[Result]) -> tuple[Result, int]:
-    """Remove the first work, and return it with the number of references to it."""
-    one = works.popleft()
-    return one, sys.getrefcount(one)
+def _pop(works: deque[tuple[int, Result]]) -> tuple[int, Result, int]:
+    """Remove the first work; return its number, the work, and the number of references to it."""
+    number, one = works.popleft()
+    return number, one, sys.getrefcount(one)
 
 
 def _measure_references() -> int:
     """Return the count for an object that only one other deque has; versions of Python count differently."""
     probe = object()
-    others, waiting = deque([probe]), deque([probe])
+    others, waiting = deque([probe]), deque([(0, probe)])
     del probe
-    _, count = _pop(waiting)
+    *_, count = _pop(waiting)
     others.clear()
     return count
 

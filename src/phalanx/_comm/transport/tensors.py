@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import MutableMapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from phalanx._base.torch_names import find
+
+tree_map: Any = find("torch.utils._pytree.tree_map", loses="nested batches are not moved to a device")
 
 is_zero_tensor: Any = find(
     "torch.Tensor._is_zerotensor", loses="tensors of zeros without memory are not known", instead=lambda tensor: False
@@ -23,6 +27,30 @@ def _copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 copy_all: Any = find("torch._foreach_copy_", loses="copies of many tensors take longer", instead=_copy_each)
 """A function that copies each tensor of the second list into the one at its place in the first."""
+
+
+def move_batch(batch: Any, device: torch.device) -> Any:
+    """Return a batch with its tensors moved to the device, in nested mappings, sequences and classes known to pytree.
+
+    Subclasses of dict and list, and other mutable mappings, are copied by `copy.copy`. Other objects move themselves by
+    their own `to`, as torch_geometric's Data does. Anything else stays as it is.
+    """
+
+    def move(value: Any) -> Any:
+        if isinstance(value, (Tensor, PackedSequence)):
+            return value.to(device, non_blocking=True)  # type: ignore[arg-type]
+        if isinstance(value, MutableMapping):
+            value = copy.copy(value)
+            for key, one in value.items():
+                value[key] = move_batch(one, device)
+        elif isinstance(value, list):
+            value = copy.copy(value)
+            value[:] = [move_batch(one, device) for one in value]
+        elif callable(own := getattr(value, "to", None)):
+            value = own(device)
+        return value
+
+    return tree_map(move, batch, is_leaf=lambda value: isinstance(value, PackedSequence))
 
 
 def alias(tensor: Tensor) -> Tensor:

@@ -168,7 +168,7 @@ def _become_own_process(assignment: Assignment) -> None:
     os.close(assignment.stdout)
     os.close(assignment.stderr)
     os.environ.update(assignment.setup.environment)
-    if assignment.setup.cpus and assignment.target.kind != "program":  # a program's children would stay pinned
+    if assignment.setup.cpus:
         _pin(frozenset(assignment.setup.cpus))
     for stream in (sys.stdout, sys.stderr):
         # Output goes to a pipe, but must appear at once, as on a terminal.

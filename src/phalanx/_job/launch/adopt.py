@@ -13,7 +13,7 @@ from phalanx._job.launch.plan_job import plan_job
 from phalanx._job.output.text import show
 from phalanx._job.schedulers.allocation import Allocation
 from phalanx._job.schedulers.find import find_allocation
-from phalanx._job.schedulers.kubernetes import find_kubeflow
+from phalanx._job.schedulers.kubernetes import is_kubeflow_pod
 from phalanx._job.schedulers.rendezvous import find_rendezvous
 from phalanx._job.schedulers.slurm import find_unused_hosts
 
@@ -32,8 +32,8 @@ def plan_node(settings: Settings, environ: Mapping[str, str], problems: list[str
     """
     found = find_node(settings, environ)
     if found is None:
-        pod = find_kubeflow(environ)  # even if it is alone in its job, RANK is the pod's number
-        own_environ = environ if pod is None else _without_process(environ, pod)
+        # Even if a pod is alone in its job, its RANK is no process's.
+        own_environ = _without_process(environ, "Kubeflow") if is_kubeflow_pod(environ) else environ
         return plan_job(settings, own_environ, problems=problems)
     own, remaining = adopt(settings, environ, found, problems)
     plan = plan_job(own, remaining, problems=problems)
@@ -77,7 +77,7 @@ def adopt(
     settings: Settings, environ: Mapping[str, str], found: Allocation, problems: list[str]
 ) -> tuple[Settings, dict[str, str]]:
     """Return the settings and the environment of node `found`; append contradictions to `problems`."""
-    remaining = _without_process(environ, found)
+    remaining = _without_process(environ, found.scheduler)
     if has_own_endpoint(settings, found):
         return settings, remaining
     rendezvous = settings.rendezvous
@@ -143,12 +143,12 @@ def _share_gpus(environ: Mapping[str, str], found: Allocation) -> dict[str, str]
     return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, mine))}
 
 
-def _without_process(environ: Mapping[str, str], found: Allocation) -> dict[str, str]:
+def _without_process(environ: Mapping[str, str], scheduler: str) -> dict[str, str]:
     """Return the variables without those that identify only this process.
 
     RANK and WORLD_SIZE are among those only under Kubeflow, where they number the pods.
     """
-    exact = ("RANK", "WORLD_SIZE") if found.scheduler == "Kubeflow" else ()
+    exact = ("RANK", "WORLD_SIZE") if scheduler == "Kubeflow" else ()
     return {
         name: value for name, value in environ.items() if not name.startswith(_OF_ONE_PROCESS) and name not in exact
     }

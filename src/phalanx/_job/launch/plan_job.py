@@ -66,7 +66,8 @@ def plan_job(
         variables["PHALANX_REPORT"] = os.path.abspath(settings.report)
     if settings.ranks_per_gpu is not None:
         variables["PHALANX_RANKS_PER_GPU"] = str(settings.ranks_per_gpu)
-    pin = settings.affinity and hasattr(os, "sched_setaffinity")
+    # A program's children could not leave its cores, as those of a script do.
+    pin = settings.affinity and hasattr(os, "sched_setaffinity") and settings.target.kind != "program"
     return JobPlan(
         settings,
         num_ranks,

@@ -20,18 +20,33 @@ _EQUAL = (  # variables with the same meaning, which must be equal
 )
 
 
-def find_kubeflow(environ: Mapping[str, str]) -> Allocation | None:
-    """Return the allocation of PyTorchJob or Trainer, whose RANK is the pod's number, not a process's.
+def is_kubeflow_pod(environ: Mapping[str, str]) -> bool:
+    """Return whether PyTorchJob or Trainer has started this pod: its RANK is the pod's number, not a process's.
 
     Neither sets LOCAL_RANK: if it is set, a launcher inside the pod has started this process.
     """
     if "KUBERNETES_SERVICE_HOST" not in environ or environ.get("LOCAL_RANK"):
-        return None
+        return False
+    address, rank, nodes = (environ.get(name, "") for name in _names(environ))
+    return bool(address and rank.isdecimal() and nodes)
+
+
+def _names(environ: Mapping[str, str]) -> tuple[str, str, str]:
+    """Return the names of the variables with the first pod's address, this pod's number and the number of pods."""
     address = "MASTER_ADDR" if environ.get("MASTER_ADDR") else "PET_MASTER_ADDR"
     rank = "PET_NODE_RANK" if environ.get("PET_NODE_RANK") else "RANK"
-    nodes = "PET_NNODES" if environ.get("PET_NNODES") else "WORLD_SIZE"
-    if not (environ.get(address) and environ.get(rank, "").isdecimal() and environ.get(nodes)):
+    return address, rank, "PET_NNODES" if environ.get("PET_NNODES") else "WORLD_SIZE"
+
+
+def find_kubeflow(environ: Mapping[str, str]) -> Allocation | None:
+    """Return the allocation of PyTorchJob or Trainer; None outside their pods.
+
+    Raises:
+        LaunchError: the variables contradict each other.
+    """
+    if not is_kubeflow_pod(environ):
         return None
+    address, rank, nodes = _names(environ)
     _compare(environ)
     port = "MASTER_PORT" if environ.get("MASTER_PORT") else "PET_MASTER_PORT"
     return Allocation(

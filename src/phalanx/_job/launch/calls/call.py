@@ -125,7 +125,7 @@ def _read_variables(value: object, refused: list[str]) -> list[str]:
     elif isinstance(value, str):
         value = [value]
     if not isinstance(value, (list, tuple)) or not all(isinstance(one, str) for one in value):
-        refused.append(f"env=: must be a dict of variables, or NAME=VALUE, got {value!r}")
+        refused.append(f"env=: must be a dict of variables, NAME=VALUE, or a list of those, got {value!r}")
         return []
     return [f"--env={one}" for one in value]
 
@@ -150,7 +150,7 @@ def _read_options(options: Mapping[str, object]) -> Settings:
         if name in (*_OF_A_SCRIPT, *_OF_SEVERAL_HOSTS):
             continue
         flag = "--" + name.replace("_", "-")
-        if name == "env":
+        if name == "env" and value is not None:
             words += _read_variables(value, refused)
         elif value is True:
             words.append(flag)
