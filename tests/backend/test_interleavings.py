@@ -86,6 +86,7 @@ def test_random_orders_of_three_ranks(explore, arguments):
     assert "1000 random schedules" in explore("-r1000", *arguments.split())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "step", "without", "programs", "found"),
     [

@@ -166,6 +166,7 @@ def test_nothing_that_the_process_shares_can_be_changed():
     assert shared_state() == before
 
 
+@pytest.mark.slow(but=("0", "1", "2", "3", "4"))
 @pytest.mark.parametrize("seed", range(20))
 def test_random_opcodes_call_nothing_and_change_nothing(seed, capfd):
     """Programs of opcodes that fit together: each ends as a Metadata or as an exception, and nothing has happened."""

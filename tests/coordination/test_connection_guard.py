@@ -119,6 +119,7 @@ def test_more_strangers_than_descriptors_keep_no_member_out_and_lose_none(served
         assert late.get("a")
 
 
+@pytest.mark.slow(but=("16384",))
 @pytest.mark.parametrize("announced", [PIECE_BYTES, 1 << 16, MAX_FRAME_BYTES, 1 << 31])
 def test_frames_that_are_half_sent_cost_little_memory(served, announced):
     _, before, _ = served.ask()

@@ -160,7 +160,7 @@ MISTAKES = [
 ]
 
 
-@pytest.mark.slow(but=("exchanges_members_without_asking_the_old_ones",))
+@pytest.mark.slow
 @pytest.mark.parametrize(("mistake", "case"), MISTAKES, ids=[mistake.__name__ for mistake, _ in MISTAKES])
 def test_the_checker_finds_a_protocol_that(mistake, case, monkeypatch):
     mistake(monkeypatch)

@@ -85,6 +85,7 @@ def test_what_somebody_else_has_written_there_is_told(address: str) -> None:
     witness.close()
 
 
+@pytest.mark.slow(but=("coordinator-0", "etcd-0", "etcd with users-0"))
 @pytest.mark.parametrize("seed", range(4))
 def test_it_takes_nothing_back_whoever_asks_at_the_same_time(address: str, seed: int) -> None:
     """After a reply nothing of an earlier term is promised or accepted, for whatever was asked after that reply."""

@@ -50,6 +50,7 @@ def _train(rank, world_size, default, folder, sharded):
     return first, model.state_dict()
 
 
+@pytest.mark.slow(but=("False",))
 @pytest.mark.parametrize("sharded", [False, True])
 def test_the_default_device_changes_nothing_for_a_model_on_the_cpu(tmp_path, sharded):
     """The wrap failed with "Tensor on device cpu is not on the expected device meta!": host memory was allocated

@@ -50,6 +50,7 @@ def _train(job: Job, freezes: bool) -> dict[str, Any]:
         return {"weights": copy_state(ddp), "random": torch.rand(1), "steps": state.step}
 
 
+@pytest.mark.slow
 def test_workers_that_last_over_a_loss_leave_the_random_states_as_they_would_be(tmp_path: Path) -> None:
     """A survivor went back to before its loader had drawn a seed, and the loader, which lasts, drew none again."""
     strikes = (Strike(0, "forward", 0), Strike(1, "forward", 1), Strike(0, "forward", 6))
@@ -103,6 +104,7 @@ def _unfreeze(job: Job) -> dict[str, Any]:
         return {"weights": copy_state(ddp), "groups": groups, "momenta": momenta, "base_lrs": scheduler.base_lrs}
 
 
+@pytest.mark.slow
 def test_a_group_that_the_loop_has_added_since_the_commit_is_removed_again(tmp_path: Path) -> None:
     """`state.unfrozen` went back and the group did not, so that the loop added it twice, which ended the job."""
     strikes = (Strike(1, "forward", 4), Strike(0, "updated", 4), Strike(1, "updated", 6))

@@ -130,6 +130,7 @@ STRIKES = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_commit_of_several_updates_is_done_again_as_a_whole(tmp_path: Path) -> None:
     """A survivor heard of the loss in a validation of an epoch's first commit, and stayed in evaluation."""
     loop = Loop(updates=2, validates=1, averages=True, samples=48)

@@ -18,7 +18,7 @@ def _is_missing(module):
 
 
 @pytest.mark.parametrize("name", [*LIGHT, *BY_HAND])
-@pytest.mark.slow(but=("ignite",))
+@pytest.mark.slow
 def test_a_library_gives_the_numbers_that_it_gives_over_gloo(name):
     """Each in a process in which nobody has asked for the backend before: torchft's block worked in no such one."""
     missing = [module for module in {**LIGHT, **BY_HAND}[name] if _is_missing(module)]

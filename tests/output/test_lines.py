@@ -123,6 +123,7 @@ def show_on_terminal(data: bytes) -> list[bytes]:
     return [bytes(row.rstrip()) for row in rows if row.strip()]
 
 
+@pytest.mark.slow(but=("2-False", "2-True"))
 @pytest.mark.parametrize("leave", [False, True])
 @pytest.mark.parametrize("levels", [1, 2, 3])
 def test_nested_bars_leave_the_lines_that_a_terminal_shows(levels: int, leave: bool) -> None:

@@ -105,6 +105,7 @@ def _restored(rank, folder, with_group):
             dist.destroy_process_group()
 
 
+@pytest.mark.slow(but=("a group of trainers",))
 @pytest.mark.parametrize("with_group", [False, True], ids=["each trainer alone", "a group of trainers"])
 def test_a_run_that_is_restored_in_its_midst_ends_as_the_undisturbed_one(with_group):
     """A trainer that was still pushing when the first one loaded went on from a step that was no more."""

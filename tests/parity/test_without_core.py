@@ -113,6 +113,7 @@ except Exception as error:
 """
 
 
+@pytest.mark.slow
 def test_a_report_says_that_it_needs_the_core(tmp_path):
     said = _run(_REPORT, str(tmp_path / "report"))
     assert said.startswith(_SENTENCE)

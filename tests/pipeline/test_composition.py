@@ -38,6 +38,7 @@ def _train_unsplit(model):
     return losses
 
 
+@pytest.mark.slow(but=("phalanx",))
 @pytest.mark.parametrize("backend", ["phalanx", "gloo"])
 def test_two_pipelines_in_a_mesh_train_as_one_process_with_all_data(backend):
     def train(rank, world_size):

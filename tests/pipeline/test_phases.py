@@ -107,6 +107,7 @@ def _run(rank, world_size, kind, seed):
     return phases, rank == failing
 
 
+@pytest.mark.slow(but=("raises-phalanx", "interrupted-gloo"))
 @pytest.mark.parametrize("backend", ["phalanx", "gloo"])
 @pytest.mark.parametrize("kind", ENDS)
 def test_drawn_steps_go_through_the_phases_of_the_table(kind, backend, effort):

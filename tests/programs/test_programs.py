@@ -33,7 +33,7 @@ def test_each_program_of_the_folder_is_run():
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.slow(but=("torch_ddp", "elastic_kill", "every_collective"))
+@pytest.mark.slow(but=("torch_ddp",))
 def test_a_small_program_gets_the_numbers_of_one_process_under_phalanx_run(name):
     ended = _run(PHALANX_RUN, name)
     assert ended.returncode == 0, ended.stdout + ended.stderr

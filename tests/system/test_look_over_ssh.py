@@ -69,6 +69,7 @@ def test_top_and_stacks_show_the_ranks_of_all_hosts_from_a_host_that_is_none_of_
         assert stacks.stdout.count('my script.py", line') == 2
 
 
+@pytest.mark.slow
 def test_the_exit_code_is_that_of_the_command_there(two: SshHosts) -> None:
     none, wrong = look(two, 1, "top"), look(two, 1, "stacks", "--", "--no-such job")
     assert (none.returncode, none.stdout) == (1, "")
@@ -108,7 +109,7 @@ def test_without_a_terminal_standard_input_is_left_to_who_has_it(two: SshHosts) 
     assert done.stdout == "the rest\n"
 
 
-@pytest.mark.slow(but=("q",))
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["q", "\x03", "cut"])
 def test_on_a_terminal_it_is_drawn_anew_until_a_key_or_the_end_of_the_connection(
     two: SshHosts, tmp_path: Path, end: str
@@ -139,6 +140,7 @@ def test_on_a_terminal_it_is_drawn_anew_until_a_key_or_the_end_of_the_connection
         assert Deadline.after(_GONE_S).wait_until(lambda: two.left() == before, 0.02)
 
 
+@pytest.mark.slow
 def test_it_goes_over_the_control_socket_of_the_job(two: SshHosts, tmp_path: Path) -> None:
     """The configuration of the one that looks has no key: it gets in over the job's connection, or not at all."""
     script = write_script(tmp_path, _WAITS)
@@ -173,7 +175,11 @@ def test_it_goes_over_the_control_socket_of_the_job(two: SshHosts, tmp_path: Pat
         (("--host", "a", "--ssh", "no-such-ssh"), "phalanx top: --ssh 'no-such-ssh': no such command here"),
         (("--host", "a", "--remote-python", "~/python"), "phalanx top: --remote-python '~/python': must be"),
         (("--ssh", "ssh -p 3"), "Give --host, too"),
-        (("--host", "a", "--web"), "ssh -t -L 8000:127.0.0.1:8000 a phalanx top --web --port 8000"),
+        pytest.param(
+            ("--host", "a", "--web"),
+            "ssh -t -L 8000:127.0.0.1:8000 a phalanx top --web --port 8000",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_with_advice(words: tuple[str, ...], expected: str) -> None:

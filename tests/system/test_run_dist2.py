@@ -6,6 +6,7 @@ import pytest
 from tests.system.phalanx_command import run, write_script
 
 
+@pytest.mark.slow
 def test_dist2_makes_groups_and_the_store_has_queues(tmp_path: Path) -> None:
     """`_dist2` keeps a table of backends of its own, in which we were not: "Backend phalanx not registered"."""
     pytest.importorskip("torch.distributed._dist2")

@@ -209,6 +209,7 @@ print("trained", elastic.run(state)(lambda state: job.rank)())
 """
 
 
+@pytest.mark.slow
 def test_all_ranks_start_again_if_one_is_killed_while_another_waits_in_elastic_run(tmp_path: Path) -> None:
     """The job ended: the waiting rank's report of the loss, with step 0, counted as a step."""
     finished = run("--nproc-per-node", "2", write_script(tmp_path, LOST_BEFORE), str(tmp_path))
@@ -262,6 +263,7 @@ def test_a_rank_that_is_lost_in_the_first_run_is_replaced_and_the_second_run_fol
         assert {rank for text in finished.out.splitlines() if line in text for rank in said_by(text)} == {0, 1}
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_lost_in_the_second_run_ends_the_job_with_the_advice_to_make_them_one(tmp_path: Path) -> None:
     finished = run_twice_in_a_script(tmp_path, "second")
     said = finished.out + finished.err

@@ -239,6 +239,7 @@ def test_a_second_sigterm_at_the_first_host_stops_the_job_on_all_hosts(tmp_path:
     assert "SIGTERM: stopping 3 ranks" in ends[0].out
 
 
+@pytest.mark.slow
 def test_without_enough_hosts_to_choose_another_one_a_sigterm_at_the_first_ends_the_job(tmp_path: Path) -> None:
     with cluster(tmp_path, 1, 1, nnodes="1:2", env=WAITS) as made:
         tell_to_leave(made, 0)
@@ -247,6 +248,7 @@ def test_without_enough_hosts_to_choose_another_one_a_sigterm_at_the_first_ends_
     assert "SIGTERM: stopping 2 ranks" in ends[0].out
 
 
+@pytest.mark.slow
 def test_the_first_host_that_was_killed_comes_back_into_its_job_by_the_same_command(tmp_path: Path) -> None:
     """It began a job of its own, and waited there for hosts that never came."""
     with cluster(tmp_path, 1, 1, 1, nnodes="1:3", env=WAITS) as made:

@@ -131,6 +131,7 @@ def test_without_the_first_host_the_others_say_so_at_once_and_end(tmp_path: Path
     assert "the first host is lost: the coordinator at 10.77.0.1:29479 has ended: its host answers" in second.out
 
 
+@pytest.mark.slow
 def test_a_host_whose_ranks_fail_as_they_start_is_sent_away_and_the_job_goes_on(tmp_path: Path) -> None:
     bad = tmp_path / "bad.py"
     bad.write_text("raise ValueError('no data here')\n")

@@ -100,6 +100,7 @@ def test_what_a_script_below_a_shell_has_left_is_the_first_cause(tmp_path: Path)
     assert ": ValueError: no data (exit code 9)\n\nTraceback (most recent call last):\n" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_file_that_is_no_error_changes_nothing(tmp_path: Path) -> None:
     code = "import os; open(os.environ['TORCHELASTIC_ERROR_FILE'], 'w').write({text!r}); os._exit(3)"
     for number, text in enumerate(("", "[]", '{"message": {}}', '{"message": {"message": 1, "extraInfo": 2}}', "\\0")):

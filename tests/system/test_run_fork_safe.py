@@ -146,6 +146,7 @@ if "AGAIN" in os.environ:
 """
 
 
+@pytest.mark.slow(but=("True-False-True",))
 @pytest.mark.parametrize(
     ("again", "as_program", "is_there"), [(False, False, False), (True, False, True), (False, True, True)]
 )

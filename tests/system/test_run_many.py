@@ -28,7 +28,7 @@ def test_400_ranks_start_and_end() -> None:
         assert running.survivors() == []
 
 
-@pytest.mark.slow(but=("2",))
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_start_of_many_ranks_can_be_interrupted(number: int) -> None:
     program = ("sh", "-c", "echo here; exec sleep 600")

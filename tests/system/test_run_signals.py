@@ -116,7 +116,7 @@ def test_a_signal_to_every_process_reaches_each_rank_once_in_every_order(
     assert (code, "zygote" in err, "killing" in err) == (0, False, False), err
 
 
-@pytest.mark.slow(but=("command", "again"))
+@pytest.mark.slow(but=("command",))
 @pytest.mark.parametrize("who", ["command", "again", "zygote", "rank", "ranks and zygote"])
 def test_a_signal_to_some_processes_reaches_the_ranks_as_far_as_it_was_meant_for_them(tmp_path: Path, who: str) -> None:
     number = signal.SIGHUP
@@ -160,7 +160,7 @@ def test_a_job_whose_processes_are_all_signalled_while_torch_is_imported_was_sto
 
 
 @pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts())
-@pytest.mark.slow(but=("0",))
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 def test_a_signal_to_every_process_of_two_hosts_reaches_each_rank_once(tmp_path: Path, seed: int) -> None:
     """It kills no zygote, and that of the first host is not passed on to ranks which receive their own."""

@@ -109,6 +109,7 @@ def test_one_command_starts_the_ranks_of_two_hosts_and_shows_what_they_print(two
     assert f"2 hosts over ssh; rendezvous at {two.hosts[0].address} (eth0 of {two.hosts[0].address})" in err
 
 
+@pytest.mark.slow
 def test_a_host_has_the_number_of_ranks_that_the_list_gives_it(two: SshHosts, folder: Path) -> None:
     script = write_script(folder, _TELLS)
     (folder / "hosts.txt").write_text(f"# mine\n{two.hosts[0].address} slots=1\n{two.hosts[1].address} slots=3\n")
@@ -188,6 +189,7 @@ def read_command(pid: str) -> bytes:
     return Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
+@pytest.mark.slow
 def test_the_loss_of_the_terminals_machine_ends_the_job(two: SshHosts, folder: Path) -> None:
     """No kernel says so: its cable is pulled, and it stays silent."""
     script = write_script(folder, _WAITS)
@@ -204,6 +206,7 @@ def test_the_loss_of_the_terminals_machine_ends_the_job(two: SshHosts, folder: P
             two.terminal.plug_in()
 
 
+@pytest.mark.slow
 def test_a_host_that_is_cut_off_ends_the_job_on_all_hosts(two: SshHosts, folder: Path) -> None:
     script = write_script(folder, _WAITS)
     words = two.words(*_RANKS, *_SHORT, "--host-timeout", "2", script)
@@ -218,6 +221,7 @@ def test_a_host_that_is_cut_off_ends_the_job_on_all_hosts(two: SshHosts, folder:
             two.hosts[1].machine.plug_in()
 
 
+@pytest.mark.slow
 def test_a_terminal_here_is_a_terminal_for_the_job(two: SshHosts, folder: Path) -> None:
     """The progress of the ranks is drawn in place, as wide as the screen is; Ctrl-C at it ends the job."""
     script = write_script(
@@ -246,6 +250,7 @@ def test_a_terminal_here_is_a_terminal_for_the_job(two: SshHosts, folder: Path) 
     assert Deadline.after(_GONE_S).wait_until(lambda: not any(two.left()), 0.02)
 
 
+@pytest.mark.slow
 def test_output_that_nobody_reads_yet_is_kept_and_comes_whole(two: SshHosts, folder: Path) -> None:
     """A pager that stands still for longer than the timeout of a silent host ends nothing."""
     script = write_script(
@@ -266,6 +271,7 @@ def test_output_that_nobody_reads_yet_is_kept_and_comes_whole(two: SshHosts, fol
     assert {line.partition("] ")[2] for line in finished.lines} == expected
 
 
+@pytest.mark.slow
 def test_a_full_disk_on_a_host_is_told_and_the_job_goes_on(folder: Path, tmp_path: Path) -> None:
     logs = folder / "logs"
     logs.mkdir()
@@ -325,6 +331,7 @@ def test_all_problems_of_all_hosts_come_in_one_table_and_nothing_is_started(fold
     assert not (folder / "started").exists()
 
 
+@pytest.mark.slow
 def test_a_password_is_not_asked_for(two: SshHosts, folder: Path) -> None:
     """It hung at a prompt that nobody saw."""
     script = write_script(folder, "print('never')")
@@ -354,6 +361,7 @@ def test_a_host_whose_sshd_is_silent_is_in_the_table_after_ten_seconds(folder: P
     ]
 
 
+@pytest.mark.slow
 def test_a_folder_that_a_host_lacks_is_named(two: SshHosts, folder: Path) -> None:
     write_script(folder, "print('never')", "train.py")
     code, _, err = on(two, "--remote-dir", "/no/such/folder", "train.py")
@@ -361,6 +369,7 @@ def test_a_folder_that_a_host_lacks_is_named(two: SshHosts, folder: Path) -> Non
     assert err.count("the folder /no/such/folder cannot be entered: No such file or directory") == 2
 
 
+@pytest.mark.slow
 def test_a_script_that_is_newer_here_is_noticed(folder: Path, tmp_path: Path) -> None:
     (folder / "old").mkdir()
     (folder / "work").mkdir()
@@ -373,6 +382,7 @@ def test_a_script_that_is_newer_here_is_noticed(folder: Path, tmp_path: Path) ->
     assert "train.py here differs from the one on the hosts, which they run. To copy it: rsync -a" in err
 
 
+@pytest.mark.slow
 def test_a_script_here_does_not_count_where_another_folder_was_chosen(two: SshHosts, folder: Path) -> None:
     other = folder / "there"
     other.mkdir()
@@ -382,7 +392,7 @@ def test_a_script_here_does_not_count_where_another_folder_was_chosen(two: SshHo
     assert (code, "old" in out, "differs" in err) == (0, True, False)
 
 
-@pytest.mark.slow(but=("bash",))
+@pytest.mark.slow
 @pytest.mark.parametrize("shell", ["bash", "dash", "zsh", "fish", "tcsh"])
 def test_what_a_script_receives_is_what_was_typed_whatever_the_login_shell(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, shell: str
@@ -411,6 +421,7 @@ def test_what_a_script_receives_is_what_was_typed_whatever_the_login_shell(
     assert "noise" not in out + err
 
 
+@pytest.mark.slow
 def test_a_python_by_name_is_the_one_that_the_login_shell_finds(folder: Path, tmp_path: Path) -> None:
     script = write_script(folder, _TELLS)
     own = folder / "bin"
@@ -447,6 +458,7 @@ def open_ways_to(paths: Sequence[str], spare: str) -> str:
     return "; ".join(lines) or "true"
 
 
+@pytest.mark.slow
 def test_a_user_who_is_not_root_runs_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
     with tempfile.TemporaryDirectory(dir="/tmp") as name:  # pytest's folder is its user's alone
         os.chmod(name, 0o755)
@@ -459,6 +471,7 @@ def test_a_user_who_is_not_root_runs_the_job(monkeypatch: pytest.MonkeyPatch) ->
     assert finished.by_rank == [(rank, "uid 54321") for rank in range(4)]
 
 
+@pytest.mark.slow
 def test_hosts_meet_at_an_address_that_leads_to_the_first(folder: Path, tmp_path: Path) -> None:
     """Every host has a second interface, of one network, whose cable leads nowhere."""
     script = write_script(folder, _TELLS)
@@ -473,6 +486,7 @@ def test_hosts_meet_at_an_address_that_leads_to_the_first(folder: Path, tmp_path
     assert "--master-addr" in err
 
 
+@pytest.mark.slow
 def test_the_first_host_may_be_the_one_where_the_command_is_typed(two: SshHosts, folder: Path) -> None:
     script = write_script(folder, _TELLS)
     for name in (two.hosts[0].address, "localhost"):
@@ -492,6 +506,7 @@ def test_one_machine_under_two_names_is_refused(two: SshHosts, folder: Path) -> 
     assert f"localhost  it is the same machine as {two.hosts[0].address}" in finished.err
 
 
+@pytest.mark.slow
 def test_a_control_socket_of_the_users_is_used_and_left_alone(two: SshHosts, folder: Path) -> None:
     """ssh leaves a master behind that has the pipe for errors open: a starter that waits for its end hangs."""
     script = write_script(folder, _TELLS)
@@ -591,6 +606,7 @@ def test_a_host_may_join_an_elastic_job_by_hand_with_the_line_that_is_printed(tw
             assert [running.finish().code, joined.finish().code] == [0, 0]
 
 
+@pytest.mark.slow
 def test_a_signal_for_the_ranks_reaches_those_of_all_hosts(two: SshHosts, folder: Path) -> None:
     script = write_script(
         folder,
@@ -622,6 +638,7 @@ def test_the_doctor_measures_the_links_between_hosts_and_marks_the_slow_ones(tmp
     ]
 
 
+@pytest.mark.slow
 def test_the_doctor_says_what_is_wrong_with_hosts(two: SshHosts) -> None:
     words = ("doctor", "--hosts", f"{two.names},nowhere.invalid", "--ssh", two.ssh)
     with start(*words, before=two.terminal.command) as running:

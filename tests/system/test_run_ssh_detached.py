@@ -120,6 +120,7 @@ def test_a_detached_job_goes_on_and_its_first_failure_and_exit_code_are_in_the_l
     assert [(folder / "logs" / f"rank_{rank}.log").read_text() for rank in range(4)] == ["up\n"] * 4
 
 
+@pytest.mark.slow
 def test_the_lines_that_it_prints_show_the_job_and_end_it_on_all_hosts(two: SshHosts, folder: Path) -> None:
     script = write_script(folder, _WAITS)
     finished = detach(two, *_RANKS, *_DETACH, script)
@@ -148,6 +149,7 @@ def test_the_key_of_a_detached_job_is_in_no_command_line_no_environment_and_no_l
     assert all(key not in path.read_text() for path in (folder / "logs").glob("*.log"))
 
 
+@pytest.mark.slow
 def test_the_first_host_of_a_detached_job_may_be_the_one_where_the_command_is_typed(
     two: SshHosts, folder: Path
 ) -> None:
@@ -161,6 +163,7 @@ def test_the_first_host_of_a_detached_job_may_be_the_one_where_the_command_is_ty
     wait_end(two, 130)
 
 
+@pytest.mark.slow
 def test_a_detached_job_outlives_the_control_sockets_that_brought_it(two: SshHosts, folder: Path) -> None:
     """The connections stay behind the command, until the user closes them."""
     script = write_script(folder, _WAITS)
@@ -179,7 +182,7 @@ def test_a_detached_job_outlives_the_control_sockets_that_brought_it(two: SshHos
     wait_end(two, 7)
 
 
-@pytest.mark.slow(but=("SIGINT",))
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["SIGINT", "SIGKILL", "a lost host"])
 def test_until_all_ranks_have_started_the_connections_keep_the_job(two: SshHosts, folder: Path, end: str) -> None:
     """The ranks wait for the import of torch, which does not return."""
@@ -203,6 +206,7 @@ def test_until_all_ranks_have_started_the_connections_keep_the_job(two: SshHosts
         assert Deadline.after(_GONE_S).wait_until(lambda: not any(two.left()), 0.02), two.left()
 
 
+@pytest.mark.slow
 def test_a_job_that_cannot_start_ends_with_its_words_and_its_exit_code(two: SshHosts, folder: Path) -> None:
     """The port at which the hosts are to meet is taken, which only the agent finds out."""
     script = write_script(folder, _WAITS)
@@ -220,6 +224,7 @@ def test_a_job_that_cannot_start_ends_with_its_words_and_its_exit_code(two: SshH
     wait_end(two, 2, num_hosts=1)
 
 
+@pytest.mark.slow
 def test_a_folder_for_the_output_that_cannot_be_written_is_a_problem_before_the_start(
     two: SshHosts, folder: Path
 ) -> None:

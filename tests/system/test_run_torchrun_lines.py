@@ -128,7 +128,7 @@ def test_a_line_for_two_hosts_that_is_typed_twice_on_one_is_a_job_of_two_agents(
     assert seen["phalanx"] == seen["torchrun"]
 
 
-@pytest.mark.slow(but=("numbers2",))
+@pytest.mark.slow
 @pytest.mark.parametrize("numbers", [("2", "3"), ("3", "2"), ("1:2", "2")])
 def test_hosts_that_were_given_different_numbers_of_hosts_all_refuse(tmp_path: Path, numbers: tuple[str, str]) -> None:
     """They started with the first host's number, and nothing was said; or waited for hosts that would not come."""

@@ -61,7 +61,7 @@ def test_a_host_behind_a_jump_host_takes_part(two: SshHosts, folder: Path, jump:
     assert f"{two.hosts[1].address}  " in refused.err
 
 
-@pytest.mark.slow(but=("SIGINT",))
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["SIGINT", "SIGKILL"])
 def test_the_ssh_of_a_jump_host_ends_with_the_job(two: SshHosts, folder: Path, jump: str, name: str) -> None:
     """There are two for one host: Ctrl-C left one behind."""
@@ -76,6 +76,7 @@ def test_the_ssh_of_a_jump_host_ends_with_the_job(two: SshHosts, folder: Path, j
         assert Deadline.after(_GONE_S).wait_until(lambda: not any(two.left()), 0.02)
 
 
+@pytest.mark.slow
 def test_a_key_that_only_the_agent_has_opens_the_hosts(folder: Path, tmp_path: Path) -> None:
     script = write_script(folder, _SAYS)
     socket = str(tmp_path / "agent")
@@ -96,6 +97,7 @@ def test_a_key_that_only_the_agent_has_opens_the_hosts(folder: Path, tmp_path: P
     assert locked_out.err.count("ssh needs a password") == 2
 
 
+@pytest.mark.slow
 def test_options_in_the_ssh_command_count_before_those_of_ours_and_of_the_file(two: SshHosts, folder: Path) -> None:
     """A launcher put its own user and port behind those of the user's."""
     script = write_script(folder, _SAYS)
@@ -105,6 +107,7 @@ def test_options_in_the_ssh_command_count_before_those_of_ours_and_of_the_file(t
     assert run(two, ssh, *_RANKS, script).code == 2
 
 
+@pytest.mark.slow
 def test_a_list_in_quotes_may_have_blanks_and_a_user(two: SshHosts, folder: Path) -> None:
     script = write_script(folder, _SAYS)
     ssh = copy_config(two, folder / "config", "User ")
@@ -112,6 +115,7 @@ def test_a_list_in_quotes_may_have_blanks_and_a_user(two: SshHosts, folder: Path
     assert_both_ran(run(two, ssh, "--no-preload", script, hosts=f"trainer@{first}:1 , trainer@{second}:1"))
 
 
+@pytest.mark.slow
 def test_localhost_may_be_any_host_of_the_list(two: SshHosts, folder: Path) -> None:
     script = write_script(folder, _SAYS)
     words = two.words(*_RANKS, script, hosts=f"{two.hosts[0].address},localhost")

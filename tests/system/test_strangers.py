@@ -61,6 +61,7 @@ def mebibytes(pid: int) -> float:
     return int(text.partition("\nPss:")[2].split()[0]) / 1024
 
 
+@pytest.mark.slow
 def test_strangers_who_were_there_first_keep_no_host_out_and_cost_a_bounded_amount(tmp_path: Path) -> None:
     over = tmp_path / "over"
     with hosts(3) as machines, contextlib.ExitStack() as stack:

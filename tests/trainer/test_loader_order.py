@@ -89,7 +89,7 @@ def fit(kind, strategy, folder=None, *, most=None, seed=5):
     return model.seen, copy_parameters(trainer.strategy.bare_model)
 
 
-@pytest.mark.slow(but=("shuffle", "weighted by a generator", "workers", "no loader", "divided, buffer"))
+@pytest.mark.slow(but=("shuffle", "workers"))
 @pytest.mark.parametrize("kind", [*OWN, *DIVIDED])
 def test_a_fit_that_ended_anywhere_goes_on_with_the_rest_of_its_order(kind, tmp_path):
     """The loader drew another order, from the random state in the middle of the epoch: of the samples that were left
@@ -117,7 +117,7 @@ def _fit(rank, world_size, kind, folder, stops):
     return found
 
 
-@pytest.mark.slow(but=("shuffle by a generator", "divided, buffer"))
+@pytest.mark.slow(but=("divided, buffer",))
 @pytest.mark.parametrize("kind", [*OWN, *DIVIDED])
 def test_so_does_one_of_several_ranks(kind, tmp_path):
     """A generator that each replica had seeded otherwise was seeded alike on all: they trained on the same samples."""

@@ -74,7 +74,7 @@ def train(rank, world_size, folder, save_every, how="", at=()):
     return trainer.step, why, code, weights(trainer), max(map(os.path.basename, trainer._manager.checkpoints()))
 
 
-@pytest.mark.slow(but=("0-sigterm", "2-callback"))
+@pytest.mark.slow(but=("2-callback",))
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("seed", range(3))
 def test_all_ranks_stop_after_the_same_step_whichever_are_asked_and_when(tmp_path, seed, how):

@@ -62,7 +62,7 @@ def _check_all(rank, world_size, *_):
     return True
 
 
-@pytest.mark.slow(but=("(1, 1)",))
+@pytest.mark.slow
 @pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts())
 @pytest.mark.parametrize("sizes", [(1, 1), (2, 1)], ids=str)
 def test_several_hosts_write_tensors_of_inference_mode(sizes):

@@ -47,12 +47,14 @@ def _run(program, **variables):
     return ended.stdout.strip()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_build_with_nccl_on_a_machine_without_a_gpu_keeps_shards_on_the_cpu():
     """ "cuda" was registered wherever NCCL was compiled in, and `ShardedTensor.gather` asked for the current GPU."""
     assert _run(WITHOUT_GPU, TORCH_DEVICE_BACKEND_AUTOLOAD="0") == "12.0 cpu:phalanx"
 
 
+@pytest.mark.slow
 def test_dist2_makes_a_group_in_a_program_that_asked_for_nothing_before():
     """It was "Backend phalanx not registered", but in ranks of `phalanx run`."""
     pytest.importorskip("torch.distributed._dist2")

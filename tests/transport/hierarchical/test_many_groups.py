@@ -21,6 +21,7 @@ def costs():
     return len(os.listdir("/proc/self/task")), sockets, len(targets) - sockets
 
 
+@pytest.mark.slow(but=("sizes0",))
 @pytest.mark.parametrize("sizes", [(1, 1), (2, 1)])
 def test_groups_share_threads_the_port_and_the_connections_to_the_store(sizes):
     def job(rank, world_size, machines):
