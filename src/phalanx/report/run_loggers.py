@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any
 
 from phalanx._job.report import recording
-from phalanx._job.report.page_so_far import write_page_so_far
+from phalanx._job.report.write import write_page_so_far
 from phalanx.loggers.guarded import GuardedLoggers
 from phalanx.loggers.resolve import resolve
 

@@ -606,7 +606,7 @@ def end_loggers(loggers: GuardedLoggers, error: BaseException | None, *, writes:
         return
     folder = recording.current_folder()
     if folder:
-        from phalanx._job.report.page_so_far import write_page_so_far
+        from phalanx._job.report.write import write_page_so_far
 
         with tempfile.TemporaryDirectory() as scratch:
             path = os.path.join(scratch, "report.html")
