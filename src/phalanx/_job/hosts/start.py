@@ -195,7 +195,7 @@ def find_or_make_key(plan: JobPlan, rendezvous: Rendezvous) -> Key:
             path = default_path(plan.command_environment)
             key, is_new = make_key(path)
             if is_new:
-                from phalanx._job.output.text import show
+                from phalanx._job.output.standard import show
 
                 show(
                     2,

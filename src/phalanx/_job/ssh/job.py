@@ -27,8 +27,7 @@ from phalanx._job.hosts.reach import TRY_S
 from phalanx._job.launch.command import main as run_here
 from phalanx._job.launch.command import report_errors
 from phalanx._job.output.display import Writer
-from phalanx._job.output.standard import open_standard_descriptors
-from phalanx._job.output.text import encode
+from phalanx._job.output.standard import encode, open_standard_descriptors
 from phalanx._job.ssh.check import Problem, choose_address, explain_ssh, find_problems, format_table
 from phalanx._job.ssh.connection import Phase, SshConnection
 from phalanx._job.ssh.facts import Facts, digest_source
