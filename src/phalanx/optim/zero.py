@@ -33,7 +33,7 @@ from phalanx.optim.offloaded_shard import OffloadedShard
 from phalanx.optim.parameter_shard import ParameterShard
 from phalanx.optim.plan import Slice, plan_cut, plan_whole
 from phalanx.optim.sharded_state import ShardedState
-from phalanx.optim.shared_parameters import SharedParameters
+from phalanx.optim.shared_parameters import SharedParameters, exempt
 from phalanx.optim.staging import HostStaging
 from phalanx.optim.state import merge_states
 from phalanx.optim.state_backup import StateBackup
@@ -152,6 +152,7 @@ class ZeroRedundancyOptimizer(ShardedState):
         )
         self._consolidated = False
         params, self._given_parameters = list_parameters(params)  # the parameters of all groups, before any has moved
+        exempt(self)
         super().__init__(params, defaults)  # adds the groups
         self._given_parameters = []
 
@@ -202,6 +203,7 @@ class ZeroRedundancyOptimizer(ShardedState):
             local_group["fused"] = True
         if self._local is None:
             self._local = build_local(self._optimizer_class, local_group, self._given, cuts=self._cut)
+            exempt(self._local)
             self.defaults = self._local.defaults  # with the class's defaults: schedulers read momentum and betas
         else:
             self._local.add_param_group(local_group)
@@ -220,8 +222,8 @@ class ZeroRedundancyOptimizer(ShardedState):
                 raise RuntimeError(
                     f"ZeroRedundancyOptimizer.step on rank {self.rank}: parameter {moved} of group {number} (shape "
                     f"{tuple(shared.parameters[moved].shape)}) was moved out of the memory that the ranks share, by "
-                    "module.to(...), an assignment to .data, or loading with assign=True. Do that before the "
-                    "optimizer is built."
+                    "module.to(...), an assignment to .data, loading with assign=True, or the step of another "
+                    "optimizer. Do that before this one is built."
                 )
 
     # -- the step ------------------------------------------------------------------------------------------------
