@@ -163,7 +163,7 @@ class Pipeline(StageModule):
             gradients are averaged (`phalanx.mesh`).
         process_group: the ranks, if there is no mesh; default all.
         device: the device of this rank's stages. Default: the model's device; the CPU if that is the meta device.
-        init_fn: called with name and tensor for each tensor on the meta device whose module has no `reset_parameters`.
+        init_fn: called with name and tensor for each tensor on the meta device that no `reset_parameters` has set.
 
     Shape: tensors in inputs and targets have the samples of the mini-batch in their first dimension. The last
     micro-batches may be smaller; a mini-batch with fewer samples than micro-batches makes fewer micro-batches.
@@ -505,7 +505,7 @@ class Loss:
 
 
 def materialize(own: nn.Module, device: torch.device, init_fn: Callable[[str, Tensor], object] | None) -> list[str]:
-    """Give every meta tensor of `own` memory and values, by its module's `reset_parameters` or else by `init_fn`.
+    """Give every meta tensor of `own` memory and values: by `init_fn`, unless its module's `reset_parameters` sets it.
 
     Tensors that two modules share stay shared. Return the names of tensors without initial values; they are zero.
     """
@@ -525,14 +525,26 @@ def materialize(own: nn.Module, device: torch.device, init_fn: Callable[[str, Te
     for module in dict.fromkeys(made.values()):
         if callable(reset := getattr(module, "reset_parameters", None)):
             reset()
-    left = [name for name, module in made.items() if not callable(getattr(module, "reset_parameters", None))]
+    # `reset_parameters` may leave a buffer alone that the constructor has filled, such as a mask.
+    left = [name for name, module in made.items() if not hasattr(module, "reset_parameters") or _is_unset(own, name)]
     if init_fn is not None:
         with torch.no_grad():
             for name in left:
-                owner, _, last = name.rpartition(".")
-                init_fn(name, getattr(own.get_submodule(owner), last))
+                init_fn(name, _tensor(own, name))
         return []
     return left
+
+
+def _is_unset(own: nn.Module, name: str) -> bool:
+    """Return whether `name` is a buffer that nothing has written since `materialize` gave it memory."""
+    tensor = _tensor(own, name)
+    return not isinstance(tensor, nn.Parameter) and tensor._version == 0 and not tensor.any()
+
+
+def _tensor(own: nn.Module, name: str) -> Tensor:
+    owner, _, last = name.rpartition(".")
+    found: Tensor = getattr(own.get_submodule(owner), last)
+    return found
 
 
 class StepEnd:
