@@ -41,7 +41,7 @@ class EngineCollectives:
 
     def reduces(self, dtype: torch.dtype, redop: int) -> bool:
         """Return whether the engine has this reduction, and sums are not rounded between hosts."""
-        return is_reducible(redop, dtype) and not self._session.compression.rounds(sum_dtype(dtype))
+        return is_reducible(redop, dtype) and not self._session.compression.rounds(sum_dtype(dtype, redop), redop)
 
     def all_reduce(
         self, tensor: Tensor, call: CollectiveCall, redop: int, ctx: CallContext, *, root: int, factor: Any

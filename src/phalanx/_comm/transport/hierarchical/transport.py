@@ -166,7 +166,7 @@ class HierarchicalTransport(Transport):
         call = describe_call(
             "all_reduce" if root < 0 else "reduce", tensor, self.session.place(ctx), redop=redop, root=root
         )
-        if self._small.fits_sum(tensor.dtype, tensor.numel()):
+        if self._small.fits_sum(tensor.dtype, redop, tensor.numel()):
             self._small.all_reduce(tensor, call, redop, ctx, root=root, factor=factor)
         elif self._by_engine is not None and self._by_engine.reduces(tensor.dtype, redop):
             self._by_engine.all_reduce(tensor, call, redop, ctx, root=root, factor=factor)
@@ -186,7 +186,7 @@ class HierarchicalTransport(Transport):
         call = describe_call(
             "reduce_scatter", output, self.session.place(ctx), redop=redop, count=sum(counts), sizes=counts
         )
-        if self._small.fits_sum(output.dtype, sum(counts)):
+        if self._small.fits_sum(output.dtype, redop, sum(counts)):
             scaled_inputs = [scaled(t, factor) for t in inputs]
             self._small.reduce_scatter(output, scaled_inputs, call, redop, ctx)
         else:
