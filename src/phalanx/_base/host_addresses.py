@@ -95,7 +95,7 @@ def resolve(host: str) -> list[str]:
     """Return the addresses of a name; none if it does not resolve."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except OSError:
+    except (OSError, UnicodeError):
         return []
     return list(dict.fromkeys(str(place[0]) for *_, place in found))
 

@@ -56,7 +56,10 @@ def listen(address: Address, backlog: int) -> socket.socket:
             (socket.AF_INET, ("0.0.0.0", address.port)),
         ]
     else:
-        found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        try:
+            found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        except UnicodeError as error:
+            raise OSError(f"{address.host!r} is not the name of a host ({error})") from None
         candidates = [(family, place) for family, _, _, _, place in found]
     problem: OSError | None = None
     for family, place in candidates:

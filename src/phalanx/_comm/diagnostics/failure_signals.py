@@ -64,8 +64,10 @@ class FailureSignals:
             return default
         answers: list[T] = []
         thread = threading.Thread(target=_query, args=(request, answers), name="phalanx-failure-store", daemon=True)
-        thread.start()
-        thread.join(_ANSWER_S)
+        with contextlib.suppress(RuntimeError):  # no thread starts as the interpreter exits
+            thread.start()
+            for _ in range(2):  # if this process stalls, both sides stall: the answer gets time after it
+                thread.join(_ANSWER_S / 2)
         self.is_store_lost = not answers
         return answers[0] if answers else default
 
@@ -136,7 +138,7 @@ class FailureSignals:
 
 
 def _query(request: Callable[[], T], answers: list[T]) -> None:
-    with contextlib.suppress(RuntimeError):
+    with contextlib.suppress(Exception):
         answers.append(request())
 
 

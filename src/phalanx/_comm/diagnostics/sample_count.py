@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -10,6 +11,7 @@ from phalanx._comm.diagnostics.interruptions import SuppressedErrors
 
 _NUM_EXAMINED = 16  # elements of a list that are examined: the first ones show its kind
 _DEEPEST = 8
+_MOST_PARTS = 256  # of nested lists without a tensor, there are 16 on each level
 
 
 def count_samples(batch: Any) -> float | None:
@@ -18,11 +20,12 @@ def count_samples(batch: Any) -> float | None:
     Never raises, because it runs inside a user's loader.
     """
     with SuppressedErrors():
-        for part in _parts(batch, 0):
+        parts = list(itertools.islice(_parts(batch, 0), _MOST_PARTS))
+        for part in parts:
             length = _first_dimension(part)
             if length is not None:
                 return length
-        return next((float(len(part)) for part in _parts(batch, 0) if _is_plain_list(part)), None)
+        return next((float(len(part)) for part in parts if _is_plain_list(part)), None)
     return None
 
 
