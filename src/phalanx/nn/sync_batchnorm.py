@@ -14,7 +14,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from phalanx._base.log import get_logger
 from phalanx._base.torch_names import find
 from phalanx._comm.backend.dynamo import untraced
-from phalanx._comm.backend.shared import require_member
+from phalanx._comm.backend.shared import default_group, require_member
 from phalanx.nn.uncounted import is_uncounted
 
 _logger = get_logger(__name__)
@@ -105,7 +105,7 @@ class SyncBatchNorm(_BatchNorm):
         if self.process_group is not None:
             require_member(self.process_group, "SyncBatchNorm")
             return self.process_group
-        return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+        return default_group()
 
     def _track(self, statistics: BatchStatistics) -> None:
         """Move the running statistics, each of which may be None, towards this step's statistics."""
