@@ -22,6 +22,7 @@ from phalanx._job.report import recording
 from phalanx.checkpoint import CheckpointManager, RandomState
 from phalanx.checkpoint.best import KeepBest
 from phalanx.checkpoint.peers import Peers
+from phalanx.checkpoint.random_state import seed_all
 from phalanx.checkpoint.write_problems import make_folders
 from phalanx.errors import CheckpointError
 from phalanx.loggers.guarded import GuardedLoggers
@@ -34,7 +35,7 @@ from phalanx.strategies.loss import loss_of_own_step
 from phalanx.strategies.strategy import Precision
 from phalanx.trainer.arguments import Resume, SaveEvery, Saves, find_problems, is_count
 from phalanx.trainer.callbacks import Callback, CallbackCalls, CallbackRecovery, CallbackStates, EarlyStopping
-from phalanx.trainer.data_seeds import agree_on_seeds, seed_all
+from phalanx.trainer.data_seeds import agree_on_seeds
 from phalanx.trainer.fit_display import FitDisplay
 from phalanx.trainer.loaders import FitLoader, Loaders, divide
 from phalanx.trainer.stop_vote import StopVote
