@@ -38,7 +38,7 @@ from phalanx.ddp.mistakes import (
     were_restored,
 )
 from phalanx.ddp.replicate import gather_rows
-from phalanx.nn.uncounted import is_uncounted
+from phalanx.nn.sync_batchnorm import is_uncounted
 
 _logger = get_logger("phalanx.ddp")
 
