@@ -10,16 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, optim
 
-from phalanx._comm.backend.shared import require_group
 from phalanx._comm.transport.tensors import is_dense, memory_order
 from phalanx.errors import MismatchError
 
 _Form = tuple[tuple[int, ...], str, tuple[int, ...]]  # a parameter's shape, dtype and strides
-
-
-def decide_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """Return the given group, or the default one, for a ZeroRedundancyOptimizer."""
-    return require_group(process_group, "ZeroRedundancyOptimizer")
 
 
 # In these classes each element's update depends only on that element's gradient and state, and on numbers common to
