@@ -19,6 +19,7 @@ from weakref import WeakValueDictionary
 from torch.distributed import PrefixStore
 
 from phalanx._base.deadline import Deadline
+from phalanx._base.host_addresses import interface_addresses, is_public
 from phalanx._base.ipc.local_listener import new_token
 from phalanx._base.log import get_logger, warn_once
 from phalanx._base.torch_versions import describe_untested
@@ -36,7 +37,6 @@ from phalanx._comm.diagnostics.failure_signals import FailureSignals
 from phalanx._comm.diagnostics.failure_store import FailureStore
 from phalanx._comm.diagnostics.rank_list import name_ranks
 from phalanx._comm.engines.gloo import local_address
-from phalanx._comm.engines.interfaces import interface_addresses, is_public
 from phalanx._comm.rendezvous.bootstrap import Bootstrap, exchange
 from phalanx._comm.rendezvous.rank_info import RankInfo, host_identity
 from phalanx._comm.rendezvous.torch_store import base_of
