@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 from collections.abc import Callable
+from concurrent.futures import wait
 from typing import Any, Protocol, TypeVar, runtime_checkable
+
+from phalanx._base.threads import call_in_thread
 
 T = TypeVar("T")
 
@@ -62,12 +64,9 @@ class FailureSignals:
         """Return the store's answer to `request`; `default` if it takes over two seconds, or did so before."""
         if self.is_store_lost:
             return default
-        answers: list[T] = []
-        thread = threading.Thread(target=_query, args=(request, answers), name="phalanx-failure-store", daemon=True)
-        thread.start()
-        thread.join(_ANSWER_S)
-        self.is_store_lost = not answers
-        return answers[0] if answers else default
+        answer = call_in_thread(request, "phalanx-failure-store")
+        self.is_store_lost = not wait([answer], _ANSWER_S).done or answer.exception() is not None
+        return default if self.is_store_lost else answer.result()
 
     def send(self, group_key: str) -> None:
         """Signal all ranks to read this group's part of the store."""
@@ -133,11 +132,6 @@ class FailureSignals:
         if waiting is not None:
             with contextlib.suppress(RuntimeError):
                 waiting.cancel()
-
-
-def _query(request: Callable[[], T], answers: list[T]) -> None:
-    with contextlib.suppress(RuntimeError):
-        answers.append(request())
 
 
 def _group_key(value: bytes) -> str:
