@@ -1,4 +1,4 @@
-"""Query, signal and kill processes: descendants, orphans, sessions, and death with the parent."""
+"""Query, signal and kill processes, and observe the end of this one: descendants, orphans, sessions, exceptions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import TracebackType
 
 from phalanx._base.deadline import Deadline
 
@@ -79,6 +80,17 @@ def outlive_parent() -> None:
     """Undo `die_with_parent`. A process that is stopped when its parent dies then continues, and can detect it."""
     if SUPPORTED:
         _prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
+
+
+def observe_uncaught(listener: Callable[[BaseException], object]) -> None:
+    """Call `listener` with the exception that ends this process, before the present `sys.excepthook` prints it."""
+    hook = sys.excepthook
+
+    def note(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        listener(error)
+        hook(kind, error, trace)
+
+    sys.excepthook = note
 
 
 @contextlib.contextmanager

@@ -9,10 +9,9 @@ import hashlib
 import os
 import socket
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from types import TracebackType
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -22,6 +21,7 @@ from phalanx._base.deadline import Deadline
 from phalanx._base.host_addresses import interface_addresses, is_public
 from phalanx._base.ipc.local_listener import new_token
 from phalanx._base.log import get_logger, warn_once
+from phalanx._base.processes import observe_uncaught
 from phalanx._base.torch_versions import describe_untested
 from phalanx._comm.backend import device_backends
 from phalanx._comm.backend.connect import RendezvousGroup, build_engine, open_gloo
@@ -418,15 +418,12 @@ def _leave_at_exit() -> None:
     if _exit_watched:
         return
     _exit_watched = True
-    previous = sys.excepthook
+    observe_uncaught(_remember)
 
-    def remember(kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> None:
-        global _exit_reason
-        _exit_reason = f"it ended with {kind.__name__}: {error}"
-        previous(kind, error, tb)
 
-    hook: Callable[[type[BaseException], BaseException, TracebackType | None], Any] = remember
-    sys.excepthook = hook
+def _remember(error: BaseException) -> None:
+    global _exit_reason
+    _exit_reason = f"it ended with {type(error).__name__}: {error}"
 
 
 def _leave() -> None:
