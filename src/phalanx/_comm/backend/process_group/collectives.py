@@ -426,8 +426,7 @@ def all_to_all_single(
 
     def run(ctx: CallContext) -> None:
         group.transport.all_to_all(outputs, unshared(inputs, outputs), ctx, splits=splits)
-        if dense is not output:
-            write_back(output, dense)
+        write_back(output, dense)
 
     return group.carry_out(run, opts, [output])
 

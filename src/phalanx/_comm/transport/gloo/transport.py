@@ -139,7 +139,7 @@ class GlooTransport(Transport):
         ) as deadline:
             if self.world_size > 1 and nbytes(data):
                 self._session.run("broadcast", [[bytes_of(data)]], deadline, root=root)
-            if data is not tensor and root != self.rank:
+            if root != self.rank:
                 write_back(tensor, data)
 
     def gather(self, outputs: Sequence[Tensor], tensor: Tensor, ctx: CallContext, *, root: int = -1) -> None:
@@ -195,8 +195,7 @@ class GlooTransport(Transport):
                 bytes_of(data).copy_(pieces[0])
             elif nbytes(data):
                 self._session.run("scatter", [[bytes_of(data)], [pieces] if pieces else []], deadline, root=root)
-            if data is not output:
-                write_back(output, data)
+            write_back(output, data)
 
     def all_to_all(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], ctx: CallContext, *, splits: bool
@@ -273,8 +272,7 @@ class GlooTransport(Transport):
                 with gloo_errors():
                     message = self._session.engine.recv(source, bytes_of(data), tag)
                 self._session.wait_for([message], source, nbytes(data), deadline)
-            if data is not tensor:
-                write_back(tensor, data)
+            write_back(tensor, data)
         return source
 
     def _recv_header(self, header: Tensor, src: int, tag: int, deadline: Deadline) -> int:

@@ -243,8 +243,7 @@ class HierarchicalTransport(Transport):
         whole = output if is_plain(output) else torch.empty(output.shape, dtype=output.dtype, device="cpu")
         parts = list(torch.split(whole.view(-1), tensor.numel()))
         self.session.interruptible(call, ctx, partial(self._segmented.all_gather, parts, tensor, call, ctx))
-        if whole is not output:
-            write_back(output, whole)
+        write_back(output, whole)
 
     def scatter(self, output: Tensor, inputs: Sequence[Tensor], root: int, ctx: CallContext) -> None:
         """Write root's inputs[rank] to `output`; on the other ranks `inputs` is empty."""
