@@ -25,7 +25,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx._base.torch_names import find
-from phalanx._comm.backend.overloads import OLDER_NAMES
 
 c10d: Any = dist.distributed_c10d  # its stubs lack what is used here
 
@@ -155,7 +154,7 @@ def _through_dispatcher(group: Any, name: str, args: tuple[Any, ...]) -> Any:
     if face is None:
         _faces[group] = face = c10d.ProcessGroup(group.rank(), group.size())
         _groups[face] = weakref.ref(group)
-    method = getattr(face, name, None) or getattr(face, OLDER_NAMES[name])
+    method = getattr(face, name)
     _this_thread.reduce_op = next((r for r in map(_reduction, args) if r is not None), None)
     _this_thread.work = None
     try:

@@ -94,8 +94,7 @@ def _stop_calling(group: Any, reason: object) -> None:
 def _class_with_hooks(cls: Any) -> type:
     methods: dict[str, Any] = {"class_without_hooks": cls}
     for name in METHODS:
-        if hasattr(_torch_group, name):
-            methods[name] = _dispatched(cls, name)
+        methods[name] = _dispatched(cls, name)
     for name in OLDER_NAMES.values():
         if hasattr(_torch_group, name):
             methods[name] = getattr(_torch_group, name)  # a C++ method, which torch does not count as an override
