@@ -457,7 +457,7 @@ def allreduce_coalesced(group: PhalanxProcessGroup, tensors: Sequence[Tensor], o
     """Reduce each tensor from its values before the call, even if tensors share memory."""
     if not tensors:
         raise ArgumentError("all_reduce_coalesced: requires non-empty tensor list")
-    checked = check_one_type(tensors, "all_reduce_coalesced", written=True)
+    checked = check_one_type(tensors, "all_reduce_coalesced")
     code, factor = reduction_of(opts.reduceOp, checked[0].dtype, "all_reduce_coalesced")
 
     def run(ctx: CallContext) -> None:
