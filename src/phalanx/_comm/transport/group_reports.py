@@ -82,9 +82,10 @@ class GroupReports:
             PhalanxError: the group's failure.
             DeadlineError: the other thread's collective did not end in time.
         """
-        here, deadline = self.here, Deadline.after(timeout_s)
+        here = self.here
         if here.lock.acquire(blocking=False):
             return
+        deadline = Deadline.after(timeout_s)
         while True:
             self.check(FailedOperation(call.name, here.group, here.rank, call_site=call.place))
             if here.lock.acquire(timeout=min(deadline.left_s, CHECK_S)):
