@@ -46,6 +46,7 @@ from phalanx._comm.symmetric_memory.liveness_pipe import why_unwatched
 from phalanx._comm.symmetric_memory.watch import ProcessId
 from phalanx._comm.transport.authentication import PickleAuthenticator
 from phalanx._comm.transport.base import CallContext, Transport
+from phalanx._comm.transport.gloo.session import GlooSession
 from phalanx._comm.transport.gloo.transport import GlooTransport
 from phalanx._comm.transport.hierarchical.layout import Layout
 from phalanx._comm.transport.options import Options
@@ -314,14 +315,16 @@ def _explained_shortage(here: str) -> Iterator[None]:
 def _connect(server: FdServer, bootstrap: Bootstrap, options: Any, settings: Options, deadline: Deadline) -> Transport:
     """Share memory on each host, and build the engine between all ranks."""
     # imported here, since it needs the C core
+    from phalanx._comm.transport.hierarchical.session import HierarchicalSession
     from phalanx._comm.transport.hierarchical.transport import HierarchicalTransport
 
     rank, name, infos = options.group_rank, options.group_id, bootstrap.infos
     layout = Layout.of([info.host for info in infos], rank)
     token = infos[0].token
     processes = [f"pid {s.process.pid} on {s.hostname} {s.address}" for s in infos]
-    transport = HierarchicalTransport(name, layout, settings, processes, options.global_ranks_in_group)
-    symm_mem = open_symmetric_memory(server, infos, layout.local_ranks, options, deadline, transport.idle)
+    session = HierarchicalSession(name, layout, settings, processes, options.global_ranks_in_group)
+    transport = HierarchicalTransport(session)
+    symm_mem = open_symmetric_memory(server, infos, layout.local_ranks, options, deadline, session.idle)
     failure_store = _open_failure_store(options, token, infos, processes)
     try:
         group = RendezvousGroup(name, token, options.store, infos, layout)
@@ -398,7 +401,8 @@ def _over_gloo(bootstrap: Bootstrap, options: Any, settings: Options, deadline: 
     group = RendezvousGroup(name, key, options.store, infos, layout)
     # it runs one collective at a time
     engine = open_gloo(group, settings, deadline, failure_store, num_threads=1)
-    transport = GlooTransport(name, engine, failure_store, processes, lambda r: infos[r].has_ended(infos[rank]))
+    session = GlooSession(name, engine, failure_store, processes, lambda r: infos[r].has_ended(infos[rank]))
+    transport = GlooTransport(session)
     transport.pickles = PickleAuthenticator(infos[0].secret, name)
     return _complete(transport, bootstrap, options, deadline)
 
