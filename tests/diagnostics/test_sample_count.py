@@ -7,7 +7,7 @@ import numpy
 import pytest
 import torch
 
-from phalanx._comm.diagnostics.sample_count import count_samples
+from phalanx._comm.backend.torch_integration.training_steps import count_samples
 
 Pair = namedtuple("Pair", "names x")
 

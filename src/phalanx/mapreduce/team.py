@@ -17,9 +17,8 @@ import torch.distributed as dist
 
 from phalanx._base.deadline import Deadline
 from phalanx._base.loss_detection import CHECK_S, MAP_REDUCE_AFTER_BREAK_S
-from phalanx._comm.backend.pickles import pickle_authenticator
 from phalanx._comm.backend.shared import default_group, rehearses
-from phalanx._comm.backend.torch_integration.groups import phalanx_group, store_of
+from phalanx._comm.backend.torch_integration.groups import phalanx_group, pickle_authenticator, store_of
 from phalanx._comm.rendezvous.rank_info import host_identity
 from phalanx._comm.rendezvous.torch_store import Store
 from phalanx._comm.symmetric_memory.watch import ProcessId

@@ -16,7 +16,7 @@ class Address:
     path: str = ""
 
     @classmethod
-    def parse(cls, text: str, *, default_port: int | None = None) -> Address:
+    def parse(cls, text: str) -> Address:
         """Parse the address in `text`.
 
         Raises:
@@ -27,9 +27,8 @@ class Address:
         if text.startswith("/"):
             return cls(path=text)
         host, colon, port = text.rpartition(":")
-        if text.endswith("]") or not colon or (":" in host and not host.startswith("[")):  # no port; perhaps IPv6
-            host, port = text, "" if default_port is None else str(default_port)
-        if not port.isdecimal() or int(port) > 0xFFFF:
+        has_port = colon and not text.endswith("]") and (":" not in host or host.startswith("["))
+        if not has_port or not port.isdecimal() or int(port) > 0xFFFF:
             raise ValueError(f"an address is HOST:PORT (or [IPv6]:PORT), got {text!r}")
         return cls(host.removeprefix("[").removesuffix("]"), int(port))
 

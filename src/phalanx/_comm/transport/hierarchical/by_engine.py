@@ -67,7 +67,7 @@ class EngineCollectives:
             self._agreement.agree(ctx, deadline)
             data = dense(tensor)
             self._run("broadcast", flat(data).view(torch.uint8), call, ctx, deadline, root=root)
-            if data is not tensor and root != self._session.rank:
+            if root != self._session.rank:
                 write_back(tensor, data)
 
     def _run(

@@ -30,7 +30,7 @@ from phalanx._comm.transport.call import CollectiveCall
 from phalanx._comm.transport.hierarchical.agreement import Agreement
 from phalanx._comm.transport.hierarchical.rails import PendingSend, RailMessage, plan, talking_to
 from phalanx._comm.transport.numerics import divide, sum_of, sum_type
-from phalanx._comm.transport.tensors import dense, is_plain, scaled, write_back
+from phalanx._comm.transport.tensors import dense, is_plain, scaled, write_all_back, write_back
 
 _EMPTY = torch.empty(0, dtype=torch.uint8, device="cpu")
 
@@ -85,7 +85,7 @@ class SegmentedCollectives:
             self._agreement.agree(ctx, deadline)
             data = dense(tensor)
             self._broadcast_in_segments(data.view(-1).view(torch.uint8), root, ctx, deadline)
-            if data is not tensor and root != self._rank:
+            if root != self._rank:
                 write_back(tensor, data)
 
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor, call: CollectiveCall, ctx: CallContext) -> None:
@@ -94,9 +94,7 @@ class SegmentedCollectives:
             into = [t if is_plain(t) else torch.empty(t.shape, dtype=t.dtype, device="cpu") for t in outputs]
             flat = [t.view(-1).view(torch.uint8) for t in into]
             self.all_gather_bytes(dense(tensor).view(-1).view(torch.uint8), flat, ctx, deadline)
-            for output, got in zip(outputs, into, strict=True):
-                if got is not output:
-                    write_back(output, got)
+            write_all_back(outputs, into)
 
     # -- between the agreement and the end: tensors are flat and plain -------------------------------------------
 

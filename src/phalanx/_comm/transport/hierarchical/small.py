@@ -113,7 +113,7 @@ class SmallCollectives:
                     ctypes.memmove(data.data_ptr(), came_to, size)
                 self._agreement.release()
             self._agreement.broadcast_from_leader(ctx, deadline, data.data_ptr(), size)
-            if data is not tensor and not is_root:
+            if not is_root:
                 write_back(tensor, data)
 
     def all_gather(
