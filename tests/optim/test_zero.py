@@ -17,7 +17,7 @@ from tests.training import copy_parameters
 from torch import nn, optim
 
 import phalanx
-from phalanx import ZeroRedundancyOptimizer
+from phalanx import DistributedDataParallel, ZeroRedundancyOptimizer
 from phalanx.testing import RankFailed, run_ranks
 
 STEPS = 4
@@ -368,6 +368,43 @@ def test_a_parameter_that_left_the_shared_memory_is_named():
     model.double()
     with pytest.raises(RuntimeError, match=r"parameter 0 of group 0 \(shape \(\)\) was moved out of the memory"):
         optimizer.step()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("is_dropped", [True, False])
+def test_a_plain_optimizer_goes_on_with_the_model_of_a_sharded_one(is_dropped, rank):
+    """Each rank updated the memory that both share: every step counted twice."""
+
+    def train(make):
+        torch.manual_seed(0)
+        model = DistributedDataParallel(nn.Sequential(nn.Linear(9, 7), nn.BatchNorm1d(7), nn.Linear(7, 3)))
+        optimizer = make(model.parameters())
+        for step in range(6):
+            if step == 3:
+                kept = None if is_dropped else optimizer
+                optimizer = optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+            optimizer.zero_grad()
+            model(torch.randn(8, 9, generator=torch.Generator().manual_seed(step * 2 + rank))).square().sum().backward()
+            optimizer.step()
+            dist.barrier()
+        if kept is not None and isinstance(kept, ZeroRedundancyOptimizer):
+            with pytest.raises(RuntimeError, match="or the step of another optimizer"):
+                kept.step()
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+    sharded = train(lambda parameters: ZeroRedundancyOptimizer(parameters, optim.SGD, lr=0.1))
+    plain = train(lambda parameters: optim.SGD(parameters, lr=0.1))
+    assert all(torch.equal(one, other) for one, other in zip(sharded, plain, strict=True))
+
+
+@on_ranks(2)
+def test_a_plain_optimizer_with_a_slice_of_the_gradient_is_refused():
+    model = DistributedDataParallel(nn.Linear(300, 300))
+    sharded = ZeroRedundancyOptimizer(model.parameters(), optim.SGD, lr=0.1, gather_gradients=False)
+    model(torch.ones(1, 300)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"SGD.step: a parameter of shape \(300, 300\) belongs to a ZeroRedundancy"):
+        optim.SGD(model.parameters(), lr=0.1).step()
+    sharded.step()
 
 
 @on_ranks(2)

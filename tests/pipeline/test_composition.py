@@ -198,6 +198,33 @@ def test_a_state_loads_into_another_split_and_into_the_unsplit_model(tmp_path):
     torch.testing.assert_close(whole(inputs), output)
 
 
+class Masked(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 4)
+        self.register_buffer("mask", torch.ones(4), persistent=False)
+
+    def forward(self, x):
+        return super().forward(x * self.mask)
+
+
+def test_a_buffer_that_reset_parameters_leaves_alone_needs_a_value():
+    """It was zero."""
+
+    def build(rank, world_size):
+        def make(init_fn=None):
+            with torch.device("meta"):
+                model = nn.Sequential(Masked(), nn.BatchNorm1d(4), Masked())
+            return phalanx.Pipeline(model, loss_fn=lambda y, _: y.sum(), balance=[2, 1], init_fn=init_fn)
+
+        x, names = torch.ones(16, 4), []
+        with pytest.raises(RuntimeError, match=r"no values for 0\.mask, 2\.mask\. Load a state_dict, or pass init_fn="):
+            make().step(x, target=x)
+        make(lambda name, tensor: names.append(name)).step(x, target=x)
+        return names
+
+    assert run_ranks(build, 2) == [["0.mask"], ["2.mask"]]
+
+
 def test_a_model_on_the_meta_device_gets_memory_for_its_stage_alone():
     def build(rank, world_size):
         with torch.device("meta"):

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import weakref
+from collections.abc import MutableMapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
 
 from phalanx._base.deadline import Deadline
 from phalanx._base.log import get_logger
 from phalanx._base.malloc import release_freed_memory
+from phalanx._comm.backend.gradient_shards import is_partial
 from phalanx._comm.backend.shared import sharing_group
-from phalanx._comm.backend.shared_updates import register_readers, register_shared_update, unregister_readers
+from phalanx._comm.backend.shared_updates import (
+    register_readers,
+    register_shared_update,
+    unregister_readers,
+    unregister_shared_update,
+)
 from phalanx._comm.backend.torch_integration.shared_loads import wait_before_loads
 from phalanx._comm.diagnostics.flight_recorder import read_position
 from phalanx._comm.diagnostics.rank_list import name_ranks
@@ -100,6 +111,8 @@ class SharedParameters(SharedBlock):
             register_shared_update(self.parameters, self)
             register_readers(self, Readers(group).await_others)
             wait_before_loads()
+            _addresses.update((parameter, parameter.data_ptr()) for parameter in self.parameters)
+            _register_hook()
         release_freed_memory()
 
     def move_to(self, memory: Tensor) -> None:
@@ -114,6 +127,41 @@ class SharedParameters(SharedBlock):
             if parameter.data_ptr() != flat.data_ptr() or parameter.dtype != flat.dtype:
                 return number
         return None
+
+
+_addresses: MutableMapping[Tensor, int] = WeakIdKeyDictionary()  # in the block, of each parameter that was moved there
+_sharers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+
+def exempt(optimizer: Optimizer) -> None:
+    """Let `optimizer` write to shared parameters: it updates this rank's slices only."""
+    _sharers.add(optimizer)
+
+
+@functools.cache
+def _register_hook() -> None:
+    register_optimizer_step_pre_hook(_before_step)
+
+
+def _before_step(optimizer: Optimizer, _args: Any, _options: Any) -> None:
+    """Move parameters that another optimizer is about to update, whole and on each rank, to this rank's own memory.
+
+    No rank writes to the block any more: all have finished the last step of the optimizer that shares it.
+    """
+    if not _addresses or optimizer in _sharers:
+        return
+    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        if parameter.grad is None or parameter not in _addresses or parameter.data_ptr() != _addresses[parameter]:
+            continue
+        if is_partial(parameter):
+            raise RuntimeError(
+                f"{type(optimizer).__name__}.step: a parameter of shape {tuple(parameter.shape)} belongs to a "
+                "ZeroRedundancyOptimizer with gather_gradients=False: this rank has a slice of its gradient only. "
+                "To change the optimizer of a model, use gather_gradients=True."
+            )
+        parameter.data = parameter.detach().clone()
+        del _addresses[parameter]
+        unregister_shared_update(parameter)
 
 
 _LOADS = 1 << 20  # a word is this times the number of collectives that the rank has called, plus its loads since

@@ -25,15 +25,15 @@ from torch.optim import Optimizer
 from phalanx._base.param_groups import options_of
 from phalanx._comm.backend.dynamo import undecorated, untraced
 from phalanx._comm.backend.gradient_shards import NeededSlice, find_needed, need_all, need_slice
-from phalanx._comm.backend.shared import ranks_by_host, rehearses, shares_memory
-from phalanx.optim.arguments import check_parameters, decide_cut, decide_group, list_parameters, refuse
+from phalanx._comm.backend.shared import ranks_by_host, rehearses, require_group, shares_memory
+from phalanx.optim.arguments import check_parameters, decide_cut, list_parameters, refuse
 from phalanx.optim.master_parameters import MasterParameters
 from phalanx.optim.offload import Offload, may_fuse
 from phalanx.optim.offloaded_shard import OffloadedShard
 from phalanx.optim.parameter_shard import ParameterShard
 from phalanx.optim.plan import Slice, plan_cut, plan_whole
 from phalanx.optim.sharded_state import ShardedState
-from phalanx.optim.shared_parameters import SharedParameters
+from phalanx.optim.shared_parameters import SharedParameters, exempt
 from phalanx.optim.staging import HostStaging
 from phalanx.optim.state import merge_states
 from phalanx.optim.state_backup import StateBackup
@@ -99,7 +99,7 @@ class ZeroRedundancyOptimizer(ShardedState):
         **defaults: Any,
     ) -> Any:
         """Return an instance of this class if ranks share memory, otherwise of PyTorch's class."""
-        group = decide_group(process_group)
+        group = require_group(process_group, "ZeroRedundancyOptimizer")
         if shares_memory(group) or rehearses(group) or divide_by_host(group):
             return super().__new__(cls)
         if offload:
@@ -127,7 +127,7 @@ class ZeroRedundancyOptimizer(ShardedState):
     ) -> None:
         self._cut = decide_cut(optimizer_class)
         refuse(overlap_with_ddp, defaults)
-        self._all_hosts = self.process_group = decide_group(process_group)
+        self._all_hosts = self.process_group = require_group(process_group, "ZeroRedundancyOptimizer")
         if on_host := divide_by_host(self._all_hosts):
             self.process_group = make_host_group(self._all_hosts, on_host)
             gather_gradients = True
@@ -152,6 +152,7 @@ class ZeroRedundancyOptimizer(ShardedState):
         )
         self._consolidated = False
         params, self._given_parameters = list_parameters(params)  # the parameters of all groups, before any has moved
+        exempt(self)
         super().__init__(params, defaults)  # adds the groups
         self._given_parameters = []
 
@@ -202,6 +203,7 @@ class ZeroRedundancyOptimizer(ShardedState):
             local_group["fused"] = True
         if self._local is None:
             self._local = build_local(self._optimizer_class, local_group, self._given, cuts=self._cut)
+            exempt(self._local)
             self.defaults = self._local.defaults  # with the class's defaults: schedulers read momentum and betas
         else:
             self._local.add_param_group(local_group)
@@ -220,8 +222,8 @@ class ZeroRedundancyOptimizer(ShardedState):
                 raise RuntimeError(
                     f"ZeroRedundancyOptimizer.step on rank {self.rank}: parameter {moved} of group {number} (shape "
                     f"{tuple(shared.parameters[moved].shape)}) was moved out of the memory that the ranks share, by "
-                    "module.to(...), an assignment to .data, or loading with assign=True. Do that before the "
-                    "optimizer is built."
+                    "module.to(...), an assignment to .data, loading with assign=True, or the step of another "
+                    "optimizer. Do that before this one is built."
                 )
 
     # -- the step ------------------------------------------------------------------------------------------------

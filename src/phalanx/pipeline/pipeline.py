@@ -16,7 +16,7 @@ from phalanx._base.malloc import keep_freed_memory
 from phalanx._base.partition.layers import given_arguments, list_layers
 from phalanx._base.partition.measure import bind
 from phalanx._base.partition.parts import LayerRange, split
-from phalanx._comm.backend.shared import rehearses
+from phalanx._comm.backend.shared import rehearses, require_group
 from phalanx._comm.diagnostics.step_notes import note_loss
 from phalanx.errors import ClosedError
 from phalanx.pipeline import micro_batches as batches
@@ -123,14 +123,7 @@ def find_groups(
                 f"phalanx.mesh(pipeline=2, data=2); got {', '.join(map(repr, names)) or 'none with names'}"
             )
         return mesh.get_group("pipeline"), mesh.get_group("data") if "data" in names else None
-    if not dist.is_initialized():
-        raise RuntimeError(
-            "Pipeline needs a process group: call phalanx.init() or torch.distributed.init_process_group()"
-        )
-    group = process_group if process_group is not None else dist.group.WORLD
-    if not isinstance(group, dist.ProcessGroup):
-        raise ValueError("Pipeline: this rank is not in process_group; let only its ranks make the Pipeline")
-    return group, None
+    return require_group(process_group, "Pipeline"), None
 
 
 class Pipeline(StageModule):
@@ -163,7 +156,7 @@ class Pipeline(StageModule):
             gradients are averaged (`phalanx.mesh`).
         process_group: the ranks, if there is no mesh; default all.
         device: the device of this rank's stages. Default: the model's device; the CPU if that is the meta device.
-        init_fn: called with name and tensor for each tensor on the meta device whose module has no `reset_parameters`.
+        init_fn: called with name and tensor for each tensor on the meta device that no `reset_parameters` has set.
 
     Shape: tensors in inputs and targets have the samples of the mini-batch in their first dimension. The last
     micro-batches may be smaller; a mini-batch with fewer samples than micro-batches makes fewer micro-batches.
@@ -505,7 +498,7 @@ class Loss:
 
 
 def materialize(own: nn.Module, device: torch.device, init_fn: Callable[[str, Tensor], object] | None) -> list[str]:
-    """Give every meta tensor of `own` memory and values, by its module's `reset_parameters` or else by `init_fn`.
+    """Give every meta tensor of `own` memory and values: by `init_fn`, unless its module's `reset_parameters` sets it.
 
     Tensors that two modules share stay shared. Return the names of tensors without initial values; they are zero.
     """
@@ -525,14 +518,26 @@ def materialize(own: nn.Module, device: torch.device, init_fn: Callable[[str, Te
     for module in dict.fromkeys(made.values()):
         if callable(reset := getattr(module, "reset_parameters", None)):
             reset()
-    left = [name for name, module in made.items() if not callable(getattr(module, "reset_parameters", None))]
+    # `reset_parameters` may leave a buffer alone that the constructor has filled, such as a mask.
+    left = [name for name, module in made.items() if not hasattr(module, "reset_parameters") or _is_unset(own, name)]
     if init_fn is not None:
         with torch.no_grad():
             for name in left:
-                owner, _, last = name.rpartition(".")
-                init_fn(name, getattr(own.get_submodule(owner), last))
+                init_fn(name, _tensor(own, name))
         return []
     return left
+
+
+def _is_unset(own: nn.Module, name: str) -> bool:
+    """Return whether `name` is a buffer that nothing has written since `materialize` gave it memory."""
+    tensor = _tensor(own, name)
+    return not isinstance(tensor, nn.Parameter) and tensor._version == 0 and not tensor.any()
+
+
+def _tensor(own: nn.Module, name: str) -> Tensor:
+    owner, _, last = name.rpartition(".")
+    found: Tensor = getattr(own.get_submodule(owner), last)
+    return found
 
 
 class StepEnd:

@@ -59,6 +59,12 @@ def need_all(parameter: Tensor) -> None:
     _needed.pop(parameter, None)
 
 
+def is_partial(parameter: Tensor) -> bool:
+    """Return whether the parameter's gradient is the mean only in the slice that this rank needs."""
+    needed = _needed.get(parameter)
+    return needed is not None and parameter.grad is not None and needed.is_mean(parameter.grad)
+
+
 def find_needed(parameter: Tensor, group: dist.ProcessGroup) -> NeededSlice | None:
     """Return the slice that this rank needs of a gradient averaged over `group`; None for all of it."""
     needed = _needed.get(parameter)

@@ -18,6 +18,11 @@ def register_shared_update(parameters: Iterable[Tensor], owner: object) -> None:
         _owners[parameter] = weakref.ref(owner)
 
 
+def unregister_shared_update(parameter: Tensor) -> None:
+    """Register that from now on each rank updates the parameter on its own."""
+    _owners.pop(parameter, None)
+
+
 def register_readers(owner: object, await_others: Callable[[], None]) -> None:
     """Register that all ranks read the memory of `owner`'s parameters; `await_others` waits until no other one does."""
     _readers[owner] = await_others
