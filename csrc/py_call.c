@@ -58,9 +58,13 @@ int py_to_tail(PyGroup *self, PyObject *const *args, struct tail *t) {
   if (!py_is_open(self)) return -1;
   if (py_to_u64(args[0], &t->timeout_ns) != 0 || py_to_u64(args[1], &call_site_number) != 0) return -1;
   Py_ssize_t dims = PyTuple_Check(shape) ? PyTuple_Size(shape) : 0;
-  t->origin = (struct plx_origin){.call_site = (uint32_t)call_site_number, .ndim = (uint32_t)dims, .shape = t->shape};
-  for (Py_ssize_t i = 0; i < dims && i < (Py_ssize_t)PLX_MAX_DIMS; i++)
-    if (py_to_u64(PyTuple_GetItem(shape, i), &t->shape[i]) != 0) return -1;
+  uint32_t ndim = dims < (Py_ssize_t)PLX_MAX_DIMS ? (uint32_t)dims : PLX_MAX_DIMS;
+  t->origin = (struct plx_origin){.call_site = (uint32_t)call_site_number, .ndim = ndim, .shape = t->shape};
+  for (Py_ssize_t i = 0; i < dims; i++) { /* further dimensions count in the last one, so that the product is right */
+    uint64_t size;
+    if (py_to_u64(PyTuple_GetItem(shape, i), &size) != 0) return -1;
+    t->shape[i < ndim ? i : ndim - 1] = i < ndim ? size : t->shape[ndim - 1] * size;
+  }
   return 0;
 }
 

@@ -87,7 +87,7 @@ static struct plx_record *write_entry(struct plx_group *g, const struct plx_call
   PUT(status, PLX_OK);
   PUT(flags, call->flags);
   PUT(ndim, o->ndim);
-  for (uint32_t i = 0; i < o->ndim && i < PLX_MAX_DIMS; i++) PUT(shape[i], o->shape[i]);
+  for (uint32_t i = 0; i < o->ndim; i++) PUT(shape[i], o->shape[i]);
   atomic_store_explicit(&r->seq, call->seq, memory_order_release);
   return r;
 }

@@ -3,9 +3,12 @@
 from dataclasses import replace
 
 import pytest
+import torch
+import torch.distributed as dist
+from tests.on_ranks import on_ranks
 
 from phalanx._base import core_numbers, dtypes
-from phalanx._comm.diagnostics.flight_recorder import Record, position_of
+from phalanx._comm.diagnostics.flight_recorder import Record, position_of, read
 
 CALL = Record(7, 3, 12, 0, -1, -1, 6, (2, 3), 1_000_000_000, 0, 0, "train.py:88")
 
@@ -19,6 +22,13 @@ def test_a_call_is_told_as_it_was_made():
     assert CALL.call() == "all_reduce(SUM) of float32 (2, 3) at train.py:88"
     assert replace(CALL, kind=2, root=1, call_site="").call() == "broadcast(src=1) of float32 (2, 3)"
     assert replace(CALL, kind=1).call() == "barrier at train.py:88"
+
+
+@on_ranks(2)
+def test_dimensions_that_have_no_room_count_in_the_last_one(rank):
+    """They were left out, and the report's bytes with them."""
+    dist.all_reduce(torch.zeros(2, 3, 1, 2, 3, 5, 7))
+    assert read(dist.group.WORLD.symm_mem.core, rank)[-1].shape == (2, 3, 1, 2, 105)
 
 
 @pytest.mark.parametrize(
