@@ -86,13 +86,15 @@ class Attempt:
         """Run until every rank and every process below the zygote has exited, and every line is queued.
 
         The logs in `flights` stay open until `close`.
+
+        Raises:
+            LaunchError: a rank cannot be started, or a log file of the first attempt cannot be created.
         """
         self.elastic.is_script_elastic = is_elastic(self.plan.settings.target)
         self.elastic.began_at = time.monotonic()
         self.link.begin()
         self.host.errors.begin(self.restart_count, self.place.num_ranks)
-        if self.restart_count or self.place.num_nodes > 1:
-            self.host.logs.begin(self.place.ranks, self.restart_count)
+        self.host.logs.begin(self.place.ranks, self.restart_count)
         self.numbers.open()
         try:
             self.ranks.fork_some()

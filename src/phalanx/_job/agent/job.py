@@ -95,7 +95,14 @@ def opened_host(
         if template:
             role, name = plan.settings.role, socket.gethostname()
             display.prefix_of = lambda rank: fill_template(template, rank=rank, local_rank=rank, role=role, host=name)
-        logs = _open_logs(plan)
+        settings = plan.settings
+        logs = Logs(
+            settings.log_dir,
+            plan.run_id,
+            redirects=settings.redirects,
+            tee=settings.tee,
+            local_ranks_filter=settings.local_ranks_filter,
+        )
         host = HostResources(zygote, Pump(viewer(display), logs), display, logs, signals, agent_socket)
     except LaunchError:
         agent_socket.close()
@@ -335,28 +342,6 @@ def _report_zygote_lost(host: HostResources, state: Supervision) -> int:
         "If nobody killed it, the host may be out of memory; if it exited while importing torch, try --no-preload."
     )
     return 1
-
-
-def _open_logs(plan: JobPlan) -> Logs:
-    settings = plan.settings
-    log_dir = settings.log_dir
-    try:
-        logs = Logs(
-            log_dir,
-            plan.run_id,
-            redirects=settings.redirects,
-            tee=settings.tee,
-            local_ranks_filter=settings.local_ranks_filter,
-        )
-        if plan.settings.rendezvous is None:
-            logs.begin(range(plan.num_ranks), 0)
-        return logs
-    except OSError as error:
-        raise LaunchError(
-            f"phalanx run: --log-dir {log_dir}: cannot write {error.filename}: {error.strerror}. "
-            "Choose a directory to which you can write.",
-            exit_code=2,
-        ) from error
 
 
 def _flush(host: HostResources) -> None:
