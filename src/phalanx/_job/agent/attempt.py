@@ -64,7 +64,7 @@ class Attempt:
         self.host = host
         self.restart_count = restart_count
         self.link = link or HostLink(plan)
-        self.place = self.link.place
+        self.place = self.link.place  # as the attempt began; `numbers.part.place` has the current hosts
         self.state = self.link.make_supervision()
         self.elastic = self.link.make_elastic()
         self.numbers = RankNumbers(plan, host, restart_count, self.link)
@@ -307,7 +307,7 @@ class Attempt:
             self.ranks.on_child_signal()
             return
         if number == signal.SIGTSTP:  # Ctrl-Z: the ranks stop and continue with us
-            if self.place.num_nodes > 1:  # the other hosts would receive no heartbeat, and report this host as lost
+            if self.numbers.part.place.num_nodes > 1:  # the other hosts would report this host as lost
                 self.host.display.print(
                     "phalanx run: SIGTSTP (Ctrl-Z): a job on several hosts cannot be suspended, and continues"
                 )
@@ -443,9 +443,9 @@ class Attempt:
             self.link.sweep()
 
     def _report_stragglers(self, waited_s: float) -> None:
-        pids, place = self.ranks.processes.pids, self.place
+        pids, state = self.ranks.processes.pids, self.state
         text = describe_stragglers(
-            pids, self.state.running, place.world_size, waited_s, self.flights.logs(), place.ranks
+            pids, state.running, state.world_size, waited_s, self.flights.logs(), self.place.ranks
         )
         if not self.state.overdue:
             text += "\n`phalanx stacks` shows their stacks; --exit-timeout SECONDS would stop them."

@@ -211,7 +211,7 @@ def _run_attempts(
         if left is not None:
             attempt.elastic.max_replacements = left
         if times:  # here, because only now the number of hosts is known
-            host.display.print(f"phalanx run: starting all {attempt.place.world_size} ranks again ({times})")
+            host.display.print(f"phalanx run: starting all {attempt.state.world_size} ranks again ({times})")
         try:
             if not has_run:
                 attempt.run()
@@ -279,7 +279,7 @@ def _conclude(plan: JobPlan, host: HostResources, attempt: Attempt, flight: Flig
         return BELOW_MINIMUM_EXIT_CODE  # the reason was already printed
     if not state.failures:
         if plan.result_path:
-            JobResult(attempt.place.world_size).write(plan.result_path)
+            JobResult(state.world_size).write(plan.result_path)
         if code := _find_orderly_code(state):
             ranks = name_ranks([rank for rank, end in sorted(state.exits.items()) if end.status])
             host.display.print(f"phalanx run: {ranks} exited with code {code} (EX_TEMPFAIL): start the job again later")
@@ -287,7 +287,7 @@ def _conclude(plan: JobPlan, host: HostResources, attempt: Attempt, flight: Flig
     _copy_error_file(plan, state.failures[0])
     if plan.result_path:
         text = _describe_failures(attempt, flight)
-        JobResult(attempt.place.world_size, state.failures[0].rank, text).write(plan.result_path)
+        JobResult(state.world_size, state.failures[0].rank, text).write(plan.result_path)
         host.display.forget()
     else:
         _report_failures(host, attempt, flight)
@@ -316,7 +316,7 @@ def _describe_failures(attempt: Attempt, flight: Flight) -> str:
     state = attempt.state
     name = attempt.link.name_host(state.failures[0].rank)
     whole = attempt.plan.settings.traceback
-    failures = describe_failures(state.failures, attempt.place.world_size, name, abandoned=state.abandoned, whole=whole)
+    failures = describe_failures(state.failures, state.world_size, name, abandoned=state.abandoned, whole=whole)
     return f"{text}\n\n{failures}" if text else failures
 
 
