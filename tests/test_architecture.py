@@ -28,7 +28,7 @@ PICTURE = [
         [
             "control_groups   core_numbers   deadline   descriptors   extras   host_addresses   log   loss_detection",
             "malloc   param_groups   svg   torch_versions",
-            "dtypes   ipc   processes   storage   torch_names",
+            "dtypes   ipc   processes   storage   threads   torch_names",
             "partition",
         ],
     ),

@@ -1,11 +1,10 @@
 import math
-import threading
 import time
 from datetime import timedelta
 
 import pytest
 
-from phalanx._base.deadline import Deadline, join_all
+from phalanx._base.deadline import Deadline
 from phalanx.testing import ManualClock
 
 
@@ -45,19 +44,6 @@ def test_the_real_clock_is_monotonic():
     deadline = Deadline.after(1000)
     assert 0 < deadline.left_s <= 1000
     assert not deadline.passed
-
-
-def test_threads_are_joined_for_so_long_in_all_and_the_one_that_calls_is_not():
-    gate = threading.Event()
-    waiting = [threading.Thread(target=gate.wait, daemon=True) for _ in range(3)]
-    ended = threading.Thread(target=int)
-    for thread in (*waiting, ended):
-        thread.start()
-    join_all([threading.current_thread(), *waiting, ended], 0.05)
-    assert all(thread.is_alive() for thread in waiting)
-    gate.set()
-    join_all(waiting, 60.0)
-    assert not any(thread.is_alive() for thread in waiting)
 
 
 def test_what_comes_true_ends_a_wait_and_is_asked_again_until_then():

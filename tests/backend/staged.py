@@ -5,8 +5,7 @@ import torch
 from tests.backend.default_group import join_by_file
 
 from phalanx._comm.backend import device_backends
-from phalanx._comm.backend.device_backends import DeviceBackend
-from phalanx._comm.engines.nccl import find_shared_gpu
+from phalanx._comm.backend.device_backends import DeviceBackend, find_shared_gpu
 
 CPU = torch.device("cpu")
 

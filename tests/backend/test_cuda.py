@@ -11,12 +11,12 @@ import torch.distributed as dist
 from tests.gpu.collectives import SINGLE
 
 import phalanx
-from phalanx._comm.engines import nccl
+from phalanx._comm.backend.device_backends import is_nccl_available
 from phalanx.testing import run_ranks
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not nccl.is_available(), reason="no CUDA device, or a PyTorch without NCCL"),
+    pytest.mark.skipif(not is_nccl_available(), reason="no CUDA device, or a PyTorch without NCCL"),
 ]
 # The question whether there is a GPU has initialised CUDA in this process, and a fork of it could not use the GPU.
 SPAWN = {"start": "spawn", "timeout": 110.0}

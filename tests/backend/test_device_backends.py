@@ -5,6 +5,7 @@ own: every collective then arrives, with values. And tensors on `meta`, a real o
 by an engine that only counts.
 """
 
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
@@ -15,8 +16,14 @@ from tests.on_ranks import on_ranks
 from torch._C._distributed_c10d import ProcessGroupGloo
 
 from phalanx._comm.backend import device_backends
-from phalanx._comm.backend.device_backends import DeviceBackend, find_device, no_backend_for
-from phalanx._comm.engines.nccl import find_shared_gpu, group_of
+from phalanx._comm.backend.device_backends import (
+    DeviceBackend,
+    find_device,
+    find_shared_gpu,
+    group_of,
+    is_nccl_available,
+    no_backend_for,
+)
 from phalanx.errors import DeadlineError, MismatchError, PeerLostError
 from phalanx.testing import RankFailed, run_ranks
 
@@ -297,3 +304,25 @@ def test_options_that_torch_has_filled_in_for_another_device_are_not_ours(tmp_pa
     assert run_ranks(_with_options_of, 2, path, "0", init=False) == [(2.0, None)] * 2
     with pytest.raises(RankFailed, match=r"takes pg_options=phalanx\.Options\(\.\.\.\), got SimpleNamespace"):
         run_ranks(_with_options_of, 1, path, "", init=False)
+
+
+def test_one_rank_per_gpu_is_well_and_every_shared_one_is_named() -> None:
+    assert find_shared_gpu([]) == find_shared_gpu(["GPU-a"]) == find_shared_gpu(["GPU-a", "GPU-b"]) == ""
+    assert find_shared_gpu(["GPU-a", "GPU-b", "GPU-a", "GPU-b", "GPU-c"]) == (
+        "ranks 0, 2 use GPU-a; ranks 1, 3 use GPU-b, and NCCL takes one rank per GPU."
+    )
+
+
+def test_nccl_is_not_available_without_a_gpu() -> None:
+    assert is_nccl_available() == (dist.is_nccl_available() and torch.cuda.is_available())
+
+
+@on_ranks(3)
+def test_a_backend_of_torch_s_becomes_a_group_that_carries_one_kind_of_device(rank, world_size) -> None:
+    store = dist.PrefixStore("inside", dist.group.WORLD.get_group_store())
+    group = _open_gloo(store, rank, world_size, timedelta(seconds=20), "inside", ())
+    tensor = torch.tensor([float(rank + 1)])
+    group.allreduce([tensor]).wait()
+    names = (group.group_name, group.size(), group.rank() == rank, group._device_types)
+    group.shutdown()
+    assert (tensor.item(), names) == (6.0, ("inside", 3, True, [torch.device("cpu")]))

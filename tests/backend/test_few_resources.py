@@ -11,8 +11,8 @@ import pytest
 import torch.distributed as dist
 
 from phalanx._base.deadline import Deadline
+from phalanx._base.threads import start_thread
 from phalanx._comm.backend.open_memory import _no_memory
-from phalanx._comm.backend.work import start_thread
 from phalanx._comm.symmetric_memory.fd_server import FdServer
 from phalanx.errors import PhalanxError
 from phalanx.testing import run_ranks

@@ -216,8 +216,8 @@ def test_a_call_on_rank_0_alone_is_told_as_one(tmp_path):
         assert "test_checkpoint.py:" in message
         assert (name, calls) == ("MismatchError", [0, 1])
     assert messages[0][0].endswith(
-        "\nThis was save_checkpoint, which is collective: rank 0 writes, and the others wait for the outcome. Call it "
-        "on every rank, not under `if rank == 0`."
+        "\nThis was save_checkpoint, which is collective: every rank calls it, at the same step. Call it on every "
+        "rank, not under `if rank == 0`."
     )
     assert load_checkpoint(tmp_path / "run.pt") == {"epoch": 1}
 

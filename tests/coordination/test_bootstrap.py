@@ -199,6 +199,9 @@ def test_who_fits_and_who_does_not() -> None:
     a, b, c = (RankArrival(rank, 3, _info(), time.time()) for rank in range(3))
     assert find_problem([]) is find_problem([c]) is find_problem([c, a, b]) is None
     assert "different versions of Phalanx" in find_problem([a, RankArrival(1, 3, _info(), 0.0, 1)]).text
+    old = RankArrival(1, 3, _info(), 0.0, 1).to_json()
+    del old["rank_info"]["secret"]  # which that version did not have
+    assert "different versions of Phalanx" in find_problem([a, RankArrival.from_json(old)]).text
     many = find_problem([RankArrival(r, 20, _info()) for r in range(20)] + [RankArrival(0, 1, _info())])
     assert "  and 12 more: world size 20" in many.text
     assert find_problem([a, RankArrival.from_json(b.to_json()), c]) is None

@@ -5,6 +5,7 @@ import random
 import pytest
 
 from phalanx._comm.control.wire import AnswerStatus, Op, WireError, pack, pack_number, unpack
+from phalanx._job.coordinator.coordinator import Coordinator
 from phalanx._job.coordinator.journal import (
     EntryKind,
     JournalEntry,
@@ -13,7 +14,6 @@ from phalanx._job.coordinator.journal import (
     unpack_entries,
     unpack_route,
 )
-from phalanx._job.coordinator.replicated_coordinator import ReplicatedCoordinator
 from phalanx._job.coordinator.session import Direct, RelayedRoute, split_answers
 
 KEYS = [b"a", b"b", b"c", b"q", b"\0barrier/a"]
@@ -41,7 +41,7 @@ class Job:
     def __init__(self, seed):
         self.rng = random.Random(seed)
         self.now = 0.0
-        self.coordinator = ReplicatedCoordinator(job="drawn", max_bytes=1 << 16)
+        self.coordinator = Coordinator(job="drawn", max_bytes=1 << 16)
         self.coordinator.journal.is_kept = True
         relay = Direct(1, b"relay")
         self.routes = [Direct(0, b"x"), Direct(1, b"x"), *(RelayedRoute(relay, bytes([n])) for n in range(3))]
@@ -52,7 +52,7 @@ class Job:
 
     def add_copy(self):
         self.follow()
-        copy = ReplicatedCoordinator()
+        copy = Coordinator()
         for entry in travel(self.coordinator.snapshot()):
             copy.replay(entry, self.now)
         self.copies.append(copy)
@@ -192,7 +192,7 @@ def test_a_store_that_is_fuller_than_it_may_be_can_be_copied():
     ],
 )
 def test_an_entry_that_a_copy_cannot_follow_is_an_error_and_not_another_state(entry):
-    copy = ReplicatedCoordinator()
+    copy = Coordinator()
     copy.replay(JournalEntry(EntryKind.REQUEST, Direct(1, b"x"), 9, [bytes((Op.SET,)), b"word", b"none"]), 0.0)
     with pytest.raises(WireError):
         copy.replay(entry, 0.0)
@@ -210,7 +210,7 @@ def test_noise_is_read_as_entries_or_refused_and_ends_nothing(seed):
         noisy = bytearray(packed)
         for _ in range(rng.randrange(1, 5)):
             noisy[rng.randrange(len(noisy))] = rng.randrange(256)
-        copy = ReplicatedCoordinator()
+        copy = Coordinator()
         try:
             for entry in unpack_entries(bytes(noisy)):
                 copy.replay(entry, 0.0)

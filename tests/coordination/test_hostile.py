@@ -18,6 +18,7 @@ from phalanx._comm.control.key import Key
 from phalanx._comm.control.wire import MAX_FRAME_BYTES, AnswerStatus, Op, WireError, pack, pack_number, unpack
 from phalanx._job.coordinator.coordinator import Coordinator
 from phalanx._job.coordinator.service import Service
+from phalanx._job.coordinator.session import Direct
 
 KEY = Key.generate()
 
@@ -26,14 +27,15 @@ def test_no_frame_ends_the_coordinator_or_costs_a_member_its_place(effort, seed)
     num_frames = 5_000 * effort
     rng = random.Random(seed)
     coordinator = Coordinator(max_bytes=1 << 20)
-    coordinator.handle("member", pack(Op.JOIN, 1, b'{"host": "anna"}', b"all"), 0.0)
-    coordinator.handle("member", pack(Op.SET, 2, b"mine", b"kept"), 0.0)
+    route, strangers = Direct(0, b"member"), [Direct(1, bytes([n])) for n in range(8)]
+    coordinator.handle(route, pack(Op.JOIN, 1, b'{"host": "anna"}', b"all"), 0.0)
+    coordinator.handle(route, pack(Op.SET, 2, b"mine", b"kept"), 0.0)
     now = 0.0
     for step in range(num_frames):
         now += 0.001
-        coordinator.handle(f"stranger {rng.randrange(8)}", random_frame(rng), now)
+        coordinator.handle(rng.choice(strangers), random_frame(rng), now)
         if step % 100 == 0:
-            coordinator.handle("member", pack(Op.HEARTBEAT, 0, b"0", b"0"), now)
+            coordinator.handle(route, pack(Op.HEARTBEAT, 0, b"0", b"0"), now)
             coordinator.tick(now)
             for session, answers in coordinator.pop_outgoing():
                 if rng.random() < 0.5:
@@ -41,14 +43,14 @@ def test_no_frame_ends_the_coordinator_or_costs_a_member_its_place(effort, seed)
     assert coordinator.num_malformed > num_frames // 10
     assert coordinator.store.num_bytes <= 1 << 20
     # What they took out, they took as members would; what they could not is the rest of it.
-    member = coordinator.sessions["member"]
+    member = coordinator.sessions[route]
     if member.member is None:
         assert "says:" in member.gone  # one of them had joined, and counted it out
     answers = []
     for step in range(3):
-        coordinator.handle("member", pack(Op.DELETE_PREFIX, 1000 + step, b""), now)
-        coordinator.handle("member", pack(Op.SET, 2000 + step, b"mine", b"%d" % step), now)
-        coordinator.handle("member", pack(Op.GET, 3000 + step, b"mine"), now)
+        coordinator.handle(route, pack(Op.DELETE_PREFIX, 1000 + step, b""), now)
+        coordinator.handle(route, pack(Op.SET, 2000 + step, b"mine", b"%d" % step), now)
+        coordinator.handle(route, pack(Op.GET, 3000 + step, b"mine"), now)
     for session, out in coordinator.pop_outgoing():
         if session is member:
             answers = [message for answer in out for message in unpack(answer)]

@@ -55,19 +55,11 @@ def test_what_is_no_address_is_refused(text):
         Address.parse(text)
 
 
-def test_a_port_that_is_not_said_may_have_a_default():
-    assert Address.parse("anna", default_port=29400) == Address("anna", 29400)
-    assert Address.parse("::1", default_port=5) == Address("::1", 5)
-    assert Address.parse("[::1]", default_port=5) == Address("::1", 5)
-
-
 @needs_ipv6
-@pytest.mark.parametrize(
-    ("bind", "place"), [("[::1]:0", "[::1]"), (":0", "[::1]"), (":0", "127.0.0.1"), ("*:0", "::1")]
-)
+@pytest.mark.parametrize(("bind", "place"), [("[::1]:0", "::1"), (":0", "::1"), (":0", "127.0.0.1"), ("*:0", "::1")])
 def test_it_listens_where_it_is_told_to_ipv6_and_both(bind, place):
     with Service(bind, KEY) as service:
-        place = Address(Address.parse(place, default_port=1).host, service.address.port)
+        place = Address(place, service.address.port)
         with Client(place, KEY) as client:
             client.set("a", "1")
             assert client.own_host.removeprefix("::ffff:") == place.host

@@ -196,8 +196,9 @@ def test_an_address_where_nothing_listens_is_told_with_what_came_back():
         place = str(running.address)
     with pytest.raises(CoordinationError, match=rf"Tried {place}: refused \(nothing listens at this port there\)"):
         Client(place, KEY)
-    with pytest.raises(CoordinationError, match="the name leads nowhere"):
-        Client("no-such-host.invalid:1", KEY)
+    for name in ("no-such-host.invalid", "a..b", 64 * "a"):
+        with pytest.raises(CoordinationError, match="the name leads nowhere"):
+            Client(f"{name}:1", KEY)
     with pytest.raises(CoordinationError, match="there is no coordinator at /nowhere"):
         Client("/nowhere")
 

@@ -12,8 +12,8 @@ from phalanx._base.deadline import Deadline
 from phalanx._comm.control.client import Client
 from phalanx._comm.control.key import Key
 from phalanx._comm.control.route import Route
+from phalanx._job.coordinator.coordinator import Coordinator
 from phalanx._job.coordinator.relay import Relay
-from phalanx._job.coordinator.replicated_coordinator import ReplicatedCoordinator
 from phalanx._job.coordinator.service import Service
 from phalanx._job.hosts.succession.standby import Standby
 from phalanx._job.hosts.succession.successor import prepare
@@ -42,7 +42,7 @@ def follow(service: Service) -> Standby:
 def take_over(standby: Standby, leader: int, lost: int) -> Service:
     """Return the service of the coordinator that goes on from the standby's copy."""
     copy = standby.stop()
-    assert isinstance(copy, ReplicatedCoordinator)
+    assert isinstance(copy, Coordinator)
     prepare(copy, leader, lost)
     return Service("127.0.0.1:0", KEY, coordinator=copy)
 

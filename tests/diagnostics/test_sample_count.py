@@ -7,7 +7,7 @@ import numpy
 import pytest
 import torch
 
-from phalanx._comm.diagnostics.sample_count import count_samples
+from phalanx._comm.backend.torch_integration.training_steps import count_samples
 
 Pair = namedtuple("Pair", "names x")
 
@@ -73,3 +73,11 @@ def test_a_list_that_holds_itself_is_no_obstacle():
     endless = []
     endless.append(endless)
     assert count_samples(endless) is None
+
+
+def test_nested_lists_cost_a_bounded_number_of_steps():
+    """Without a tensor inside, all of 16 to the power of 8 lists were visited."""
+    batch = [0.0] * 16
+    for _ in range(7):
+        batch = [batch] * 16
+    assert count_samples(batch) == 16

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 from tests.gpu.devices import Place
 
-from phalanx._comm.engines import nccl
+from phalanx._comm.backend.device_backends import is_nccl_available
 
 # Asked before any test begins: the driver opens files of its own then, which a test would seem to leave behind.
-HAS_GPU = nccl.is_available()
+HAS_GPU = is_nccl_available()
 HOW = "by hand: --simulated-accelerator FOLDER builds one with the C++ compiler"
 
 

@@ -39,8 +39,7 @@ class Place:
         """This rank's device, in a group of `world_size` ranks on it."""
         device = self.device()
         if self.kind == "sim":
-            from phalanx._comm.backend.device_backends import DEVICE_BACKENDS, DeviceBackend
-            from phalanx._comm.engines.nccl import find_shared_gpu
+            from phalanx._comm.backend.device_backends import DEVICE_BACKENDS, DeviceBackend, find_shared_gpu
 
             DEVICE_BACKENDS["sim"] = DeviceBackend("NCCL", lambda: True, None, lambda _: "SIM-0", find_shared_gpu)
         store = dist.FileStore(os.path.join(self.folder, "store"), world_size)

@@ -20,7 +20,6 @@ from phalanx._job.agent.elastic_actions import (
 from phalanx._job.agent.failure import Exit
 from phalanx._job.agent.generation import ArrivedHost, HostSlots, Limits, SlotPlan
 from phalanx._job.hosts.elastic_hosts import ElasticHosts
-from phalanx._job.hosts.generation_message import generation_from_json, generation_to_json
 
 
 class Job:
@@ -68,7 +67,7 @@ class Job:
             if isinstance(action, PrepareHost):
                 self.prepared[action.slots.member] = action.slots
             if isinstance(action, BeginGeneration):
-                assert generation_from_json(generation_to_json(action)) == action
+                assert BeginGeneration.from_json(action.to_json()) == action
                 self.begun = action
 
     def fork(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from html.parser import HTMLParser
 
-from phalanx._job.report.hover import SCRIPT
+from phalanx._job.report.page import SCRIPT
 
 _VOID = {"meta", "br", "link", "img", "hr", "input"}
 

@@ -4,7 +4,7 @@ import pytest
 
 from phalanx.loggers import CSVLogger, TensorBoardLogger
 from phalanx.loggers.guarded import GuardedLoggers
-from phalanx.trainer.scalars import Scalars
+from phalanx.trainer.trainer import Scalars
 
 
 def test_who_becomes_rank_0_goes_on_writing_beside_what_is_there(tmp_path):

@@ -30,9 +30,11 @@ ARITHMETIC = (OP.SUM, OP.AVG, OP.PRODUCT, OP.MIN, OP.MAX)
 BITWISE = (OP.BAND, OP.BOR, OP.BXOR)
 
 
-def brings(rank, count, dtype, salt=0):
-    """What `rank` brings: whole numbers from 1 to 3; of bools, both."""
+def brings(rank, count, dtype, salt=0, op=None):
+    """What `rank` brings: whole numbers from 1 to 3, or the type's largest for a mean of integers; of bools, both."""
     numbers = (torch.arange(count) * 7 + rank * 5 + salt) % 3 + (dtype != torch.bool)
+    if op == OP.AVG and dtype in INTEGERS and dtype.itemsize < 8:
+        numbers += torch.iinfo(dtype).max - 3
     return (numbers % 2 == 0) if dtype == torch.bool else numbers.to(dtype)
 
 
@@ -78,7 +80,7 @@ def reductions(rank, world_size):
     pairs += [(op, torch.bool) for op in ARITHMETIC if op != OP.AVG]
     for number, (op, dtype) in enumerate(pairs):
         for count in (SIZES[1 + number % 3], *((0, LARGE) if dtype == torch.float32 and op == OP.SUM else ())):
-            parts = [brings(r, count, dtype) for r in range(world_size)]
+            parts = [brings(r, count, dtype, op=op) for r in range(world_size)]
             want = combined(op, parts)
             mine = parts[rank].clone()
             dist.all_reduce(mine, op)
@@ -86,11 +88,13 @@ def reductions(rank, world_size):
         mine, root = parts[rank].clone(), number % world_size
         dist.reduce(mine, root, op)
         assert_same(mine, want if rank == root else parts[rank], "reduce", op, dtype, count)
-        rows = [[brings(r, part + number % 2, dtype, part) for part in range(world_size)] for r in range(world_size)]
+        rows = [
+            [brings(r, part + number % 2, dtype, part, op) for part in range(world_size)] for r in range(world_size)
+        ]
         output = torch.empty(rank + number % 2, dtype=dtype)
         dist.reduce_scatter(output, rows[rank], op)
         assert_same(output, combined(op, [row[rank] for row in rows]), "reduce_scatter", op, dtype)
-        whole = [brings(r, 3 * world_size, dtype) for r in range(world_size)]
+        whole = [brings(r, 3 * world_size, dtype, op=op) for r in range(world_size)]
         output = torch.empty(3, dtype=dtype)
         dist.reduce_scatter_single(output, whole[rank], op)
         assert_same(output, combined(op, whole)[3 * rank : 3 * rank + 3], "reduce_scatter_single", op, dtype)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -63,14 +62,6 @@ class Deadline:
             time.sleep(min(pause_s, left_s))
             pause_s = max(pause_s, min(2.0 * pause_s, longest_pause_s))
         return True
-
-
-def join_all(threads: Iterable[threading.Thread], timeout_s: float) -> None:
-    """Wait up to `timeout_s` in all for threads, except the calling one, to end."""
-    deadline = Deadline.after(timeout_s)
-    for thread in threads:
-        if thread is not threading.current_thread():
-            thread.join(deadline.left_s)
 
 
 def timeout_ns(timeout_s: float) -> int:

@@ -1,4 +1,4 @@
-"""Find the addresses of this host, and check whether a name is one of them."""
+"""Find the addresses of this host and their interfaces, and check whether a name or address is own or public."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import ctypes.util
 import ipaddress
+import os
 import socket
 import sys
 from dataclasses import dataclass
@@ -48,23 +49,46 @@ _IFF_UP = 1
 
 def own_addresses() -> list[OwnAddress]:
     """Return this host's addresses: routable addresses first, IPv4 before IPv6, link-local and loopback last."""
-    found = []
-    if sys.platform == "linux":
-        libc = ctypes.CDLL(None, use_errno=True)
-        first = ctypes.POINTER(_IfAddrs)()
-        if libc.getifaddrs(ctypes.byref(first)) == 0:
-            entry = first
-            while entry:
-                item = entry.contents
-                if item.address and item.flags & _IFF_UP and (text := _read(item.address.contents)):
-                    name = item.name.decode(errors="replace")
-                    if ipaddress.ip_address(text).is_link_local and ":" in text:
-                        text = f"{text}%{name}"
-                    found.append(OwnAddress(text, name))
-                entry = item.next
-            libc.freeifaddrs(first)
+    found: list[OwnAddress] = []
+    with contextlib.suppress(OSError):
+        found = _list_addresses()
     default = _routed_address()
     return sorted(dict.fromkeys(found), key=lambda own: (_distance(own), own.address != default, ":" in own.address))
+
+
+def interface_addresses() -> dict[str, tuple[str, ...]]:
+    """Return each interface's IPv4 addresses, then its IPv6 addresses, without scopes; empty except on Linux.
+
+    Raises:
+        OSError: the system does not list them, for example because no descriptor is free.
+    """
+    found: dict[str, tuple[str, ...]] = {}
+    for own in sorted(_list_addresses(), key=lambda own: ":" in own.address):
+        found[own.interface] = (*found.get(own.interface, ()), own.address.partition("%")[0])
+    return found
+
+
+def _list_addresses() -> list[OwnAddress]:
+    """Return the addresses of all interfaces that are up, in the kernel's order; raise the system's error."""
+    if sys.platform != "linux":
+        return []
+    libc = ctypes.CDLL(None, use_errno=True)
+    first = ctypes.POINTER(_IfAddrs)()
+    if libc.getifaddrs(ctypes.byref(first)) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    found = []
+    entry = first
+    while entry:
+        item = entry.contents
+        if item.address and item.flags & _IFF_UP and (text := _read(item.address.contents)):
+            name = item.name.decode(errors="replace")
+            if ipaddress.ip_address(text).is_link_local and ":" in text:
+                text = f"{text}%{name}"
+            found.append(OwnAddress(text, name))
+        entry = item.next
+    libc.freeifaddrs(first)
+    return found
 
 
 def _read(address: _SockAddr) -> str:
@@ -95,7 +119,7 @@ def resolve(host: str) -> list[str]:
     """Return the addresses of a name; none if it does not resolve."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except OSError:
+    except (OSError, UnicodeError):
         return []
     return list(dict.fromkeys(str(place[0]) for *_, place in found))
 
@@ -111,6 +135,14 @@ def is_own(host: str) -> bool:
             sock.bind(place)
             return True
     return False
+
+
+def is_public(address: str) -> bool:
+    """Return whether an address is public: not a loopback, private or link-local address."""
+    try:
+        return ipaddress.ip_address(address.partition("%")[0]).is_global
+    except ValueError:  # a name, or empty
+        return False
 
 
 def find_interface(address: str) -> str:

@@ -1,4 +1,4 @@
-"""Query, signal and kill processes: descendants, orphans, sessions, and death with the parent."""
+"""Query, signal and kill processes, and observe the end of this one: descendants, orphans, sessions, exceptions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import TracebackType
 
 from phalanx._base.deadline import Deadline
 
@@ -27,6 +28,7 @@ RELAYED_SIGNALS = frozenset(
 
 _AUTOGRAD = b"pt_autograd"  # torch's name of the threads that run backward for devices
 _PR_SET_PDEATHSIG = 1
+_KILL_LIMIT_S = 5.0
 _PR_SET_CHILD_SUBREAPER = 36
 
 _MEANINGS = {
@@ -79,6 +81,17 @@ def outlive_parent() -> None:
     """Undo `die_with_parent`. A process that is stopped when its parent dies then continues, and can detect it."""
     if SUPPORTED:
         _prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
+
+
+def observe_uncaught(listener: Callable[[BaseException], object]) -> None:
+    """Call `listener` with the exception that ends this process, before the present `sys.excepthook` prints it."""
+    hook = sys.excepthook
+
+    def note(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        listener(error)
+        hook(kind, error, trace)
+
+    sys.excepthook = note
 
 
 @contextlib.contextmanager
@@ -202,18 +215,18 @@ def find_descendants(ancestor: int, spared: int | None = None) -> list[int]:
     return found
 
 
-def kill_descendants(groups: Iterable[int] = (), limit_s: float = 5.0, *, spared: int | None = None) -> dict[int, int]:
+def kill_descendants(groups: Iterable[int] = (), *, spared: int | None = None) -> dict[int, int]:
     """Kill by SIGKILL, and reap, every descendant of this process; return the wait status of each reaped one.
 
     `spared`, a child, and its descendants are not killed.
 
     It repeats until none is left, because a process can fork between the scan and its death; to find orphans, this
-    process must have called `adopt_orphans`. It gives up after `limit_s` on processes that the kernel cannot end (a
+    process must have called `adopt_orphans`. It gives up after five seconds on processes that the kernel cannot end (a
     hung disk). If /proc cannot be read, because it is missing or no descriptor is free, only the process groups
     `groups`, led by children of this process, are killed.
     """
     reaped: dict[int, int] = {}
-    deadline = Deadline.after(limit_s)
+    deadline = Deadline.after(_KILL_LIMIT_S)
     while True:
         doomed, kill = groups, os.killpg
         if SUPPORTED:

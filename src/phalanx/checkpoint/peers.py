@@ -10,7 +10,7 @@ from typing import Any, BinaryIO, TypeVar
 import torch
 import torch.distributed as dist
 
-from phalanx._comm.backend.shared import rehearses
+from phalanx._comm.backend.shared import default_group, rehearses
 from phalanx.errors import CheckpointError, PhalanxError
 
 T = TypeVar("T")
@@ -41,8 +41,7 @@ class Peers:
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, what: str = "a checkpoint") -> None:
         self.what = what
-        if group is None and dist.is_available() and dist.is_initialized():
-            group = dist.group.WORLD
+        group = default_group() if group is None else group
         self.rehearses = group is not None and rehearses(group)
         """Whether this rank joins a running job and is not in its group yet: it saves nothing."""
         if self.rehearses:  # this rank reads for itself

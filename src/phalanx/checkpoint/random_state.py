@@ -86,8 +86,12 @@ def set_local_state(state: Mapping[str, Any]) -> None:
 
 
 def _seed_new(of: Mapping[str, Any], rank: int) -> None:
-    seed = zlib.crc32(of["torch"].numpy().tobytes()) << 20 | rank
+    seed_all(zlib.crc32(of["torch"].numpy().tobytes()) << 20 | rank)
+
+
+def seed_all(seed: int) -> None:
+    """Seed Python's, torch's and NumPy's global generators."""
     random.seed(seed)
     torch.manual_seed(seed)
     if numpy := sys.modules.get("numpy"):
-        numpy.random.seed(seed % (1 << 32))
+        numpy.random.seed(seed % 2**32)

@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 import torch
-import torch.distributed as dist
 
 from phalanx._base.storage import RemoteFolder, place_of
 from phalanx.checkpoint.atomic import NotDurableError, replace_file
-from phalanx.checkpoint.blame import describe_unsafe_value, publish_name
+from phalanx.checkpoint.blame import describe_unsafe_value
+from phalanx.checkpoint.peers import Peers
 from phalanx.checkpoint.remote_history import RETRY_S
 from phalanx.checkpoint.streams import DiskStream
+from phalanx.checkpoint.whole import UnreadableError, refuse_unreadable
 from phalanx.checkpoint.write_problems import describe_disk_error
-from phalanx.errors import CheckpointError, PhalanxError
 
 
 def save_checkpoint(path: str | os.PathLike[str], state: Mapping[str, Any]) -> None:
@@ -40,10 +40,10 @@ def save_checkpoint(path: str | os.PathLike[str], state: Mapping[str, Any]) -> N
         MismatchError, PeerLostError, DeadlineError: some rank did not call this; rank 0 has written the file.
     """
     place = place_of(path)  # an invalid path is an error on every rank
-    grouped = dist.is_available() and dist.is_initialized()
+    peers = Peers(what="save_checkpoint")
     problem: str | None = None
     cause: Exception | None = None
-    if not grouped or dist.get_rank() == 0:
+    if peers.is_first:
         try:
             if isinstance(place, str):
                 _put(state, place)
@@ -51,26 +51,7 @@ def save_checkpoint(path: str | os.PathLike[str], state: Mapping[str, Any]) -> N
                 replace_file(place, lambda file: _write(state, file))
         except Exception as error:
             problem, cause = _explain(place, state, error), error
-    if grouped:
-        outcome = [problem]
-        try:
-            dist.broadcast_object_list(outcome, src=0)
-        except PhalanxError as error:
-            error.args = (f"{error}\n{_COLLECTIVE}", *error.args[1:])
-            raise
-        problem = outcome[0]
-    if problem is not None:
-        raise CheckpointError(problem) from cause
-
-
-_COLLECTIVE = (
-    "This was save_checkpoint, which is collective: rank 0 writes, and the others wait for the outcome. Call it on "
-    "every rank, not under `if rank == 0`."
-)
-
-
-class _UnreadableError(Exception):
-    """The state holds classes that `load_checkpoint` would refuse."""
+    peers.agree_with_first(problem, cause)
 
 
 def _put(state: Mapping[str, Any], address: str) -> None:
@@ -87,17 +68,15 @@ def _write(state: Mapping[str, Any], file: BinaryIO) -> None:
     torch.save(state, cast(Any, DiskStream(file)))
     file.flush()
     file.seek(0)
-    # Detect this now, not when the checkpoint is needed; this reads only the index of the file.
-    if unsafe := torch.serialization.get_unsafe_globals_in_checkpoint(file):
-        raise _UnreadableError(", ".join(sorted(map(publish_name, unsafe))))
+    refuse_unreadable(file)
 
 
 def _explain(path: Path | str, state: Mapping[str, Any], error: Exception) -> str:
     was_there = isinstance(path, str) or os.path.isfile(path)
     kept = "The checkpoint that was there before is unchanged." if was_there else "Nothing was written."
     advice = ""
-    if isinstance(error, _UnreadableError):
-        fact = f"the state holds objects of {error}, which load_checkpoint would refuse to open"
+    if isinstance(error, UnreadableError):
+        fact = f"the state holds objects of {error.names}, which load_checkpoint would refuse to open"
         value, advice = describe_unsafe_value(state)
         fact += value and f": {value}"
         advice = advice or "Save the numbers, strings and tensors in them instead."

@@ -23,7 +23,14 @@ _CHUNK_BYTES = 16 << 20
 
 
 class UnreadableError(Exception):
-    """The state has classes that could not be loaded again."""
+    """The state has objects of classes that could not be loaded again; `names` lists the classes."""
+
+    def __init__(self, names: str) -> None:
+        super().__init__(
+            f"the state holds objects of {names}, which could not be loaded again; save the "
+            "numbers, strings and tensors in them instead"
+        )
+        self.names = names
 
 
 def refuse_unreadable(saved: bytes | BinaryIO) -> None:
@@ -34,11 +41,7 @@ def refuse_unreadable(saved: bytes | BinaryIO) -> None:
     """
     file = io.BytesIO(saved) if isinstance(saved, bytes) else saved
     if unsafe := torch.serialization.get_unsafe_globals_in_checkpoint(file):
-        names = ", ".join(sorted(map(publish_name, unsafe)))
-        raise UnreadableError(
-            f"the state holds objects of {names}, which could not be loaded again; save the "
-            "numbers, strings and tensors in them instead"
-        )
+        raise UnreadableError(", ".join(sorted(map(publish_name, unsafe))))
 
 
 def write_whole(folder: Path, state: Mapping[str, Any]) -> dict[str, FileRecord]:

@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from phalanx._base.storage import open_for_reading
-from phalanx.data.shard_names import list_paths
-from phalanx.data.stream import Stream, UnreadableSample
+from phalanx.data.stream import Stream, UnreadableSample, list_paths
 from phalanx.errors import summary_of
 
 

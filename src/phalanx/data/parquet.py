@@ -11,8 +11,7 @@ from typing import Any
 
 from phalanx._base.extras import require
 from phalanx._base.storage import open_for_reading
-from phalanx.data.shard_names import list_paths
-from phalanx.data.stream import Stream
+from phalanx.data.stream import Stream, list_paths
 
 _GROUPS_CACHED = 2  # a window may span two
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import glob
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -18,7 +19,6 @@ from phalanx._base.storage import is_address, open_for_reading, split_address
 from phalanx.data.open_shards import OpenShards
 from phalanx.data.ordered import OrderedDataset, epoch_key
 from phalanx.data.permutation import Indices
-from phalanx.data.shard_names import list_shards
 from phalanx.data.stream_order import StreamLayout, StreamOrder, describe_order
 from phalanx.errors import DataError, summary_of
 
@@ -298,3 +298,25 @@ def _alone(name: str) -> Iterator[None]:
     finally:
         fcntl.flock(folder, fcntl.LOCK_UN)  # a process that was forked meanwhile has the descriptor, too
         os.close(folder)
+
+
+def list_shards(called: str, what: str, shards: Iterable[Any]) -> list[Any]:
+    """Return `shards`, the user's list, as a list: a single path must not be split into letters.
+
+    Raises:
+        TypeError: `shards` is one path, or a pattern of paths.
+    """
+    if isinstance(shards, str | bytes | os.PathLike):
+        pattern = glob.has_magic(os.fspath(shards))
+        advice = f"sorted(glob.glob({os.fspath(shards)!r}))" if pattern else f"[{shards!r}]"
+        raise TypeError(f"{called}: {what} must be a list, got the {type(shards).__name__} {shards!r}: give {advice}")
+    return list(shards)
+
+
+def list_paths(called: str, files: Iterable[str | os.PathLike[str]]) -> list[str]:
+    """Return the paths of `files`.
+
+    Raises:
+        TypeError: `files` is one path, or has an element that is not a path.
+    """
+    return [os.fspath(one) for one in list_shards(called, "files", files)]

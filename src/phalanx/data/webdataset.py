@@ -10,8 +10,7 @@ from typing import Any
 
 from phalanx._base.extras import require
 from phalanx._base.storage import is_address, open_for_reading
-from phalanx.data.shard_names import list_shards
-from phalanx.data.stream import Stream
+from phalanx.data.stream import Stream, list_shards
 
 _COMPRESSED = (".gz", ".tgz", ".bz2", ".xz", ".zst")
 _METADATA = re.compile(r"__[^/]*__($|/)")  # webdataset skips these files

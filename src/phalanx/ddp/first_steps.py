@@ -37,7 +37,8 @@ from phalanx.ddp.mistakes import (
     decide_warnings,
     were_restored,
 )
-from phalanx.nn.uncounted import is_uncounted
+from phalanx.ddp.replicate import gather_rows
+from phalanx.nn.sync_batchnorm import is_uncounted
 
 _logger = get_logger("phalanx.ddp")
 
@@ -163,10 +164,7 @@ class FirstSteps:
 
     def _gather(self, numbers: Sequence[int]) -> list[list[int]]:
         with outside_modes():
-            mine = torch.tensor(numbers, dtype=torch.int64, device=self._device)
-            everyone = [torch.empty_like(mine) for _ in range(self._group.size())]
-            dist.all_gather(everyone, mine, group=self._group)
-            return [one.tolist() for one in everyone]
+            return gather_rows(torch.tensor(numbers, dtype=torch.int64, device=self._device), self._group)
 
     def _generator_state(self) -> Tensor:
         if self._device.type == "cuda":

@@ -26,7 +26,7 @@ from phalanx._comm.backend.shared import sharing_group
 from phalanx._comm.backend.shared_updates import has_shared_update
 from phalanx._comm.diagnostics.divergence import EVEN_ADVICE
 from phalanx.ddp.batchnorm import sync_if_small
-from phalanx.ddp.replicate import broadcast_tensors
+from phalanx.ddp.replicate import broadcast_tensors, gather_rows
 from phalanx.nn.sync_batchnorm import SyncBatchNorm
 
 if TYPE_CHECKING:
@@ -86,9 +86,7 @@ def find_last(is_last: bool, group: dist.ProcessGroup, device: torch.device) -> 
 
 def _gather(row: list[bool], group: dist.ProcessGroup, device: torch.device) -> list[list[int]]:
     mine = torch.tensor([int(value) for value in row], device=device)
-    rows: list[Tensor] = [torch.empty_like(mine) for _ in range(group.size())]
-    dist.all_gather(rows, mine, group=group)
-    return [one.tolist() for one in rows]
+    return gather_rows(mine, group)
 
 
 def refuse_join_shadow(module: nn.Module, group: dist.ProcessGroup) -> None:

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from phalanx._base.malloc import keep_freed_memory
 from phalanx._base.torch_names import find
 from phalanx._comm.backend.dynamo import skipped, untraced
-from phalanx._comm.backend.shared import require_member
+from phalanx._comm.backend.shared import require_group
 from phalanx._comm.transport.tensors import move_batch
 from phalanx.ddp.batchnorm import SyncChoice, check_choice, span_ranks, sync_if_small
 from phalanx.ddp.comm_hook import Hook, HookExchange
@@ -476,15 +476,7 @@ def decide_group(process_group: dist.ProcessGroup | None, device_mesh: DeviceMes
         if device_mesh.ndim != 1:
             raise ValueError(f"DistributedDataParallel takes a device_mesh of one axis, got one of {device_mesh.ndim}")
         return device_mesh.get_group(0)
-    if process_group is not None:
-        require_member(process_group, "DistributedDataParallel")
-        return process_group
-    if not dist.is_initialized() or dist.group.WORLD is None:
-        raise RuntimeError(
-            "DistributedDataParallel needs a process group: call phalanx.init() or "
-            "torch.distributed.init_process_group() before wrapping the module"
-        )
-    return dist.group.WORLD
+    return require_group(process_group, "DistributedDataParallel")
 
 
 def localize(module: nn.Module, device_mesh: DeviceMesh) -> None:

@@ -9,10 +9,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
-from phalanx._comm.backend.shared import require_member
+from phalanx._comm.backend.shared import default_group, require_member
 from phalanx._comm.transport.tensors import flat
 from phalanx.ddp.digest import digest, digests, find_differences
 from phalanx.ddp.module import DistributedDataParallel
+from phalanx.ddp.replicate import gather_rows
 from phalanx.ddp.structure import describe, verify_same
 from phalanx.errors import MismatchError
 
@@ -44,8 +45,7 @@ def check_replicas(model: nn.Module, group: dist.ProcessGroup | None = None, *, 
             buffers = not model.broadcast_buffers
         model = model.module
         ignored = frozenset(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
-    if group is None:
-        group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    group = group or default_group()
     if group is None:
         return
     require_member(group, "check_replicas", "group")
@@ -58,9 +58,7 @@ def check_replicas(model: nn.Module, group: dist.ProcessGroup | None = None, *, 
     device = named[0][2].device if named else torch.device("cpu")
     verify_same(describe(model, ignored, memory=False), {"buffers": buffers}, group, device, caller="check_replicas")
     mine = torch.stack([_digest(tensor).to(device) for _, _, tensor in named]) if named else digests([], device)
-    gathered = [torch.empty_like(mine) for _ in range(group.size())]
-    dist.all_gather(gathered, mine, group=group)
-    rows = [row.tolist() for row in gathered]
+    rows = gather_rows(mine, group)
     differing = find_differences(rows)
     if not differing:
         return
@@ -112,10 +110,8 @@ def _compare_with_first(tensor: Tensor, group: dist.ProcessGroup) -> dict[int, s
     distance = (mine.to(wide) - reference.to(wide)).abs().max()
     same_bytes = torch.equal(mine.view(torch.uint8), reference.view(torch.uint8))
     verdict = torch.stack([torch.full_like(distance, float(same_bytes)), distance])
-    verdicts = [torch.empty_like(verdict) for _ in range(group.size())]
-    dist.all_gather(verdicts, verdict, group=group)
     found = {}
-    for rank, (same, distance_of_rank) in enumerate(one.tolist() for one in verdicts):
+    for rank, (same, distance_of_rank) in enumerate(gather_rows(verdict, group)):
         if not same:
             found[rank] = _describe_distance(distance_of_rank)
     return found

@@ -1,4 +1,4 @@
-"""Copy one rank's tensors to all ranks."""
+"""Copy one rank's tensors, or a few numbers of every rank, to all ranks."""
 
 from __future__ import annotations
 
@@ -54,6 +54,13 @@ def broadcast_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup, src: 
                 message, num_bytes = [], 0
         if message:
             _broadcast(message, group, src)
+
+
+def gather_rows(mine: Tensor, group: dist.ProcessGroup) -> list[list[Any]]:
+    """Return the numbers of every rank's `mine`, a small tensor of one dimension, by rank. All ranks call it."""
+    rows = [torch.empty_like(mine) for _ in range(group.size())]
+    dist.all_gather(rows, mine, group=group)
+    return [row.tolist() for row in rows]
 
 
 class BufferBroadcast:

@@ -72,7 +72,7 @@ class Buffers:
     @property
     def nbytes(self) -> int:
         """Return the number of bytes of memory that `views` needs."""
-        return sum(-(-t.nbytes // _ALIGN) * _ALIGN for t in self.tensors)
+        return room_for(self.tensors)
 
     def views(self, memory: Tensor) -> list[Tensor]:
         return views_of([(t.shape, t.dtype) for t in self.tensors], memory)
@@ -150,6 +150,11 @@ def _fits(tensor: Tensor, form: Any) -> bool:
 
 def _has_form(tensor: Any) -> bool:
     return not isinstance(tensor, UninitializedBuffer)
+
+
+def room_for(tensors: Sequence[Tensor]) -> int:
+    """Return the number of bytes of memory that `views_of` needs for tensors of these forms."""
+    return sum(-(-t.nbytes // _ALIGN) * _ALIGN for t in tensors)
 
 
 def views_of(forms: Sequence[tuple[torch.Size, torch.dtype]], memory: Tensor) -> list[Tensor]:

@@ -23,8 +23,7 @@ import torch
 from torch import Tensor
 
 from phalanx._base.deadline import Deadline
-from phalanx._comm.backend.pickles import pickle_authenticator
-from phalanx._comm.backend.torch_integration.groups import phalanx_group
+from phalanx._comm.backend.torch_integration.groups import phalanx_group, pickle_authenticator
 from phalanx._comm.transport.authentication import OVERHEAD_BYTES, PickleStream
 
 NUM_COPIES = 2

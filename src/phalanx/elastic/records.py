@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from phalanx._comm.backend.shared import host_memory, shares_memory
 from phalanx._comm.transport.tensors import copy_all
 from phalanx.elastic import generator_states
-from phalanx.elastic.buffers import Buffers, views_of
+from phalanx.elastic.buffers import Buffers, room_for, views_of
 from phalanx.elastic.frozen import Frozen
 from phalanx.elastic.generator_states import GeneratorStates
 from phalanx.elastic.record_copies import RecordCopies, hosts_of, plan_backups, plan_primaries
@@ -230,7 +230,7 @@ class RankRecords:
         if small.tensors:
             forms = pickle.dumps([(tuple(t.shape), t.dtype, str(t.device)) for t in small.tensors])
         start = _aligned(len(data) + len(forms))
-        nbytes = sum(_aligned(t.nbytes) for t in small.tensors)
+        nbytes = room_for(small.tensors)
         self._request_room(1, start + nbytes)
         memory, content, begin = slot.memory, slot.bytes, _BEGIN + self.room[0]
         if start + nbytes > self.room[1]:

@@ -12,13 +12,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-import torch.distributed as dist
-
 from phalanx._base.log import get_logger
 from phalanx._base.storage.address import is_address, place_of
 from phalanx._base.torch_names import find
 from phalanx._comm.backend import rendezvous
-from phalanx._comm.backend.shared import rehearses
+from phalanx._comm.backend.shared import default_group, rehearses
 from phalanx._comm.backend.torch_integration.groups import phalanx_group
 from phalanx.checkpoint import load_checkpoint, save_checkpoint
 from phalanx.checkpoint.blame import is_plain
@@ -146,7 +144,7 @@ class ElasticJob:
         self._membership = membership
 
     def run(self, train: Train[_Result]) -> _Result:
-        world: Any = dist.group.WORLD if dist.is_initialized() else None
+        world: Any = default_group()
         if phalanx_group(world) is None:
             return train(self._state)
         if _running is not None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from phalanx._comm.backend.skeleton import Leaf, join, split
+from phalanx._comm.backend.skeleton import Leaf, join, leaves_of, split
 from phalanx.ddp import DistributedDataParallel
 from phalanx.elastic.generations import JobEndedError
 from phalanx.elastic.tensor_transfer import extended_timeout, transfer_tensors
@@ -173,8 +173,7 @@ class ShardedPart:
 
     def get_contents(self) -> Any:
         """Return the options of each group, and the state by parameter number."""
-        groups = [{k: v for k, v in group.items() if k != "params"} for group in self._optimizer.param_groups]
-        return {"groups": groups, "state": self._state}
+        return {"groups": [_options(group) for group in self._optimizer.param_groups], "state": self._state}
 
     def load_contents(self, value: Any) -> None:
         """Set the options, and this rank's shard of the state.
@@ -245,7 +244,7 @@ def transfer_state(parts: Sequence[StatePart], source: int, receivers: Sequence[
     gathered = [pickle.dumps(structures) if me == source else None]
     dist.broadcast_object_list(gathered, group=group, group_src=source)
     theirs = pickle.loads(gathered[0])  # type: ignore[arg-type]  # bytes, once it was received
-    leaves = [_collect(structure) for structure in theirs]
+    leaves = [leaves_of(structure) for structure in theirs]
     if me in receivers:
         devices = devices_here(leaves, mine)
         mine = [_places(forms, tensors, devices) for forms, tensors in zip(leaves, mine, strict=True)]
@@ -256,15 +255,6 @@ def transfer_state(parts: Sequence[StatePart], source: int, receivers: Sequence[
         for part, structure, tensors in zip(parts, theirs, mine, strict=True):
             part.load_contents(join(structure, tensors))
     return nbytes if takes_part else 0
-
-
-def _collect(structure: Any) -> list[Leaf]:
-    """Return the leaves of a structure, in the order of its tensors."""
-    if isinstance(structure, Leaf):
-        return [structure]
-    if isinstance(structure, dict):
-        return [leaf for one in structure.values() for leaf in _collect(one)]
-    return [leaf for one in structure for leaf in _collect(one)] if type(structure) in (list, tuple) else []
 
 
 def devices_here(leaves: Sequence[Sequence[Leaf]], mine: Sequence[Sequence[Tensor]]) -> dict[str, str]:

@@ -10,7 +10,6 @@ transfer may take longer than any operation of the group should.
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -25,9 +24,9 @@ from phalanx._comm.rendezvous.rank_info import host_identity
 from phalanx._comm.symmetric_memory.process_memory import Copy, read_process, readable
 from phalanx._comm.symmetric_memory.watch import ProcessId
 from phalanx._comm.transport.tensors import is_dense
+from phalanx.elastic.buffers import room_for, views_of
 
 _SMALL = 1 << 16  # tensors below this are packed; the others travel as they are
-_ALIGN = 64
 _SLOWEST_BYTES_PER_S = 8 << 20  # the slowest link, or an overloaded machine
 
 
@@ -152,12 +151,8 @@ class _Payload:
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         large = [t for t in tensors if t.nbytes >= _SMALL and is_dense(t)]
         self._small = [t for t in tensors if t.nbytes and not (t.nbytes >= _SMALL and is_dense(t))]
-        starts = [0, *itertools.accumulate(-(-t.nbytes // _ALIGN) * _ALIGN for t in self._small)]
-        packed = torch.empty(starts[-1], dtype=torch.uint8, device="cpu")
-        self._places = [
-            packed[start : start + t.nbytes].view(t.dtype).view(t.shape)
-            for start, t in zip(starts, self._small, strict=False)
-        ]
+        packed = torch.empty(room_for(self._small), dtype=torch.uint8, device="cpu")
+        self._places = views_of([(t.shape, t.dtype) for t in self._small], packed)
         self._pieces = [t.as_strided((t.numel(),), (1,)).view(torch.uint8) for t in large]
         self._pieces += [packed] if self._small else []
 

@@ -11,8 +11,8 @@ the result: iterated over, gathered, as files       result.py  part_files.py  co
 """
 
 from phalanx.mapreduce.counters import BadRecord, Counters
-from phalanx.mapreduce.errors import TaskError
 from phalanx.mapreduce.map_reduce import map_reduce
+from phalanx.mapreduce.map_reduce_job import TaskError
 from phalanx.mapreduce.part_files import read_parts
 from phalanx.mapreduce.result import Result
 from phalanx.mapreduce.splits import Records

@@ -24,11 +24,10 @@ from phalanx._base.malloc import release_freed_values
 from phalanx.errors import DeadlineError, MismatchError, PeerLostError, message_of, summary_of
 from phalanx.mapreduce.board import Board
 from phalanx.mapreduce.counters import Counters
-from phalanx.mapreduce.errors import TaskError
 from phalanx.mapreduce.exchange import exchange
 from phalanx.mapreduce.grouper import Grouper, Run, read_blocks, write_blocks
 from phalanx.mapreduce.keys import require_order
-from phalanx.mapreduce.map_reduce_job import MapReduceJob
+from phalanx.mapreduce.map_reduce_job import MapReduceJob, TaskError
 from phalanx.mapreduce.map_task import MapOutput, rarely_collecting, run_map_task
 from phalanx.mapreduce.part_files import make_output_folder, write_part
 from phalanx.mapreduce.splits import Split, find_files, plan_file_splits, plan_sequence_splits

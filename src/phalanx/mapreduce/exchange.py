@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from phalanx.mapreduce.errors import TaskError
+from phalanx.mapreduce.map_reduce_job import TaskError
 from phalanx.mapreduce.spool import Spool, SpoolExtent, SpoolStream
 from phalanx.mapreduce.team import Team
 

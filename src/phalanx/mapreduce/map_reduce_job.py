@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from phalanx.errors import PhalanxError
 from phalanx.mapreduce.splits import Indexable, names_files
 
 Map = Callable[[Any], Any]
@@ -16,6 +17,10 @@ Combine = Callable[[Any, Any], Any]
 
 _LEAST_MEMORY = 1 << 20
 _BLOCK_BYTES = 64 << 10
+
+
+class TaskError(PhalanxError):
+    """A task failed for good, or too many records were bad. All ranks raise it, with the original error."""
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -14,8 +16,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from phalanx._base.log import get_logger
 from phalanx._base.torch_names import find
 from phalanx._comm.backend.dynamo import untraced
-from phalanx._comm.backend.shared import require_member
-from phalanx.nn.uncounted import is_uncounted
+from phalanx._comm.backend.shared import default_group, require_member
 
 _logger = get_logger(__name__)
 _TORCH_CLASSES = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -105,7 +106,7 @@ class SyncBatchNorm(_BatchNorm):
         if self.process_group is not None:
             require_member(self.process_group, "SyncBatchNorm")
             return self.process_group
-        return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+        return default_group()
 
     def _track(self, statistics: BatchStatistics) -> None:
         """Move the running statistics, each of which may be None, towards this step's statistics."""
@@ -334,3 +335,26 @@ class Normalize(torch.autograd.Function):
             dx.addcmul_(values - mean.view(shape), (-factor * s * total_dy_xhat).view(shape))
             dx.sub_((factor * total_dy).view(shape))
         return dx.to(x.dtype), grad_weight, grad_bias, None, None, None, None
+
+
+# Per process, not per thread: autograd runs the recomputations of checkpointing on its own threads.
+_open_marks: list[None] = []
+
+
+@contextmanager
+def uncounted_batch() -> Iterator[None]:
+    """Mark the forward and backward inside as passes of a batch that does not count: its loss is multiplied by zero.
+
+    A replica without samples in a step takes part in it with such a batch. Layers that span ranks take part in their
+    collectives without values, so that the others' results are unaffected.
+    """
+    _open_marks.append(None)
+    try:
+        yield
+    finally:
+        _open_marks.pop()
+
+
+def is_uncounted() -> bool:
+    """Return whether the current forward is of a batch that does not count."""
+    return bool(_open_marks)

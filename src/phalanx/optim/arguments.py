@@ -10,27 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, optim
 
-from phalanx._comm.backend.shared import require_member
 from phalanx._comm.transport.tensors import is_dense, memory_order
 from phalanx.errors import MismatchError
 
 _Form = tuple[tuple[int, ...], str, tuple[int, ...]]  # a parameter's shape, dtype and strides
-
-
-def decide_group(process_group: dist.ProcessGroup | None, caller: str = "ZeroRedundancyOptimizer") -> dist.ProcessGroup:
-    """Return the given group, or the default one.
-
-    Raises:
-        RuntimeError: there is no default group.
-    """
-    if process_group is not None:
-        require_member(process_group, caller)
-        return process_group
-    if not dist.is_initialized() or dist.group.WORLD is None:
-        raise RuntimeError(
-            f"{caller} needs a process group: call phalanx.init() or torch.distributed.init_process_group() first"
-        )
-    return dist.group.WORLD
 
 
 # In these classes each element's update depends only on that element's gradient and state, and on numbers common to

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from phalanx._comm.backend.shared import require_group
 from phalanx.errors import MismatchError
-from phalanx.optim.arguments import decide_group
 from phalanx.optim.flat import Flat
 from phalanx.optim.outer import OuterParameters
 
@@ -43,7 +43,7 @@ class Rounds(ABC):
         if not (isinstance(sync_every, int) and sync_every >= 1):
             raise ValueError(f"{self._name}: sync_every must be a number of steps, 1 or more, got {sync_every!r}")
         self.sync_every = sync_every
-        self.process_group = group = decide_group(process_group, self._name)
+        self.process_group = group = require_group(process_group, self._name)
         _refuse_averaged(self._name, model, optimizer, group)
         self.local_steps = 0
         """The number of steps of this rank since the last round."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import pickle
 import struct
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx._base.log import get_logger, warn_once
-from phalanx._comm.backend.shared import host_memory, shares_memory
-from phalanx._comm.backend.skeleton import join, split
+from phalanx._comm.backend.shared import host_memory
+from phalanx._comm.backend.skeleton import Leaf, join, leaves_of, split
 from phalanx._comm.transport.memory_order import Strides, find_strides, lay_out
 from phalanx._comm.transport.tensors import copy_all
 
@@ -37,12 +36,7 @@ class StateBackup:
 
     def __init__(self, group: Any, num_elements: int, num_parameters: int) -> None:
         self.slot_bytes = _round_up((1 << 20) + num_parameters * 4096 + _TIMES * 4 * num_elements, 4096)
-        nbytes = 2 * self.slot_bytes
-        self._by_rank: Mapping[int, Tensor]
-        if shares_memory(group):
-            self._by_rank = host_memory(nbytes, group)
-        else:
-            self._by_rank = {group.rank(): torch.empty(nbytes, dtype=torch.uint8, device="cpu")}
+        self._by_rank = host_memory(2 * self.slot_bytes, group)
         self._memory = self._by_rank[group.rank()]
         self._bytes = memoryview(_array(self._memory))
         for slot in range(2):
@@ -95,10 +89,9 @@ class StateBackup:
         """Return a copy of the state of `rank` after step `number`; `has` must be true for it."""
         slot = self._slot(rank, number)
         _, length = _HEAD.unpack_from(_array(slot))
-        leaves: list[Any] = []
         pickled = _array(slot[_HEAD.size : _HEAD.size + length]).tobytes()
         structure = pickle.loads(pickled)
-        _collect(structure, leaves)
+        leaves = leaves_of(structure)
         forms = [torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for leaf in leaves]
         offsets = [
             *itertools.accumulate((_round_up(t.nbytes, _ALIGN) for t in forms), initial=_begin_of_tensors(pickled))
@@ -111,18 +104,7 @@ class StateBackup:
         return self._by_rank[rank][number % 2 * self.slot_bytes :][: self.slot_bytes]
 
 
-def _collect(structure: Any, leaves: list[Any]) -> None:
-    if isinstance(structure, dict):
-        for one in structure.values():
-            _collect(one, leaves)
-    elif type(structure) in (list, tuple):
-        for one in structure:
-            _collect(one, leaves)
-    elif hasattr(structure, "index") and hasattr(structure, "stride"):
-        leaves.append(structure)
-
-
-def _strides(leaf: Any) -> Strides | None:
+def _strides(leaf: Leaf) -> Strides | None:
     return find_strides(torch.empty_strided(leaf.shape, leaf.stride, device="meta"))
 
 

@@ -25,8 +25,8 @@ from torch.optim import Optimizer
 from phalanx._base.param_groups import options_of
 from phalanx._comm.backend.dynamo import undecorated, untraced
 from phalanx._comm.backend.gradient_shards import NeededSlice, find_needed, need_all, need_slice
-from phalanx._comm.backend.shared import ranks_by_host, rehearses, shares_memory
-from phalanx.optim.arguments import check_parameters, decide_cut, decide_group, list_parameters, refuse
+from phalanx._comm.backend.shared import ranks_by_host, rehearses, require_group, shares_memory
+from phalanx.optim.arguments import check_parameters, decide_cut, list_parameters, refuse
 from phalanx.optim.master_parameters import MasterParameters
 from phalanx.optim.offload import Offload, may_fuse
 from phalanx.optim.offloaded_shard import OffloadedShard
@@ -99,7 +99,7 @@ class ZeroRedundancyOptimizer(ShardedState):
         **defaults: Any,
     ) -> Any:
         """Return an instance of this class if ranks share memory, otherwise of PyTorch's class."""
-        group = decide_group(process_group)
+        group = require_group(process_group, "ZeroRedundancyOptimizer")
         if shares_memory(group) or rehearses(group) or divide_by_host(group):
             return super().__new__(cls)
         if offload:
@@ -127,7 +127,7 @@ class ZeroRedundancyOptimizer(ShardedState):
     ) -> None:
         self._cut = decide_cut(optimizer_class)
         refuse(overlap_with_ddp, defaults)
-        self._all_hosts = self.process_group = decide_group(process_group)
+        self._all_hosts = self.process_group = require_group(process_group, "ZeroRedundancyOptimizer")
         if on_host := divide_by_host(self._all_hosts):
             self.process_group = make_host_group(self._all_hosts, on_host)
             gather_gradients = True

@@ -310,7 +310,7 @@ class ParameterServer:
         """
         dense = {key: value.grad for key, value in pulled._dense.items() if value.grad is not None}
         rows = {key: (ids, leaf.grad) for key, (ids, leaf) in pulled._rows.items() if leaf.grad is not None}
-        return self._push(dense, rows, make_clip("ParameterServer.push", max_norm, norm_type))
+        return self._push(dense, rows, make_clip(max_norm, norm_type))
 
     def push_gradients(
         self,
@@ -330,7 +330,7 @@ class ParameterServer:
             DeadlineError: a server does not answer.
         """
         summed = self._parameters.sum_gradients(dense or {}, rows or {})
-        return self._push(dense or {}, summed, make_clip("ParameterServer.push", max_norm, norm_type))
+        return self._push(dense or {}, summed, make_clip(max_norm, norm_type))
 
     def _push(
         self, dense: Mapping[str, Tensor], rows: Mapping[str, tuple[Tensor, Tensor]], clip: Clip | None

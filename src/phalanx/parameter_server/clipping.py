@@ -43,7 +43,7 @@ class Clip:
             (gradient._values() if gradient.is_sparse else gradient).mul_(factor)
 
 
-def make_clip(caller: str, max_norm: float | None, norm_type: float) -> Clip | None:
+def make_clip(max_norm: float | None, norm_type: float) -> Clip | None:
     """Return a `Clip` if `max_norm` is given, else None.
 
     Raises:
@@ -54,7 +54,7 @@ def make_clip(caller: str, max_norm: float | None, norm_type: float) -> Clip | N
     clip = Clip(float(max_norm), float(norm_type))
     if not clip.max_norm >= 0 or not clip.norm_type > 0:
         raise ValueError(
-            f"{caller}: max_norm must not be below zero, and norm_type above zero or infinity, got {max_norm!r} and "
-            f"{norm_type!r}"
+            "ParameterServer.push: max_norm must not be below zero, and norm_type above zero or infinity, got "
+            f"{max_norm!r} and {norm_type!r}"
         )
     return clip

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, Literal, NamedTuple, cast
 
 import torch.distributed as dist
 
-from phalanx._base.partition.balance import balance
 from phalanx._base.partition.layers import LayerList
 from phalanx._base.partition.measure import LayerCost, measure_layers
 from phalanx._base.partition.parts import LayerRange
@@ -136,12 +135,46 @@ def decide_counts(
         return _by_names([str(item) for item in wanted], names, stages), "the given names of modules"
     if costs is None:
         sizes = [float(size) for size in _parameter_bytes(layers)]
-        return balance([size + 1e-3 * (max(sizes) or 1.0) for size in sizes], stages), "the size of parameters"
+        return balance([[size + 1e-3 * (max(sizes) or 1.0) for size in sizes]] * stages), "the size of parameters"
     if wanted == "memory":
         in_flight = [schedule.in_flight(stage) for stage in range(stages)]
         table = [[float(2 * c.parameter_bytes + n * c.saved_bytes) for c in costs] for n in in_flight]
-        return balance(table, stages), "measured memory"
-    return balance([c.seconds + recompute * c.forward_s for c in costs], stages), "measured time"
+        return balance(table), "measured memory"
+    return balance([[c.seconds + recompute * c.forward_s for c in costs]] * stages), "measured time"
+
+
+def balance(costs: Sequence[Sequence[float]]) -> list[int]:
+    """Return how many layers each stage gets: at least one, in order, with the lowest maximal cost.
+
+    A pipeline of p stages needs sum + (m - 1) max for m micro-batches, and the sum is fixed, so the maximum decides.
+    Among divisions with the same maximum, the one with the most equal stages (least sum of squares) is chosen.
+
+    Arguments:
+        costs: for each stage the costs of all layers, at least as many as there are stages.
+
+    Cost: stages * layers² additions. The result is optimal, not a heuristic.
+    """
+    stages, count = len(costs), len(costs[0])
+    # best[k]: of the first k layers in so many stages, (maximal cost, sum of squares, begin of the last stage)
+    none = (float("inf"), float("inf"), 0)
+    best: list[tuple[float, float, int]] = [(0.0, 0.0, 0)] + [none] * count
+    tables = []
+    for stage, own in enumerate(costs):
+        total = [0.0, *accumulate(own)]
+        table = [none] * (count + 1)
+        for end in range(stage + 1, count - (stages - stage - 1) + 1):
+            for begin in range(stage, end):
+                cost = total[end] - total[begin]
+                dearest, squares, _ = best[begin]
+                table[end] = min(table[end], (max(dearest, cost), squares + cost * cost, begin))
+        tables.append(table)
+        best = table
+    counts, end = [], count
+    for table in reversed(tables):
+        begin = table[end][2]
+        counts.append(end - begin)
+        end = begin
+    return counts[::-1]
 
 
 def _by_numbers(counts: list[int], names: Sequence[str], stages: int) -> list[int]:

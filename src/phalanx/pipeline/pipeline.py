@@ -16,7 +16,7 @@ from phalanx._base.malloc import keep_freed_memory
 from phalanx._base.partition.layers import given_arguments, list_layers
 from phalanx._base.partition.measure import bind
 from phalanx._base.partition.parts import LayerRange, split
-from phalanx._comm.backend.shared import rehearses
+from phalanx._comm.backend.shared import rehearses, require_group
 from phalanx._comm.diagnostics.step_notes import note_loss
 from phalanx.errors import ClosedError
 from phalanx.pipeline import micro_batches as batches
@@ -123,14 +123,7 @@ def find_groups(
                 f"phalanx.mesh(pipeline=2, data=2); got {', '.join(map(repr, names)) or 'none with names'}"
             )
         return mesh.get_group("pipeline"), mesh.get_group("data") if "data" in names else None
-    if not dist.is_initialized():
-        raise RuntimeError(
-            "Pipeline needs a process group: call phalanx.init() or torch.distributed.init_process_group()"
-        )
-    group = process_group if process_group is not None else dist.group.WORLD
-    if not isinstance(group, dist.ProcessGroup):
-        raise ValueError("Pipeline: this rank is not in process_group; let only its ranks make the Pipeline")
-    return group, None
+    return require_group(process_group, "Pipeline"), None
 
 
 class Pipeline(StageModule):

@@ -26,8 +26,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx._base.deadline import Deadline
-from phalanx._comm.backend.pickles import pickle_authenticator
 from phalanx._comm.backend.shared import shares_memory, sharing_group
+from phalanx._comm.backend.torch_integration.groups import pickle_authenticator
 from phalanx._comm.transport.authentication import PickleStream
 from phalanx._comm.transport.memory_order import Strides, find_strides, flatten, restore
 from phalanx.errors import MismatchError, PhalanxError

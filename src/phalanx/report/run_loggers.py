@@ -7,11 +7,11 @@ import os
 import sys
 import tempfile
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Any
 
+from phalanx._base.processes import observe_uncaught
 from phalanx._job.report import recording
-from phalanx._job.report.page_so_far import write_page_so_far
+from phalanx._job.report.write import write_page_so_far
 from phalanx.loggers.guarded import GuardedLoggers
 from phalanx.loggers.resolve import resolve
 
@@ -28,7 +28,7 @@ class RunLoggers:
         self._status = "success"
         self._step = 0
         self._loggers.begin(None, hyperparameters)
-        self._note_failure()
+        observe_uncaught(self._note_failure)
         # Registered after the loggers' own exit functions, so that this runs first.
         self._pid = os.getpid()
         atexit.register(self._finish)
@@ -44,14 +44,8 @@ class RunLoggers:
         self._step = step if step is not None else 0 if recorder is None else int(recorder.num_steps)
         self._loggers.log_metrics({name: float(value) for name, value in metrics.items()}, self._step)
 
-    def _note_failure(self) -> None:
-        hook = sys.excepthook
-
-        def note(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-            self._status = "interrupted" if issubclass(kind, KeyboardInterrupt) else "failed"
-            hook(kind, error, trace)
-
-        sys.excepthook = note
+    def _note_failure(self, error: BaseException) -> None:
+        self._status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
 
     def _finish(self) -> None:
         """Log the final values at the end of the process; forked children do nothing."""

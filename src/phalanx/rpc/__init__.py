@@ -12,7 +12,6 @@ the agent: threads, calls, connections         agent/
 
 from phalanx.rpc import autograd as autograd
 from phalanx.rpc import functions as functions
-from phalanx.rpc import rref_proxy as rref_proxy
 from phalanx.rpc.invoke import remote as remote
 from phalanx.rpc.invoke import rpc_async as rpc_async
 from phalanx.rpc.invoke import rpc_sync as rpc_sync

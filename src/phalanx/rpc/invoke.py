@@ -209,3 +209,33 @@ def wait_all() -> Iterator[None]:
             torch.futures.wait_all(_thread.futures)
         finally:
             del _thread.futures
+
+
+def call_method(rref: RRef[Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a method of the object, on its owner."""
+    return getattr(rref.local_value(), name)(*args, **kwargs)
+
+
+call_method._calls_method = True  # type: ignore[attr-defined]
+_HOW: dict[str, Callable[..., Any]] = {"sync": rpc_sync, "async": rpc_async, "remote": remote}
+
+
+class RRefProxy:
+    """An `RRefProxy` is the result of `RRef.rpc_sync()`, `rpc_async()` and `remote()`: methods run on the owner."""
+
+    def __init__(self, rref: RRef[Any], how: str, timeout: float = UNSET_RPC_TIMEOUT) -> None:
+        self.rref = rref
+        self._how: Callable[..., Any] = _HOW[how]
+        self.rpc_timeout = timeout
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return partial(self._call, name)
+
+    def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        self.rref._raise_if_failed()
+        return self._how(self.rref.owner(), call_method, (self.rref, name, args, kwargs), timeout=self.rpc_timeout)
+
+
+RRef._make_proxy = RRefProxy

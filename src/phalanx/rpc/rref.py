@@ -39,7 +39,7 @@ class RRef(Generic[T]):
     _fork: RRefId | None
     _owned: OwnedObject | None
     _confirmed: Future[Any] | None
-    _make_proxy: ClassVar[Callable[[RRef[Any], str, float], Any]]  # `rref_proxy` sets it
+    _make_proxy: ClassVar[Callable[[RRef[Any], str, float], Any]]  # `invoke` sets it
 
     def __init__(self, value: T, type_hint: Any = None) -> None:
         if type_hint is not None and not isinstance(value, torch.nn.Module):

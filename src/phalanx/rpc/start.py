@@ -16,6 +16,7 @@ from torch.distributed.rendezvous import rendezvous
 from torch.futures import Future
 
 from phalanx._base.deadline import Deadline
+from phalanx._base.host_addresses import is_public
 from phalanx._base.log import get_logger
 from phalanx._base.torch_names import find
 from phalanx._comm.backend.init_file import check_init_file
@@ -24,7 +25,6 @@ from phalanx._comm.backend.torch_integration.futures import collect_calls
 from phalanx._comm.control.key import Key
 from phalanx._comm.control.key_file import find_key
 from phalanx._comm.engines.gloo import local_address
-from phalanx._comm.engines.interfaces import is_public
 from phalanx._comm.rendezvous.launchers import find_agents_store, find_launch
 from phalanx._comm.rendezvous.rank_info import host_identity
 from phalanx._comm.rendezvous.torch_store import base_of

@@ -9,8 +9,6 @@ recipe.py          an optimizer's recipe, to recreate it over a rank's parameter
 from phalanx.strategies.choose import STRATEGIES as STRATEGIES
 from phalanx.strategies.choose import get as get
 from phalanx.strategies.current import has_strategy as has_strategy
-from phalanx.strategies.default import get_replica_context as get_replica_context
-from phalanx.strategies.default import get_strategy as get_strategy
 from phalanx.strategies.mirrored import MirroredStrategy as MirroredStrategy
 from phalanx.strategies.mirrored import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy
 from phalanx.strategies.periodic import DiLoCoStrategy as DiLoCoStrategy
@@ -20,6 +18,8 @@ from phalanx.strategies.servers import ParameterServerStrategy as ParameterServe
 from phalanx.strategies.sharded import ShardedStrategy as ShardedStrategy
 from phalanx.strategies.single_device import OneDeviceStrategy as OneDeviceStrategy
 from phalanx.strategies.single_device import SingleDeviceStrategy as SingleDeviceStrategy
+from phalanx.strategies.single_device import get_replica_context as get_replica_context
+from phalanx.strategies.single_device import get_strategy as get_strategy
 from phalanx.strategies.strategy import Strategy as Strategy
 
 __all__ = [

@@ -28,7 +28,7 @@ from phalanx._base.param_groups import MakeOptimizer
 from phalanx._comm.backend import Job, rendezvous
 from phalanx._comm.backend.shared import rehearses
 from phalanx.ddp.replicate import broadcast_tensors
-from phalanx.nn.uncounted import uncounted_batch
+from phalanx.nn.sync_batchnorm import uncounted_batch
 from phalanx.strategies.current import ReplicaContext, entered
 from phalanx.strategies.iterable_loader import IterableLoader
 from phalanx.strategies.loader import (

@@ -10,8 +10,6 @@ yields the same samples only if the loader draws the same numbers.
 
 from __future__ import annotations
 
-import random
-import sys
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -22,14 +20,6 @@ from phalanx import elastic
 from phalanx.checkpoint.peers import Peers
 from phalanx.data.random_stream import epoch_seed
 from phalanx.strategies import Strategy
-
-
-def seed_all(seed: int) -> None:
-    """Seed Python's, torch's and NumPy's global generators."""
-    random.seed(seed)
-    torch.manual_seed(seed)
-    if numpy := sys.modules.get("numpy"):
-        numpy.random.seed(seed % 2**32)
 
 
 def agree_on_seeds(state: elastic.State, strategy: Strategy) -> None:

@@ -21,8 +21,9 @@ from phalanx._comm.backend.shared import rehearses
 from phalanx._job.report import recording
 from phalanx.checkpoint import CheckpointManager, RandomState
 from phalanx.checkpoint.best import KeepBest
-from phalanx.checkpoint.folders import make_folders
 from phalanx.checkpoint.peers import Peers
+from phalanx.checkpoint.random_state import seed_all
+from phalanx.checkpoint.write_problems import make_folders
 from phalanx.errors import CheckpointError
 from phalanx.loggers.guarded import GuardedLoggers
 from phalanx.loggers.resolve import resolve
@@ -32,13 +33,11 @@ from phalanx.strategies import Strategy, get
 from phalanx.strategies.each_rank import EachRank
 from phalanx.strategies.loss import loss_of_own_step
 from phalanx.strategies.strategy import Precision
-from phalanx.trainer.arguments import find_problems
+from phalanx.trainer.arguments import Resume, SaveEvery, Saves, find_problems, is_count
 from phalanx.trainer.callbacks import Callback, CallbackCalls, CallbackRecovery, CallbackStates, EarlyStopping
-from phalanx.trainer.data_seeds import agree_on_seeds, seed_all
+from phalanx.trainer.data_seeds import agree_on_seeds
 from phalanx.trainer.fit_display import FitDisplay
 from phalanx.trainer.loaders import FitLoader, Loaders, divide
-from phalanx.trainer.saves import Resume, SaveEvery, Saves, is_count
-from phalanx.trainer.scalars import Scalars
 from phalanx.trainer.stop_vote import StopVote
 from phalanx.trainer.validation import Metric, Validation, on_device
 
@@ -541,6 +540,43 @@ def collect_hyperparameters(
     return {**{name: value for name, value in found.items() if value is not None}, **own}
 
 
+class Scalars:
+    """`Scalars` sends each point of a run's curves to its loggers once, even if steps are lost and repeated.
+
+    It is a checkpoint part: a run that resumes from a checkpoint removes the points logged after it.
+    """
+
+    def __init__(self, loggers: GuardedLoggers) -> None:
+        self.loggers = loggers
+        self._step = 0
+        self._latest: dict[str, float] = {}  # the values of that step
+
+    def add(self, values: Mapping[str, float], step: int) -> None:
+        here = self._latest if step == self._step else {}
+        new = {name: value for name, value in values.items() if name not in here}  # a step may be repeated
+        self._latest, self._step = {**here, **new}, step
+        if new:
+            self.loggers.log_metrics(new, step)
+
+    def begin(self, again_from: int | None, params: Mapping[str, Any]) -> None:
+        """Begin or resume the curves; `params` are the settings, `again_from` the checkpoint's step, 0 without one.
+
+        A logger that can remove points also removes the points of the checkpoint's own step, because a validation may
+        have followed the save; the checkpoint's values of that step are logged again.
+        """
+        self.loggers.begin(again_from, params)
+        if self._latest and again_from == self._step:
+            self.loggers.log_metrics(self._latest, self._step)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self._step, "latest": dict(self._latest), "loggers": self.loggers.state_dict()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load the position of the curves, before the loggers begin."""
+        self._step, self._latest = state_dict["step"], dict(state_dict["latest"])
+        self.loggers.load_state_dict(state_dict["loggers"])
+
+
 class TrainingPosition:
     """`TrainingPosition` is the position of the training, as a checkpoint part."""
 
@@ -606,7 +642,7 @@ def end_loggers(loggers: GuardedLoggers, error: BaseException | None, *, writes:
         return
     folder = recording.current_folder()
     if folder:
-        from phalanx._job.report.page_so_far import write_page_so_far
+        from phalanx._job.report.write import write_page_so_far
 
         with tempfile.TemporaryDirectory() as scratch:
             path = os.path.join(scratch, "report.html")

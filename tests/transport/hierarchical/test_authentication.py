@@ -12,7 +12,7 @@ from tests.threads import map_in_threads
 from tests.transport.hierarchical.code import Code
 from torch.distributed import recv_object_list, send_object_list  # before ours is asked for
 
-from phalanx._comm.backend.pickles import pickle_authenticator
+from phalanx._comm.backend.torch_integration.groups import pickle_authenticator
 from phalanx._comm.transport.authentication import PickleAuthenticator, PickleStream
 from phalanx.elastic.state_transfer import transfer_state
 from phalanx.errors import PhalanxError

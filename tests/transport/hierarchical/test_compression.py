@@ -1,9 +1,11 @@
 """Rounding on the wire: what is sent is what the sender keeps, and what is lost can be kept for the next time."""
 
 import logging
+import math
 
 import torch
 
+from phalanx._base.core_numbers import AVG, MAX, SUM
 from phalanx._comm.transport.hierarchical.compression import Compression
 
 
@@ -14,10 +16,11 @@ def test_what_is_sent_is_also_what_the_sender_keeps():
     assert torch.equal(view, short.float())
 
 
-def test_only_float32_is_shortened_and_only_when_asked():
-    assert Compression(torch.bfloat16).rounds(torch.float32)
-    assert not Compression(torch.bfloat16).rounds(torch.float64)
-    assert not Compression(None).rounds(torch.float32)
+def test_only_sums_of_float32_are_rounded_and_only_when_asked():
+    assert Compression(torch.bfloat16).rounds(torch.float32, AVG)
+    assert not Compression(torch.bfloat16).rounds(torch.float32, MAX)  # it was: a maximum that no rank had
+    assert not Compression(torch.bfloat16).rounds(torch.float64, SUM)
+    assert not Compression(None).rounds(torch.float32, SUM)
 
 
 def test_what_rounding_lost_is_added_the_next_time():
@@ -30,6 +33,15 @@ def test_what_rounding_lost_is_added_the_next_time():
         assert lost is not None
         total += compression.shorten(buffer, lost).float()
     assert abs(total[0].item() - 8 * value) <= 2.0**-8
+
+
+def test_an_overflow_leaves_nothing_for_the_next_time():
+    """inf - inf stayed: a GradScaler's first overflow made the tensor NaN for the rest of the run."""
+    compression = Compression(torch.float16, error_feedback=True)
+    for value in (math.inf, -math.inf, math.nan, 1e6, 1.0):
+        buffer = torch.full((3,), value)
+        short = compression.shorten(buffer, compression.begin(buffer, key=1))
+    assert torch.equal(short, torch.ones(3, dtype=torch.float16))
 
 
 def test_tensors_do_not_get_each_others_losses():

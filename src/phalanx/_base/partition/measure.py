@@ -18,6 +18,7 @@ from phalanx._base.torch_names import find
 
 tree_flatten: Any = find("torch.utils._pytree.tree_flatten", loses="layers are not measured")
 tree_map: Any = find("torch.utils._pytree.tree_map", loses="layers are not measured")
+_ROUNDS = 3
 
 
 @dataclass(frozen=True)
@@ -36,15 +37,13 @@ class LayerCost:
         return self.forward_s + self.backward_s
 
 
-def measure_layers(
-    layers: LayerList, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, *, rounds: int = 3
-) -> list[LayerCost]:
-    """Run every layer on the results of the previous layers, and return the shortest times of `rounds`.
+def measure_layers(layers: LayerList, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> list[LayerCost]:
+    """Run every layer on the results of the previous layers, and return the shortest times of three rounds.
 
     Layers on the meta device get memory for the measurement. Parameters, gradients, buffers and random states do not
     change.
 
-    Cost: `rounds` + 1 times forward and backward of the model, in this thread; memory for the values between layers.
+    Cost: four times forward and backward of the model, in this thread; memory for the values between layers.
 
     Raises:
         ValueError: the arguments do not match forward's.
@@ -54,7 +53,7 @@ def measure_layers(
     gpus = sorted({one.device.index for one in layers.root.parameters() if one.is_cuda})
     with torch.random.fork_rng(devices=gpus, device_type="cuda"):
         for layer in layers.layers:
-            cost, results = _measure(layers.root, layer, values, rounds)
+            cost, results = _measure(layers.root, layer, values)
             costs.append(cost)
             values.update(results)
     return costs
@@ -103,9 +102,7 @@ def _is_default(value: Any, default: Any) -> bool:
     return value is default or (type(value) is type(default) and not isinstance(value, Tensor) and value == default)
 
 
-def _measure(
-    root: nn.Module, layer: Layer, values: Mapping[fx.Node, Any], rounds: int
-) -> tuple[LayerCost, dict[fx.Node, Any]]:
+def _measure(root: nn.Module, layer: Layer, values: Mapping[fx.Node, Any]) -> tuple[LayerCost, dict[fx.Node, Any]]:
     module = _Own(root, layer)
     wanted = [node for node in layer.nodes if any(user not in layer.nodes for user in node.users)] or layer.nodes[-1:]
     program = LayerProgram(module, [layer], wanted)
@@ -114,7 +111,7 @@ def _measure(
     tensors = [*parameters, *tree_flatten([values[node] for node in reads])[0]]
     used = {t.device for t in tensors if isinstance(t, Tensor)}
     forward, backward, saved, results = [], [], 0, {}
-    for turn in range(rounds + 1):
+    for turn in range(_ROUNDS + 1):
         given = {node: tree_map(_leaf, values[node]) for node in reads}
         inputs = {
             node: tree_map(_copy, value) for node, value in given.items()

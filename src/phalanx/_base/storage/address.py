@@ -29,7 +29,7 @@ def place_of(name: str | os.PathLike[str]) -> Path | str:
     return Path(path if mark and scheme in ("file", "local") else text)
 
 
-def split_address(address: str, options: dict[str, Any] | None = None) -> tuple[Any, str]:
+def split_address(address: str) -> tuple[Any, str]:
     """Return fsspec's file system of an address, and the path in it.
 
     Raises:
@@ -39,7 +39,7 @@ def split_address(address: str, options: dict[str, Any] | None = None) -> tuple[
     import fsspec
 
     _require_package(address)
-    files, path = fsspec.core.url_to_fs(address, **(options or {}))
+    files, path = fsspec.core.url_to_fs(address)
     return files, str(path)
 
 
@@ -49,13 +49,10 @@ def _require_package(address: str) -> None:
         require(_PACKAGES[extra], extra=extra, what=f"the address {address}")
 
 
-def open_for_reading(
-    name: str | os.PathLike[str], options: dict[str, Any] | None = None, *, compression: str | None = None
-) -> BinaryIO:
+def open_for_reading(name: str | os.PathLike[str], *, compression: str | None = None) -> BinaryIO:
     """Open a local file, or an address, for reading bytes.
 
     Arguments:
-        options: for fsspec's file system.
         compression: the format to unpack; "infer" decides by the name's ending.
 
     Raises:
@@ -68,4 +65,4 @@ def open_for_reading(
     import fsspec
 
     _require_package(path)
-    return cast(BinaryIO, fsspec.open(path, "rb", compression=compression, **(options or {})).open())
+    return cast(BinaryIO, fsspec.open(path, "rb", compression=compression).open())

@@ -29,15 +29,15 @@ class RemoteObject:
 
 
 class RemoteFolder:
-    """A `RemoteFolder` has the objects below `address`; `options` are for fsspec's file system.
+    """A `RemoteFolder` has the objects below `address`.
 
     Each operation with a network error is retried for `retry_s` seconds, with a warning.
     """
 
-    def __init__(self, address: str, retry_s: float, options: dict[str, Any] | None = None) -> None:
+    def __init__(self, address: str, retry_s: float) -> None:
         self.address = address.rstrip("/")
         self._retry_s = retry_s
-        self._files, self._root = split_address(self.address, options)
+        self._files, self._root = split_address(self.address)
         self._root = self._root.rstrip("/")
 
     def shown(self, name: str) -> str:

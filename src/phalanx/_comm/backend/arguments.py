@@ -129,12 +129,12 @@ def check_alike(tensors: Sequence[Any], operation: str, *, written: bool = False
     return checked
 
 
-def check_one_type(tensors: Sequence[Any], operation: str, *, written: bool = False) -> list[Tensor]:
-    """Check tensors of one dtype and any shapes, which torch's backends reduce as one."""
+def check_one_type(tensors: Sequence[Any], operation: str) -> list[Tensor]:
+    """Check tensors that get results, of one dtype and any shapes, which torch's backends reduce as one."""
     for at, tensor in enumerate(tensors):
         if isinstance(tensor, Tensor) and tensor.layout != tensors[0].layout:
             raise _layouts_differ(operation, at, tensors)
-    checked = [check_tensor(t, operation, written=written) for t in tensors]
+    checked = [check_tensor(t, operation, written=True) for t in tensors]
     for at, tensor in enumerate(checked):
         if tensor.dtype != checked[0].dtype:
             raise ArgumentError(

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import queue
-import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +13,7 @@ from torch.distributed import PrefixStore
 from phalanx._base.deadline import Deadline
 from phalanx._base.descriptors import find_shortage
 from phalanx._base.loss_detection import CHECK_S
+from phalanx._base.threads import call_in_thread
 from phalanx._comm.backend.rendezvous import launcher
 from phalanx._comm.diagnostics.failure_report import FailedOperation, FailureReport
 from phalanx._comm.diagnostics.failure_store import FailureStore
@@ -134,32 +133,19 @@ def _interruptible(connect: Callable[[], GlooEngine], check_others: Callable[[],
     `check_others` is called meanwhile. When it raises, or a signal handler does, the thread is abandoned: it ends with
     Gloo's timeout, or with the process.
     """
-    outcomes: queue.SimpleQueue[GlooEngine | Exception] = queue.SimpleQueue()
-    is_abandoned = threading.Event()
 
-    def run() -> None:
-        try:
-            engine = connect()
-        except Exception as error:  # raised in the calling thread
-            outcomes.put(error)
-            return
-        outcomes.put(engine)
-        if is_abandoned.is_set():
-            engine.close()
+    def close_late(late: Future[GlooEngine]) -> None:
+        if late.exception() is None:
+            late.result().close()
 
-    threading.Thread(target=run, name=f"phalanx-{name}-connect", daemon=True).start()
+    engine = call_in_thread(connect, f"phalanx-{name}-connect")
     try:
-        while True:
-            with contextlib.suppress(queue.Empty):
-                outcome = outcomes.get(timeout=CHECK_S)
-                break
+        while not wait([engine], CHECK_S).done:
             check_others()
     except BaseException:
-        is_abandoned.set()
+        engine.add_done_callback(close_late)
         raise
-    if isinstance(outcome, Exception):
-        raise outcome
-    return outcome
+    return engine.result()
 
 
 def _unreachable(error: RuntimeError, group: RendezvousGroup) -> PhalanxError:

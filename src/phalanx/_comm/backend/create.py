@@ -9,18 +9,19 @@ import hashlib
 import os
 import socket
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from types import TracebackType
 from typing import Any
 from weakref import WeakValueDictionary
 
 from torch.distributed import PrefixStore
 
 from phalanx._base.deadline import Deadline
+from phalanx._base.host_addresses import interface_addresses, is_public
 from phalanx._base.ipc.local_listener import new_token
 from phalanx._base.log import get_logger, warn_once
+from phalanx._base.processes import observe_uncaught
 from phalanx._base.torch_versions import describe_untested
 from phalanx._comm.backend import device_backends
 from phalanx._comm.backend.connect import RendezvousGroup, build_engine, open_gloo
@@ -36,7 +37,6 @@ from phalanx._comm.diagnostics.failure_signals import FailureSignals
 from phalanx._comm.diagnostics.failure_store import FailureStore
 from phalanx._comm.diagnostics.rank_list import name_ranks
 from phalanx._comm.engines.gloo import local_address
-from phalanx._comm.engines.interfaces import interface_addresses, is_public
 from phalanx._comm.rendezvous.bootstrap import Bootstrap, exchange
 from phalanx._comm.rendezvous.rank_info import RankInfo, host_identity
 from phalanx._comm.rendezvous.torch_store import base_of
@@ -46,6 +46,7 @@ from phalanx._comm.symmetric_memory.liveness_pipe import why_unwatched
 from phalanx._comm.symmetric_memory.watch import ProcessId
 from phalanx._comm.transport.authentication import PickleAuthenticator
 from phalanx._comm.transport.base import CallContext, Transport
+from phalanx._comm.transport.gloo.session import GlooSession
 from phalanx._comm.transport.gloo.transport import GlooTransport
 from phalanx._comm.transport.hierarchical.layout import Layout
 from phalanx._comm.transport.options import Options
@@ -314,14 +315,16 @@ def _explained_shortage(here: str) -> Iterator[None]:
 def _connect(server: FdServer, bootstrap: Bootstrap, options: Any, settings: Options, deadline: Deadline) -> Transport:
     """Share memory on each host, and build the engine between all ranks."""
     # imported here, since it needs the C core
+    from phalanx._comm.transport.hierarchical.session import HierarchicalSession
     from phalanx._comm.transport.hierarchical.transport import HierarchicalTransport
 
     rank, name, infos = options.group_rank, options.group_id, bootstrap.infos
     layout = Layout.of([info.host for info in infos], rank)
     token = infos[0].token
     processes = [f"pid {s.process.pid} on {s.hostname} {s.address}" for s in infos]
-    transport = HierarchicalTransport(name, layout, settings, processes, options.global_ranks_in_group)
-    symm_mem = open_symmetric_memory(server, infos, layout.local_ranks, options, deadline, transport.idle)
+    session = HierarchicalSession(name, layout, settings, processes, options.global_ranks_in_group)
+    transport = HierarchicalTransport(session)
+    symm_mem = open_symmetric_memory(server, infos, layout.local_ranks, options, deadline, session.idle)
     failure_store = _open_failure_store(options, token, infos, processes)
     try:
         group = RendezvousGroup(name, token, options.store, infos, layout)
@@ -398,7 +401,8 @@ def _over_gloo(bootstrap: Bootstrap, options: Any, settings: Options, deadline: 
     group = RendezvousGroup(name, key, options.store, infos, layout)
     # it runs one collective at a time
     engine = open_gloo(group, settings, deadline, failure_store, num_threads=1)
-    transport = GlooTransport(name, engine, failure_store, processes, lambda r: infos[r].has_ended(infos[rank]))
+    session = GlooSession(name, engine, failure_store, processes, lambda r: infos[r].has_ended(infos[rank]))
+    transport = GlooTransport(session)
     transport.pickles = PickleAuthenticator(infos[0].secret, name)
     return _complete(transport, bootstrap, options, deadline)
 
@@ -418,15 +422,12 @@ def _leave_at_exit() -> None:
     if _exit_watched:
         return
     _exit_watched = True
-    previous = sys.excepthook
+    observe_uncaught(_remember)
 
-    def remember(kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> None:
-        global _exit_reason
-        _exit_reason = f"it ended with {kind.__name__}: {error}"
-        previous(kind, error, tb)
 
-    hook: Callable[[type[BaseException], BaseException, TracebackType | None], Any] = remember
-    sys.excepthook = hook
+def _remember(error: BaseException) -> None:
+    global _exit_reason
+    _exit_reason = f"it ended with {type(error).__name__}: {error}"
 
 
 def _leave() -> None:

@@ -60,7 +60,7 @@ class Lending:
     @contextlib.contextmanager
     def making(self) -> Iterator[None]:
         """In the block, create this thread's tensors of these sizes in memory that other ranks can read."""
-        was_inside = self._pool._enter()
+        was_inside = self._pool.enter()
         try:
             yield
         finally:

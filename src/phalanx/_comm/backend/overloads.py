@@ -24,16 +24,7 @@ c10d: Any = dist.distributed_c10d  # its stubs lack what is used here
 
 # The overloads in torch's order and with its names. T is a tensor, T* a list of tensors, T** a list of such lists; an
 # argument with ? is optional. Methods of `Backend` (from `group._get_backend(device)`) have some other names.
-_ALL_GATHER_SINGLE = ("output:T input:T opts?",)
-_ALL_GATHER_COALESCED = ("outputs:T* inputs:T* opts?", "output_lists:T* input_list:T* opts?")
-_REDUCE_SCATTER_SINGLE = ("outputTensor:T inputTensor:T opts?",)
-_REDUCE_SCATTER_COALESCED = ("outputs:T* inputs:T* opts?", "outputTensors:T* inputTensors:T* opts?")
-_ALL_TO_ALL_SINGLE = (
-    "output:T input:T output_split_sizes input_split_sizes opts?",
-    "output:T input:T output_split_sizes input_split_sizes timeout?",
-    "output_tensor:T input_tensor:T output_split_sizes input_split_sizes opts?",
-)
-_OVERLOADS: Mapping[str, tuple[str, ...]] = {
+_OVERLOADS: dict[str, tuple[str, ...]] = {
     "allreduce": ("tensors:T* opts?", "tensors:T* op? timeout?", "tensor:T op? timeout?"),
     "allreduce_coalesced": ("tensors:T* opts?",),
     "broadcast": ("tensors:T* opts?", "tensor:T root timeout?"),
@@ -43,10 +34,8 @@ _OVERLOADS: Mapping[str, tuple[str, ...]] = {
         "output_tensors:T* input_tensor:T timeout?",
     ),
     "allgather_coalesced": ("output_lists:T** input_list:T* opts?",),
-    "all_gather_single": _ALL_GATHER_SINGLE,
-    "_allgather_base": _ALL_GATHER_SINGLE,
-    "all_gather_single_coalesced": _ALL_GATHER_COALESCED,
-    "allgather_into_tensor_coalesced": _ALL_GATHER_COALESCED,
+    "all_gather_single": ("output:T input:T opts?",),
+    "all_gather_single_coalesced": ("outputs:T* inputs:T* opts?", "output_lists:T* input_list:T* opts?"),
     "gather": (
         "output_tensors:T** input_tensors:T* opts?",
         "output_tensors:T* input_tensor:T root timeout?",
@@ -60,22 +49,34 @@ _OVERLOADS: Mapping[str, tuple[str, ...]] = {
         "output:T input:T* op? timeout?",
         "output_tensors:T input_tensor:T* op? timeout?",
     ),
-    "reduce_scatter_single": _REDUCE_SCATTER_SINGLE,
-    "_reduce_scatter_base": _REDUCE_SCATTER_SINGLE,
-    "reduce_scatter_single_coalesced": _REDUCE_SCATTER_COALESCED,
-    "reduce_scatter_tensor_coalesced": _REDUCE_SCATTER_COALESCED,
+    "reduce_scatter_single": ("outputTensor:T inputTensor:T opts?",),
+    "reduce_scatter_single_coalesced": ("outputs:T* inputs:T* opts?", "outputTensors:T* inputTensors:T* opts?"),
     "alltoall": (
         "output_tensors:T* input_tensors:T* opts?",
         "output_tensor:T* input_tensor:T* opts?",
         "output:T* input:T* timeout?",
     ),
-    "all_to_all_single": _ALL_TO_ALL_SINGLE,
-    "alltoall_base": _ALL_TO_ALL_SINGLE,
+    "all_to_all_single": (
+        "output:T input:T output_split_sizes input_split_sizes opts?",
+        "output:T input:T output_split_sizes input_split_sizes timeout?",
+        "output_tensor:T input_tensor:T output_split_sizes input_split_sizes opts?",
+    ),
     "barrier": ("opts?", "timeout?"),
     "send": ("tensors:T* dstRank tag",),
     "recv": ("tensors:T* srcRank tag",),
     "recv_anysource": ("tensors:T* tag", "arg0:T* arg1"),
 }
+METHODS = tuple(_OVERLOADS)
+"""The collectives and messages of a group, under the names by which torch's C++ looks for an override."""
+OLDER_NAMES = {
+    "all_gather_single": "_allgather_base",
+    "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
+    "reduce_scatter_single": "_reduce_scatter_base",
+    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
+    "all_to_all_single": "alltoall_base",
+}
+"""torch's names up to 2.12, which still work, by the present names."""
+_OVERLOADS |= {older: _OVERLOADS[name] for name, older in OLDER_NAMES.items()}
 
 _ALL_TO_ALL = c10d.AllToAllOptions
 _ALL_GATHERS = ("allgather", "all_gather", "_allgather")

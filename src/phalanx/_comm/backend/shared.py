@@ -31,6 +31,28 @@ def require_member(group: Any, caller: str, argument: str = "process_group") -> 
         )
 
 
+def default_group() -> dist.ProcessGroup | None:
+    """Return the default group; None if there is none."""
+    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+
+
+def require_group(group: dist.ProcessGroup | None, caller: str) -> dist.ProcessGroup:
+    """Return `group`, by default the default group.
+
+    Raises:
+        ValueError: this rank is not in `group`.
+        RuntimeError: there is no default group.
+    """
+    if group is not None:
+        require_member(group, caller)
+        return group
+    if (default := default_group()) is None:
+        raise RuntimeError(
+            f"{caller} needs a process group: call phalanx.init() or torch.distributed.init_process_group() first"
+        )
+    return default
+
+
 def shares_memory(group: dist.ProcessGroup) -> bool:
     """Return whether all ranks of `group` share memory; the backend's name does not show it."""
     return sharing_group(group) is not None

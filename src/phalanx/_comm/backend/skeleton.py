@@ -47,5 +47,14 @@ def join(structure: Any, tensors: Sequence[Tensor]) -> Any:
     return structure
 
 
+def leaves_of(structure: Any) -> list[Leaf]:
+    """Return the leaves of the structure that `split` returned, in the order of its tensors."""
+    if isinstance(structure, Leaf):
+        return [structure]
+    if isinstance(structure, dict):
+        return [leaf for one in structure.values() for leaf in leaves_of(one)]
+    return [leaf for one in structure for leaf in leaves_of(one)] if type(structure) in (list, tuple) else []
+
+
 def _plain(value: dict[Any, Any]) -> bool:
     return type(value) is dict or type(value).__name__ == "OrderedDict"

@@ -8,9 +8,9 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import wait
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -19,6 +19,7 @@ from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, TCP
 
 from phalanx._base.deadline import Deadline
 from phalanx._base.log import get_logger
+from phalanx._base.threads import call_in_thread
 from phalanx._comm.rendezvous.bootstrap import NOTICE_S, contest
 
 _logger = get_logger(__name__)
@@ -85,23 +86,20 @@ def _wait_for_listener(place: StoreAddress, deadline: Deadline) -> str:
 
 def _connect(place: StoreAddress, libuv: bool, timeout_s: float) -> tuple[Any, str]:
     """Return a connection to the store, or torch's error. torch connects in a thread, because it may never return."""
-    answers: list[Any] = []
-    errors: list[str] = []
 
-    def connect() -> None:
-        try:
-            limit = timedelta(seconds=timeout_s)
-            store = TCPStore(
-                place.host, place.port, None, False, limit, wait_for_workers=False, multi_tenant=True, use_libuv=libuv
-            )
-            answers.append(store)
-        except RuntimeError as error:
-            errors.append(str(error))
+    def connect() -> TCPStore:
+        limit = timedelta(seconds=timeout_s)
+        return TCPStore(
+            place.host, place.port, None, False, limit, wait_for_workers=False, multi_tenant=True, use_libuv=libuv
+        )
 
-    thread = threading.Thread(target=connect, name="phalanx-connect", daemon=True)
-    thread.start()
-    thread.join(timeout_s + _GRACE_S)
-    return (answers[0], "") if answers else (None, errors[0] if errors else "")
+    connected = call_in_thread(connect, "phalanx-connect")
+    if not wait([connected], timeout_s + _GRACE_S).done:
+        return None, ""
+    try:
+        return connected.result(), ""
+    except RuntimeError as error:
+        return None, str(error)
 
 
 def _serve(place: StoreAddress, libuv: bool) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import resource
 import sys
 import threading
 import weakref
@@ -19,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx._base.deadline import Deadline
+from phalanx._base.threads import start_thread
 from phalanx._comm.backend.dynamo import untraced
 from phalanx._comm.diagnostics.failure_report import nested
 from phalanx.errors import ClosedError, DeadlineError, PhalanxError
@@ -27,26 +27,6 @@ Result = TypeVar("Result")
 _SMALL_BYTES = 64
 _OVER = threading.Event()  # shared, because an event takes a kilobyte
 _OVER.set()
-
-
-def start_thread(target: Callable[[], None], name: str) -> threading.Thread:
-    """Start a daemon thread, and return it.
-
-    Raises:
-        PhalanxError: the system refuses another thread.
-    """
-    thread = threading.Thread(target=target, name=name, daemon=True)
-    try:
-        thread.start()
-    except RuntimeError as error:
-        soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
-        most = "no limit on" if soft == resource.RLIM_INFINITY else f"at most {soft}"
-        raise PhalanxError(
-            f"{name}: {error}: the system refuses. This user may have {most} processes and threads (ulimit -u); a "
-            "container may have a limit of its own (pids.max), and memory for a thread's stack is needed too.\n"
-            "Raise the limit, or start fewer ranks or threads (OMP_NUM_THREADS, DataLoader workers)."
-        ) from None
-    return thread
 
 
 class _Process:

@@ -16,7 +16,7 @@ class Address:
     path: str = ""
 
     @classmethod
-    def parse(cls, text: str, *, default_port: int | None = None) -> Address:
+    def parse(cls, text: str) -> Address:
         """Parse the address in `text`.
 
         Raises:
@@ -27,9 +27,8 @@ class Address:
         if text.startswith("/"):
             return cls(path=text)
         host, colon, port = text.rpartition(":")
-        if text.endswith("]") or not colon or (":" in host and not host.startswith("[")):  # no port; perhaps IPv6
-            host, port = text, "" if default_port is None else str(default_port)
-        if not port.isdecimal() or int(port) > 0xFFFF:
+        has_port = colon and not text.endswith("]") and (":" not in host or host.startswith("["))
+        if not has_port or not port.isdecimal() or int(port) > 0xFFFF:
             raise ValueError(f"an address is HOST:PORT (or [IPv6]:PORT), got {text!r}")
         return cls(host.removeprefix("[").removesuffix("]"), int(port))
 
@@ -56,7 +55,10 @@ def listen(address: Address, backlog: int) -> socket.socket:
             (socket.AF_INET, ("0.0.0.0", address.port)),
         ]
     else:
-        found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        try:
+            found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        except UnicodeError as error:
+            raise OSError(f"{address.host!r} is not the name of a host ({error})") from None
         candidates = [(family, place) for family, _, _, _, place in found]
     problem: OSError | None = None
     for family, place in candidates:

@@ -49,14 +49,14 @@ def find_key(path: str | os.PathLike[str] | None = None, environment: Mapping[st
     return _read_when_whole(own) if os.path.exists(own) else None
 
 
-def ask_for_key(prompt: str = "The job's key (as `phalanx key --print` shows it): ") -> Key | None:
+def ask_for_key() -> Key | None:
     """Read the key from the terminal without echo; return None without a terminal."""
     import getpass
 
     if not sys.stdin.isatty():
         return None
     while True:
-        text = getpass.getpass(prompt)
+        text = getpass.getpass("The job's key (as `phalanx key --print` shows it): ")
         if not text.strip():
             return None
         try:

@@ -46,8 +46,9 @@ def find_route(place: Address, deadline: Deadline) -> Route:
     """
     try:
         found = socket.getaddrinfo(place.host, place.port, type=socket.SOCK_STREAM)
-    except OSError as error:
-        raise NoRouteError({place.host: f"the name leads nowhere ({error.strerror})"}) from None
+    except (OSError, UnicodeError) as error:  # UnicodeError: an empty label, or one of more than 63 letters
+        why = error.strerror if isinstance(error, OSError) else error
+        raise NoRouteError({place.host: f"the name leads nowhere ({why})"}) from None
     targets = list(dict.fromkeys((family, target) for family, _, _, _, target in found))
     problem = NoRouteError()
     limit = Deadline.after(min(deadline.left_s, _EACH_S + _STAGGER_S * len(targets)), deadline.clock)

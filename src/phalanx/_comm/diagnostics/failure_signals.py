@@ -11,9 +11,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 from collections.abc import Callable
+from concurrent.futures import wait
 from typing import Any, Protocol, TypeVar, runtime_checkable
+
+from phalanx._base.threads import call_in_thread
+from phalanx.errors import PhalanxError
 
 T = TypeVar("T")
 
@@ -62,12 +65,15 @@ class FailureSignals:
         """Return the store's answer to `request`; `default` if it takes over two seconds, or did so before."""
         if self.is_store_lost:
             return default
-        answers: list[T] = []
-        thread = threading.Thread(target=_query, args=(request, answers), name="phalanx-failure-store", daemon=True)
-        thread.start()
-        thread.join(_ANSWER_S)
-        self.is_store_lost = not answers
-        return answers[0] if answers else default
+        try:
+            answer = call_in_thread(request, "phalanx-failure-store")
+        except PhalanxError:  # no thread starts as the interpreter exits
+            self.is_store_lost = True
+            return default
+        for _ in range(2):  # if this process stalls, both sides stall: the answer gets time after it
+            wait([answer], _ANSWER_S / 2)
+        self.is_store_lost = not answer.done() or answer.exception() is not None
+        return default if self.is_store_lost else answer.result()
 
     def send(self, group_key: str) -> None:
         """Signal all ranks to read this group's part of the store."""
@@ -133,11 +139,6 @@ class FailureSignals:
         if waiting is not None:
             with contextlib.suppress(RuntimeError):
                 waiting.cancel()
-
-
-def _query(request: Callable[[], T], answers: list[T]) -> None:
-    with contextlib.suppress(RuntimeError):
-        answers.append(request())
 
 
 def _group_key(value: bytes) -> str:

@@ -20,6 +20,8 @@ from phalanx._comm.diagnostics.flight_recorder import Record, read
 if TYPE_CHECKING:
     from phalanx import _core
 
+_FETCH_S = 5.0
+
 
 @dataclass(frozen=True)
 class GroupInfo:
@@ -60,12 +62,12 @@ def register_group(agent: str, group_info: GroupInfo, control: int) -> bool:
     return notify(agent, "group", fds=[control], **asdict(group_info))
 
 
-def fetch_store(agent: str, timeout_s: float = 5.0) -> int | None:
+def fetch_store(agent: str) -> int | None:
     """Return the descriptor of the job's store from the agent at `agent`, or None; the caller owns it.
 
     It is for ranks that do not see the agent's process in their /proc.
     """
-    return next(iter(request(agent, "store", timeout_s)), None)
+    return next(iter(request(agent, "store", _FETCH_S)), None)
 
 
 class Observer:

@@ -45,37 +45,14 @@ class RankInfo:
     def to_json(self) -> dict[str, Any]:
         """Return the information as plain data for JSON."""
         p = self.process
-        return {
-            "host": self.host,
-            "hostname": self.hostname,
-            "token": self.token,
-            "process": [p.pid, p.start_ticks, p.namespace, p.has_pidfds],
-            "cpus": sorted(self.cpus),
-            "core": self.core,
-            "address": self.address,
-            "agreed": self.agreed,
-            "obstacle": self.obstacle,
-            "keeps_store": self.keeps_store,
-            "interface_problem": self.interface_problem,
-            "secret": self.secret,
-        }
+        own = {name: getattr(self, name) for name in _COLUMNS}
+        return {**own, "process": [p.pid, p.start_ticks, p.namespace, p.has_pidfds], "cpus": sorted(self.cpus)}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> RankInfo:
-        return cls(
-            data["host"],
-            data["hostname"],
-            data["token"],
-            ProcessId(*data["process"]),
-            frozenset(data["cpus"]),
-            data["core"],
-            data["address"],
-            data["agreed"],
-            data["obstacle"],
-            data["keeps_store"],
-            data["interface_problem"],
-            data["secret"],
-        )
+        """Read the information; a rank with another version of Phalanx may lack fields, and send others."""
+        given = {name: data[name] for name in _COLUMNS if name in data}
+        return cls(**{**given, "process": ProcessId(*data["process"]), "cpus": frozenset(data["cpus"])})
 
     def has_ended(self, mine: RankInfo) -> bool:
         """Return whether the rank's process has ended, as far as the process of `mine` can see."""

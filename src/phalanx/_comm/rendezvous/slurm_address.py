@@ -13,7 +13,7 @@ def find_address(node: str) -> str:
     """Return the name of `node` if it resolves here; else the address that Slurm reports for it, or the name."""
     try:
         socket.getaddrinfo(node, None)
-    except OSError:
+    except (OSError, UnicodeError):
         return _query_slurm(node) or node
     return node
 

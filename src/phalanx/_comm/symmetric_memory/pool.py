@@ -55,12 +55,8 @@ class SharedPool:
             "large gradients elsewhere, and they are copied. Results are the same, steps a little slower.",
         )
 
-    def enter(self) -> None:
-        """Allocate this thread's tensors in the pool from here on."""
-        self._enter()
-
-    def _enter(self) -> bool:
-        """Enter as `enter` does; return whether this thread was already inside."""
+    def enter(self) -> bool:
+        """Allocate this thread's tensors in the pool from here on; return whether this thread was already inside."""
         if self._pool is not None and self._is_active and not self._symm_mem.closed:
             try:
                 return self._pool.enter()
@@ -82,7 +78,7 @@ class SharedPool:
 
     def empty_strided(self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor | None:
         """Return a new tensor in the pool, like `torch.empty_strided`; None if there is no room."""
-        was_inside = self._enter()
+        was_inside = self.enter()
         try:
             made = torch.empty_strided(shape, stride, dtype=dtype, device="cpu")
         finally:

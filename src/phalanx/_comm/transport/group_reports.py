@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import NoReturn, Protocol
 
+from phalanx._base.deadline import Deadline
+from phalanx._base.loss_detection import CHECK_S
 from phalanx._comm.diagnostics.divergence import describe_left_alone
 from phalanx._comm.diagnostics.failure_report import (
     FailedOperation,
     FailureReport,
     describe_interruption,
     ended_normally,
+    occupied,
 )
 from phalanx._comm.diagnostics.failure_store import FailureStore
 from phalanx._comm.diagnostics.flight_recorder import RankPosition
+from phalanx._comm.engines.engine import Engine
+from phalanx._comm.transport.call import CollectiveCall
 
 
 class ReportingRank(Protocol):
@@ -24,6 +30,7 @@ class ReportingRank(Protocol):
     group: str
     rank: int
     world_size: int
+    lock: threading.Lock  # it serialises the group's collectives between threads
 
     @property
     def names(self) -> Sequence[str]:
@@ -65,6 +72,62 @@ class GroupReports:
     def attach(self, store: FailureStore) -> None:
         """Set the store, before the first operation."""
         self.store = store
+
+    # -- around a collective -------------------------------------------------------------------------------------
+
+    def acquire_lock(self, call: CollectiveCall, timeout_s: float) -> None:
+        """Acquire the group's lock for `call`, even if its owner is blocked in the engine of a group that has failed.
+
+        Raises:
+            PhalanxError: the group's failure.
+            DeadlineError: the other thread's collective did not end in time.
+        """
+        here = self.here
+        if here.lock.acquire(blocking=False):
+            return
+        deadline = Deadline.after(timeout_s)
+        while True:
+            self.check(FailedOperation(call.name, here.group, here.rank, call_site=call.place))
+            if here.lock.acquire(timeout=min(deadline.left_s, CHECK_S)):
+                return
+            if deadline.passed:
+                raise occupied(here.group, here.rank, timeout_s)
+
+    def check(self, operation: FailedOperation) -> None:
+        """Raise the group's failure, if there is one, as the error of `operation`."""
+        if self.report is not None:
+            raise self.report.error(operation)
+
+    def fail(self, operation: FailedOperation, explain: Callable[[], FailureReport]) -> NoReturn:
+        """End the group, and raise its failure as the error of `operation`.
+
+        The failure is the first that any rank has published; if there is none, this rank publishes the result of
+        `explain`.
+        """
+        self.publish(self.report or self.store.report() or explain())
+        assert self.report is not None
+        raise self.report.error(operation) from None
+
+    def watch_peers(
+        self, engine: Engine, peers: Iterable[int], lost: Callable[[int, RuntimeError], None]
+    ) -> Callable[[], None]:
+        """Return a `look` for `Background.run` in a collective, which calls `lost` when a connection is lost.
+
+        It ignores peers that have left after they completed their part of the collective.
+        """
+        connected = set(peers)
+
+        def look() -> None:
+            for peer in sorted(connected):
+                try:
+                    engine.check(peer)
+                except RuntimeError as error:
+                    _, position = self.store.exit_reason(peer)
+                    if position is None or position.inside or position.seq < self.here.seq:
+                        lost(peer, error)
+                    connected.discard(peer)
+
+        return look
 
     # -- this rank's knowledge -----------------------------------------------------------------------------------
 

@@ -8,7 +8,6 @@ from torch import Tensor
 from phalanx._base.core_numbers import AVG, SUM
 
 HALF = (torch.float16, torch.bfloat16)
-_UNSIGNED = (torch.uint16, torch.uint32)
 
 
 def sum_of(redop: int) -> int:
@@ -16,25 +15,29 @@ def sum_of(redop: int) -> int:
     return SUM if redop == AVG else redop
 
 
-def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the type in which tensors of `dtype` are summed."""
-    return torch.float32 if dtype in HALF else dtype
+def sum_dtype(dtype: torch.dtype, redop: int) -> torch.dtype:
+    """Return the type in which tensors of `dtype` are reduced: the sum of a mean of small integers must fit."""
+    if dtype in HALF:
+        return torch.float32
+    is_integer = not (dtype.is_floating_point or dtype.is_complex or dtype in (torch.bool, torch.uint64))
+    return torch.int64 if redop == AVG and is_integer else dtype
 
 
-def sum_type(tensor: Tensor) -> Tensor:
-    """Return `tensor` in the type in which it is summed."""
-    return tensor.to(sum_dtype(tensor.dtype))
+def sum_type(tensor: Tensor, redop: int) -> Tensor:
+    """Return `tensor` in the type in which it is reduced."""
+    return tensor.to(sum_dtype(tensor.dtype, redop))
 
 
 def divide(total: Tensor, redop: int, world_size: int) -> None:
-    """Divide a sum over `world_size` ranks, in place, if `redop` is a mean; integer division drops the remainder."""
+    """Divide a sum over `world_size` ranks, in place, if `redop` is a mean; integer division drops the remainder.
+
+    `total` has a type of `sum_dtype`.
+    """
     if redop != AVG:
         return
     if total.is_floating_point() or total.is_complex():
         total.div_(world_size)
-    elif total.dtype in _UNSIGNED:  # torch cannot divide these
-        total.copy_(torch.div(total.to(torch.int64), world_size, rounding_mode="trunc"))
-    elif total.dtype == torch.uint64:
+    elif total.dtype == torch.uint64:  # torch cannot divide it
         signed = total.view(torch.int64)
         half = (signed >> 1) & ~(-1 << 63)  # half of the number, which fits into the signed type
         quotient = torch.div(half, world_size, rounding_mode="trunc") << 1

@@ -61,8 +61,7 @@ def combined(tensors: Sequence[Tensor], redop: int) -> Tensor:
 def copy_to_others(tensors: Sequence[Tensor], source: Tensor) -> None:
     """Write `source` to all other tensors; it may be one of them."""
     for tensor in tensors:
-        if tensor is not source:
-            write_back(tensor, source)
+        write_back(tensor, source)
 
 
 def unshared(

@@ -29,7 +29,7 @@ from phalanx._comm.diagnostics.whereabouts import find_position, late_ranks, not
 from phalanx._comm.rendezvous.bootstrap import NOTICE_S
 from phalanx._comm.symmetric_memory.memory import STAGE_BYTES, Buffer, SymmetricMemory
 from phalanx._comm.transport.base import CallContext, Transport
-from phalanx._comm.transport.tensors import dense, is_plain, nbytes, scaled, write_back
+from phalanx._comm.transport.tensors import dense, is_plain, nbytes, scaled, write_all_back, write_back
 from phalanx.errors import ClosedError
 
 _logger = get_logger(__name__)
@@ -86,8 +86,7 @@ class PostedReceive:
         tensor, data = self._tensor, self._data
         del self._tensor, self._data
         self._memory.check(self.handle.status, self._ctx, kind=RECV, peer=self._peer)
-        if data is not tensor:
-            write_back(tensor, data)
+        write_back(tensor, data)
 
 
 class SharedMemoryTransport(Transport):
@@ -298,7 +297,7 @@ class SharedMemoryTransport(Transport):
                 tensor.shape,
             ),
         )
-        if dst is not tensor and root in (-1, self.symm_mem.rank):
+        if root in (-1, self.symm_mem.rank):
             write_back(tensor, dst)
 
     def _refuse_one_memory(self, tensor: Tensor) -> None:
@@ -325,7 +324,7 @@ class SharedMemoryTransport(Transport):
                 tensor.shape,
             ),
         )
-        if data is not tensor and root != self.symm_mem.rank:
+        if root != self.symm_mem.rank:
             write_back(tensor, data)
 
     def broadcast_buffers(self, tensor: Tensor, root: int, ctx: CallContext, *, number: int) -> None:
@@ -355,7 +354,7 @@ class SharedMemoryTransport(Transport):
             return status
 
         self._collective(ctx, call)
-        if data is not tensor and root != self.symm_mem.rank:
+        if root != self.symm_mem.rank:
             write_back(tensor, data)
 
     def _two_areas(self, size: int, ctx: CallContext) -> list[Buffer]:
@@ -388,9 +387,7 @@ class SharedMemoryTransport(Transport):
                 tensor.shape,
             ),
         )
-        for output, got in zip(outputs, dst, strict=True):
-            if got is not output:
-                write_back(output, got)
+        write_all_back(outputs, dst)
 
     def all_gather_single(self, output: Tensor, tensor: Tensor, ctx: CallContext) -> None:
         """Write rank r's `tensor` to part r of `output`, which is split in world_size equal parts."""
@@ -410,8 +407,7 @@ class SharedMemoryTransport(Transport):
                 tensor.shape,
             ),
         )
-        if dst is not output:
-            write_back(output, dst)
+        write_back(output, dst)
 
     def scatter(self, output: Tensor, inputs: Sequence[Tensor], root: int, ctx: CallContext) -> None:
         """Write root's inputs[rank] to `output`; on the other ranks `inputs` is empty."""
@@ -429,8 +425,7 @@ class SharedMemoryTransport(Transport):
                 output.shape,
             ),
         )
-        if dst is not output:
-            write_back(output, dst)
+        write_back(output, dst)
 
     def reduce_scatter(
         self, output: Tensor, inputs: Sequence[Tensor], redop: int, ctx: CallContext, *, factor: Any = None
@@ -440,8 +435,7 @@ class SharedMemoryTransport(Transport):
         self._reduce_scatter(
             tuple(t.data_ptr() for t in src), tuple(t.numel() for t in src), dst, redop, ctx, output.shape
         )
-        if dst is not output:
-            write_back(output, dst)
+        write_back(output, dst)
 
     def reduce_scatter_single(
         self, output: Tensor, tensor: Tensor, redop: int, ctx: CallContext, *, factor: Any = None
@@ -451,8 +445,7 @@ class SharedMemoryTransport(Transport):
         at, size, world = src.data_ptr(), nbytes(dst), self.symm_mem.world_size
         addresses = tuple(at + r * size for r in range(world))
         self._reduce_scatter(addresses, (dst.numel(),) * world, dst, redop, ctx, output.shape)
-        if dst is not output:
-            write_back(output, dst)
+        write_back(output, dst)
 
     def _reduce_scatter(
         self,
@@ -496,9 +489,7 @@ class SharedMemoryTransport(Transport):
                 src[0].shape,
             ),
         )
-        for output, got in zip(outputs, dst, strict=True):
-            if got is not output:
-                write_back(output, got)
+        write_all_back(outputs, dst)
 
     def all_to_all_single(self, output: Tensor, tensor: Tensor, ctx: CallContext) -> None:
         """Exchange the equal parts of two contiguous tensors as `all_to_all` does, without cutting them into views."""

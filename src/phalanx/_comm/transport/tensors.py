@@ -90,10 +90,18 @@ def scaled(tensor: Tensor, factor: Any) -> Tensor:
 
 
 def write_back(tensor: Tensor, data: Tensor) -> None:
-    """Copy `data` into a tensor whose own memory could not be used."""
+    """Copy `data` into a tensor whose own memory could not be used; do nothing if `data` is the tensor."""
+    if data is tensor:
+        return
     # Inference tensors can only be written in inference mode, which this thread may not be in, unlike the caller's.
     with torch.inference_mode() if tensor.is_inference() else torch.no_grad():
         tensor.copy_(data)
+
+
+def write_all_back(tensors: Sequence[Tensor], data: Sequence[Tensor]) -> None:
+    """Call `write_back` for each tensor with the data at its place."""
+    for tensor, got in zip(tensors, data, strict=True):
+        write_back(tensor, got)
 
 
 def nbytes(tensor: Tensor) -> int:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
+from phalanx._job.agent.environment import Place
 from phalanx._job.agent.failure import ExceptionReport, Exit
-from phalanx._job.agent.generation import Generation, HostSlots
+from phalanx._job.agent.generation import Generation, HostPart, HostSlots
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,30 @@ class BeginGeneration:
     generation: Generation
     holders: tuple[int, ...]  # the slots whose process has the training state
     lost: tuple[LostRank, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the action as plain data, as the first host sends it to the others."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> BeginGeneration:
+        """Read what `to_json` has written.
+
+        Raises:
+            KeyError, TypeError, ValueError: the data is invalid.
+        """
+        parts = tuple(
+            HostPart(
+                int(part["member"]),
+                tuple(int(slot) for slot in part["slots"]),
+                tuple(int(slot) for slot in part["forked"]),
+                Place(**part["place"]),
+            )
+            for part in fields["generation"]["parts"]
+        )
+        generation = Generation(int(fields["generation"]["number"]), parts)
+        holders = tuple(int(slot) for slot in fields["holders"])
+        return cls(generation, holders, tuple(LostRank(**lost) for lost in fields["lost"]))
 
 
 @dataclass(frozen=True)

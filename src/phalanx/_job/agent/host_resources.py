@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from phalanx._base.ipc.event_loop import Source
 from phalanx._base.ipc.signals import read_signals
-from phalanx._base.processes import ENDING_SIGNALS
+from phalanx._base.processes import ENDING_SIGNALS, name_signal
 from phalanx._job.agent.adopted import AdoptedRanks
 from phalanx._job.agent.error_files import ErrorFiles
 from phalanx._job.agent.zygote_process import ZygoteProcess
@@ -16,6 +16,7 @@ from phalanx._job.inspect.agent_socket import AgentSocket
 from phalanx._job.output.display import Display
 from phalanx._job.output.logs import Logs
 from phalanx._job.output.pump import Pump
+from phalanx.errors import LaunchError
 
 _REPEAT_S = 0.05
 
@@ -60,3 +61,13 @@ class HostResources:
             writable=lambda: (writer.fd for writer in self.display.writers),
             due=lambda: self.display.next_due,
         )
+
+
+def raise_if_ending(number: int, when: str = "before the job began") -> None:
+    """End the command because of a signal that ends a job; ignore other signals.
+
+    Raises:
+        LaunchError: `number` is such a signal; `when` ends the message.
+    """
+    if number in ENDING_SIGNALS:
+        raise LaunchError(f"phalanx run: stopped by {name_signal(number)} {when}", exit_code=128 + number)

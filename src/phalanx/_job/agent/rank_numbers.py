@@ -48,10 +48,7 @@ class RankNumbers:
         return HostPart(part.member, part.slots, (), self._link.place)
 
     def open(self) -> None:
-        """Create the store for the rendezvous of the first generation."""
-        self._open_store()
-
-    def _open_store(self) -> None:
+        """Create the store for the rendezvous of a generation."""
         self.store, self._store_path = self._link.create_store()
         self._master_port = self._plan.master_port or find_free_port()
 
@@ -65,7 +62,7 @@ class RankNumbers:
         self.part = part
         if self.store is not None:
             self._old_stores[begun.generation.number - 1] = self.store
-        self._open_store()
+        self.open()
         return part
 
     def plan_environment(self, rank: int) -> dict[str, str]:

@@ -27,7 +27,7 @@ from phalanx._comm.control.connection_guard import ConnectionGuard, connections_
 from phalanx._comm.control.key import Key
 from phalanx._comm.control.local_socket import BACKLOG, LocalSocket
 from phalanx._comm.control.wire import KIND, MAX_ENVELOPE_BYTES, MAX_FRAME_BYTES, AnswerStatus, Op, frames, pack_head
-from phalanx._job.coordinator.replicated_coordinator import ReplicatedCoordinator
+from phalanx._job.coordinator.coordinator import Coordinator
 from phalanx._job.coordinator.session import (
     OTHER_HOSTS,
     THIS_HOST,
@@ -83,7 +83,7 @@ class Service:
         job: str = "",
         lost_after_s: float = MEMBER_TIMEOUT_S,
         log: Callable[[str], None] = lambda line: None,
-        coordinator: ReplicatedCoordinator | None = None,
+        coordinator: Coordinator | None = None,
     ) -> None:
         if bind is not None and key is None:
             raise AuthenticationError(
@@ -94,7 +94,7 @@ class Service:
         if not lost_after_s > 0:
             raise ValueError(f"lost_after_s must be above zero, got {lost_after_s!r}")
         self._listener_to_lines = log
-        self.coordinator = coordinator or ReplicatedCoordinator(job=job, lost_after_s=lost_after_s)
+        self.coordinator = coordinator or Coordinator(job=job, lost_after_s=lost_after_s)
         self.address: Address | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._context.max_sockets = 64

@@ -1,6 +1,10 @@
 """Answer the coordinator's requests for keys and queues: c10d's Store, and a few more.
 
 Each handler returns the answer, or None if the request waits.
+
+request ──► park ──► the key or the item exists: wake ──► outgoing ──► delivered
+                                                             ▲             │ not delivered: the item is put back into
+                                                             └── requeue ◄─┘ its queue, for another request
 """
 
 from __future__ import annotations
@@ -23,18 +27,13 @@ from phalanx._job.coordinator.journal import EntryKind, Journal
 from phalanx._job.coordinator.key_value import KeyValueStore, RefusedError, Waiter
 from phalanx._job.coordinator.session import Answer, ClientSession, SharedAnswer
 
-# Answers that are still to be delivered: of requests that wait, and of requests that were executed.
-#
-# request ──► park ──► the key or the item exists: wake ──► outgoing ──► delivered
-#                                                              ▲             │ not delivered: the item is put back into
-#                                                              └── requeue ◄─┘ its queue, for another request
-
 MAX_PARKED = 1024  # the most waiting requests of one session
 MAX_PARKED_KEYS = 1 << 16  # the most keys that they wait for, all together
+_LONG_BYTES = 1 << 14  # thousands of clients may wait for one value: a longer one is not copied for each
 
 
-class PendingAnswers(ABC):
-    """`PendingAnswers` holds the requests that wait for keys or items of `store`, and the answers to send.
+class StoreRequests(ABC):
+    """`StoreRequests` answers requests for keys and items of `store`; it has the requests that wait, and the answers.
 
     `outgoing` holds the sessions with answers to send, for the service. A copy (`is_copy`) sends nothing: it replays
     the journal of another coordinator.
@@ -129,12 +128,7 @@ class PendingAnswers(ABC):
         session.outgoing_bytes += len(answer)
         self.outgoing[session] = None
 
-
-_LONG_BYTES = 1 << 14  # thousands of clients may wait for one value: a longer one is not copied for each
-
-
-class StoreRequests(PendingAnswers):
-    """`StoreRequests` answers a session's requests for keys and items of `store`."""
+    # Handlers of requests.
 
     def _set(self, session: ClientSession, message: WireMessage) -> Answer:
         key, value = message.fields

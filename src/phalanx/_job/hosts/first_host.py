@@ -14,12 +14,12 @@ from typing import TypeVar
 from phalanx._base.deadline import Deadline
 from phalanx._base.ipc.event_loop import EventLoop, Source
 from phalanx._base.ipc.wakeup import Mailbox, Wakeup
-from phalanx._base.processes import ENDING_SIGNALS, name_signal
+from phalanx._base.processes import ENDING_SIGNALS
 from phalanx._comm.control.client import Client
 from phalanx._comm.control.dealer import MEMBER_HEARTBEAT_S
 from phalanx._comm.control.key import Key
 from phalanx._comm.control.key_file import default_path, find_key
-from phalanx._job.agent.host_resources import HostResources
+from phalanx._job.agent.host_resources import HostResources, raise_if_ending
 from phalanx._job.agent.plan import JobPlan
 from phalanx._job.coordinator.rendezvous import Rendezvous
 from phalanx._job.hosts.job_spec import KEY, JobSpec
@@ -204,7 +204,7 @@ def run_interruptibly(
     def on_signal(number: int) -> None:
         if number in ENDING_SIGNALS:
             over.set()
-            raise LaunchError(f"phalanx run: stopped by {name_signal(number)} {when}", exit_code=128 + number)
+        raise_if_ending(number, when)
 
     thread = threading.Thread(target=run, name="phalanx-join", daemon=True)
     thread.start()

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 from phalanx._comm.diagnostics.flight_recorder import Record
 from phalanx._comm.diagnostics.observer import GroupLog, RankLog
 
 
-def logs_to_json(logs: Sequence[GroupLog]) -> list[dict[str, Any]]:
-    """Return logs as plain data."""
-    return [asdict(log) for log in logs]
-
-
 def logs_from_json(
     groups: Sequence[Mapping[str, Any]], ended_ns: Mapping[str, int], offset_ns: int
 ) -> tuple[list[GroupLog], dict[int, int]]:
-    """Read another host's records, with all times shifted by `offset_ns` to this host's clock."""
+    """Read another host's records, as plain data, with all times shifted by `offset_ns` to this host's clock."""
     logs = []
     for group in groups:
         ranks = []

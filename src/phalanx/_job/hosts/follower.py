@@ -31,9 +31,7 @@ from phalanx._job.agent.host_resources import HostResources
 from phalanx._job.agent.plan import JobPlan
 from phalanx._job.agent.supervision import Action, Kill, Signal, Supervision
 from phalanx._job.hosts.control_channel import Change, ControlChannel, ControlMessage
-from phalanx._job.hosts.flights import logs_to_json
 from phalanx._job.hosts.forward import Forward
-from phalanx._job.hosts.generation_message import generation_from_json
 from phalanx._job.hosts.job_membership import JobMembership
 from phalanx._job.hosts.succession.follower_succession import FollowerSuccession, Leadership
 from phalanx._job.inspect.stacks.report import report_own_stacks
@@ -280,7 +278,7 @@ class FollowerLink(HostLink):
         ended_ns = {str(pid): at for pid, at in attempt.ended_ns.items()}
         if attempt.report_folder:
             self._records += self._pack_report(attempt.report_folder)
-        groups = logs_to_json(attempt.collect_logs())
+        groups = [asdict(log) for log in attempt.collect_logs()]
         if groups:
             self._records.append(("flight", {"groups": groups, "ended_ns": ended_ns}))
         self.send_records()
@@ -348,7 +346,7 @@ class FollowerLink(HostLink):
                 group, is_relayed = bool(message.body["group"]), bool(message.body.get("is_relayed"))
                 self._attempt.do(state.on_remote_signal(signum, message.body["ranks"], group, is_relayed))
             elif message.kind == "generation":
-                self._attempt.begin_generation(generation_from_json(message.body["begun"]))
+                self._attempt.begin_generation(BeginGeneration.from_json(message.body["begun"]))
             elif message.kind == "send generation":
                 self._attempt.send_generation(int(message.body["rank"]))
             elif message.kind == "to rank":

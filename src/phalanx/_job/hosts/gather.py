@@ -1,4 +1,4 @@
-"""Wait, before each attempt, until all hosts have joined, and have tested that they reach each other."""
+"""Lead a job on several hosts: before each attempt all hosts join, and test that they reach each other."""
 
 from __future__ import annotations
 
@@ -13,24 +13,25 @@ from phalanx._base.deadline import Deadline
 from phalanx._base.descriptors import wait_readable
 from phalanx._base.host_addresses import OwnAddress, find_interface
 from phalanx._base.ipc.event_loop import EventLoop, Source
-from phalanx._base.processes import ENDING_SIGNALS, name_signal
 from phalanx._comm.control.key import Key
 from phalanx._comm.control.wire import MALFORMED
 from phalanx._comm.diagnostics.printable import printable
 from phalanx._job.agent.attempt import Attempt
 from phalanx._job.agent.environment import describe_ranks
 from phalanx._job.agent.generation import Limits
-from phalanx._job.agent.host_resources import HostResources
+from phalanx._job.agent.host_resources import HostResources, raise_if_ending
+from phalanx._job.agent.job import LOST_OUTPUT_EXIT_CODE, LedAttempt, run_attempts
 from phalanx._job.agent.plan import JobPlan, find_free_port
 from phalanx._job.coordinator.rendezvous import Rendezvous, join_endpoint
 from phalanx._job.hosts.control_channel import Change, ControlChannel, ControlMessage
 from phalanx._job.hosts.job_spec import name_own_address
 from phalanx._job.hosts.leader import LeaderLink
 from phalanx._job.hosts.node_plan import HostFacts, Node, describe_nnodes, describe_unfit, find_conflict, plan_nodes
-from phalanx._job.hosts.peer_hosts import PeerHosts, send_start
+from phalanx._job.hosts.peer_hosts import PeerHosts
 from phalanx._job.hosts.reach import TRY_S, ReachTarget, choose_targets, describe, try_all
 from phalanx._job.hosts.succession.lead_guard import LeadGuard
 from phalanx._job.hosts.succession.leader_notice import follow_notice
+from phalanx._job.hosts.succession.moved_job import JobMovedError
 from phalanx.errors import LaunchError
 
 _NOTIFY_AFTER_S = 3.0
@@ -46,7 +47,7 @@ class JoinedHost:
 
 
 class Gathering:
-    """`Gathering` collects the hosts that have joined the job, for all its attempts."""
+    """`Gathering` collects the hosts that have joined the job, for all its attempts, and runs these."""
 
     def __init__(
         self,
@@ -76,7 +77,7 @@ class Gathering:
         self._peers: PeerHosts | None = None
         self._link: LeaderLink | None = None  # the link of the newest attempt
         self._loop = EventLoop(
-            host.watch_signals(self._on_signal),
+            host.watch_signals(raise_if_ending),
             Source(self._check_zygote, lambda: (host.zygote.control.fileno(),)),
             Source(self._receive_notices, lambda: (channel.notices.fileno(),)),
             Source(self._receive_messages, lambda: (channel.fileno(),)),
@@ -89,7 +90,34 @@ class Gathering:
         for member, node in link.peers.others.items():
             self._joined_hosts[member] = JoinedHost(node.facts, self._advertised[0].address)
 
-    def begin(self, restart_count: int, local_store: str) -> Attempt:
+    def lead(self, local_store: str, led: LedAttempt | None = None) -> int:
+        """Run the job's attempts, beginning with `led` if this host has already run that one; return the exit code.
+
+        The other hosts receive the result. The guard is closed on return.
+
+        Raises:
+            LaunchError: hosts cannot reach each other, or too few join in time.
+            JobMovedError: another host already leads this job. All hosts that had joined were redirected.
+        """
+        try:
+            code = run_attempts(self._plan, self._host, lambda count: self._begin(count, local_store), led)
+        except LaunchError as error:
+            self._end(error.exit_code, str(error))
+            raise
+        except JobMovedError:
+            raise
+        except BaseException:
+            self._end(1, "the host that leads the job has failed")
+            raise
+        finally:
+            self.guard.close()
+        if self.has_left:
+            return code
+        self._end(code, "")
+        self.guard.forget()
+        return code or (0 if self._host.display.lost is None else LOST_OUTPUT_EXIT_CODE)
+
+    def _begin(self, restart_count: int, local_store: str) -> Attempt:
         """Send all hosts that have joined the order to start, and return the next attempt.
 
         Raises:
@@ -133,7 +161,7 @@ class Gathering:
         )
         attempt = Attempt(plan, self._host, restart_count, link)
         for node in peers.others.values():
-            send_start(peers, node, restart_count, plan.run_id, plan.run, (address, plan.master_port))
+            peers.send_start(node, plan, restart_count)
         return attempt
 
     @property
@@ -141,7 +169,7 @@ class Gathering:
         """Return whether this host has left the job, which another host now leads."""
         return self._link is not None and self._link.has_left
 
-    def end(self, code: int, why: str) -> None:
+    def _end(self, code: int, why: str) -> None:
         """Notify all hosts that the job has ended, and wait briefly until they have received the message."""
         waiting = set(self._joined_hosts)
         if self._peers is not None:
@@ -236,12 +264,6 @@ class Gathering:
             f"{self._rendezvous.join_timeout_s:g} s: {here}. The others were awaited at {places}. Read their "
             "output: each names the address that it tried, and the answer."
         )
-
-    def _on_signal(self, number: int) -> None:
-        if number in ENDING_SIGNALS:
-            raise LaunchError(
-                f"phalanx run: stopped by {name_signal(number)} before the job began", exit_code=128 + number
-            )
 
     def _check_zygote(self, ready: set[int]) -> None:
         control = self._host.zygote.control

@@ -15,18 +15,17 @@ from typing import Any, NoReturn
 from phalanx._base.deadline import Deadline
 from phalanx._base.host_addresses import find_interface
 from phalanx._base.ipc.event_loop import EventLoop, Source
-from phalanx._base.processes import ENDING_SIGNALS, name_signal
 from phalanx._comm.diagnostics.printable import printable, printable_lines
 from phalanx._job.agent.attempt import Attempt
+from phalanx._job.agent.elastic_actions import BeginGeneration
 from phalanx._job.agent.environment import Place, describe_ranks
-from phalanx._job.agent.host_resources import HostResources
+from phalanx._job.agent.host_resources import HostResources, raise_if_ending
 from phalanx._job.agent.plan import JobPlan
 from phalanx._job.coordinator.rendezvous import Rendezvous
 from phalanx._job.hosts.control_channel import Change, ControlChannel, ControlMessage
 from phalanx._job.hosts.first_host import JoinedJob, run_interruptibly
 from phalanx._job.hosts.follower import FollowerLink, is_leader_loss, show_host_lost
 from phalanx._job.hosts.forward import Forward
-from phalanx._job.hosts.generation_message import generation_from_json
 from phalanx._job.hosts.job_membership import JobMembership
 from phalanx._job.hosts.job_spec import name_own_address
 from phalanx._job.hosts.node_plan import HostFacts, describe_nnodes
@@ -103,11 +102,6 @@ def follow(
             channel.leave(_LEAVE_TIMEOUT_S)
         channel.close()
         succession.close_coordinator()
-
-
-def _stop_before_start(number: int) -> None:
-    if number in ENDING_SIGNALS:
-        raise LaunchError(f"phalanx run: stopped by {name_signal(number)} before the job began", exit_code=128 + number)
 
 
 class FollowedJob:
@@ -221,7 +215,7 @@ class FollowedJob:
 
         channel = self._channel
         loop = EventLoop(
-            self._host.watch_signals(_stop_before_start),
+            self._host.watch_signals(raise_if_ending),
             Source(receive, lambda: (channel.fileno(),), due=lambda: time.monotonic() if channel.has_more else None),
             self._host.watch_display(),
         )
@@ -265,7 +259,7 @@ class FollowedJob:
             f"{printable(str(body['first_host']))}: "
             f"{describe_ranks(place)} of {place.world_size}. Their output is shown there."
         )
-        first = None if body.get("begun") is None else generation_from_json(body["begun"])
+        first = None if body.get("begun") is None else BeginGeneration.from_json(body["begun"])
         number = int(body["attempt"])
         succession = self._succession.begin_attempt(plan)
         link = FollowerLink(plan, self._host, number, place, self._membership, first, succession)

@@ -28,9 +28,8 @@ from phalanx._job.agent.supervision import Action
 from phalanx._job.hosts.control_channel import Change, ControlMessage, decode_lines
 from phalanx._job.hosts.elastic_hosts import ElasticHosts
 from phalanx._job.hosts.flights import logs_from_json, merge_logs
-from phalanx._job.hosts.generation_message import generation_to_json
 from phalanx._job.hosts.node_plan import HostFacts, Node, describe_unfit, find_conflict, find_node
-from phalanx._job.hosts.peer_hosts import PeerHosts, send_start
+from phalanx._job.hosts.peer_hosts import PeerHosts
 from phalanx._job.hosts.succession.lead_guard import LeadGuard
 from phalanx._job.hosts.succession.leader_notice import describe_second_job
 from phalanx._job.hosts.succession.leader_succession import LeaderSuccession
@@ -124,7 +123,7 @@ class LeaderLink(HostLink):
             for slot in () if part is None else part.forked:
                 state.on_replaced(slot)
             if node.facts.member in self._started_hosts:
-                self._put(node, "generation", begun=generation_to_json(begun))
+                self._put(node, "generation", begun=begun.to_json())
             else:
                 self._start(node, begun)
         self._succession.update_voters()
@@ -162,8 +161,7 @@ class LeaderLink(HostLink):
 
     def _start(self, node: Node, begun: BeginGeneration) -> None:
         self._started_hosts.add(node.facts.member)
-        master = (self._plan.master_addr, self._plan.master_port)
-        send_start(self._peers, node, self._number, self._plan.run_id, self._plan.run, master, begun)
+        self._peers.send_start(node, self._plan, self._number, begun)
 
     def _drop(self, dropped: DropHost) -> None:
         node = self._peers.lose(dropped.member, dropped.why)
@@ -220,12 +218,12 @@ class LeaderLink(HostLink):
 
     def intercept_signal(self, signum: int) -> bool:
         """Process a signal at this host if it only ends this host's part; return False if it ends the job."""
-        return self._succession.leave(signum)
+        return signum == signal.SIGTERM and self._succession.departure.request(self._attempt)
 
     @property
     def is_leaving(self) -> bool:
         """Return whether the job continues without the ranks of this host, which leaves."""
-        return self._succession.is_leaving
+        return self._succession.departure.is_leaving
 
     def remind(self, rank: int, message: dict[str, Any]) -> None:
         """Repeat the order to leave to a rank of this host that was not connected before."""
@@ -235,7 +233,7 @@ class LeaderLink(HostLink):
     @property
     def has_left(self) -> bool:
         """Return whether this host has left the job, which another host now leads."""
-        return self._succession.has_left
+        return self._succession.departure.has_left
 
     def sweep(self) -> None:
         if self.has_left:
@@ -326,7 +324,7 @@ class LeaderLink(HostLink):
             signum = int(body["signum"])
             if signum not in ENDING_SIGNALS:  # the others concern only the ranks of that host
                 raise ValueError(f"signal {signum} does not end a job")
-            if signum != signal.SIGTERM or not (self._succession.defer_leave(node) or self._release(node)):
+            if signum != signal.SIGTERM or not (self._succession.departure.note_signal(node) or self._release(node)):
                 self._attempt.on_signal(signum, f" on {node.label}")
         elif message.kind == "print":
             self._host.display.print(f"{printable_lines(str(body['text']))}   (on {node.label})")

@@ -8,9 +8,9 @@ from dataclasses import asdict
 from phalanx._job.agent.elastic_actions import BeginGeneration
 from phalanx._job.agent.environment import Place
 from phalanx._job.agent.generation import HostSlots, Limits, SlotPlan
+from phalanx._job.agent.plan import JobPlan
 from phalanx._job.hosts.control_channel import Change, ControlChannel
 from phalanx._job.hosts.elastic_hosts import ElasticHosts
-from phalanx._job.hosts.generation_message import generation_to_json
 from phalanx._job.hosts.node_plan import HostFacts, Node, find_node
 from phalanx._job.output.screen import fill_template
 
@@ -115,25 +115,16 @@ class PeerHosts:
         self.others[slots.member] = node
         return node
 
-
-def send_start(
-    peers: PeerHosts,
-    node: Node,
-    restart_count: int,
-    run_id: str,
-    run: str,
-    master: tuple[str, int],
-    begun: BeginGeneration | None = None,
-) -> None:
-    """Order another host to start its ranks, of a first generation or of `begun`."""
-    peers.channel.put(
-        node.facts.member,
-        "start",
-        attempt=restart_count,
-        place=asdict(node.place),
-        run_id=run_id,
-        run=run,
-        master=list(master),
-        first_host=peers.own.where,
-        begun=None if begun is None else generation_to_json(begun),
-    )
+    def send_start(self, node: Node, plan: JobPlan, restart_count: int, begun: BeginGeneration | None = None) -> None:
+        """Order another host to start its ranks, of a first generation or of `begun`."""
+        self.channel.put(
+            node.facts.member,
+            "start",
+            attempt=restart_count,
+            place=asdict(node.place),
+            run_id=plan.run_id,
+            run=plan.run,
+            master=[plan.master_addr, plan.master_port],
+            first_host=self.own.where,
+            begun=None if begun is None else begun.to_json(),
+        )

@@ -26,7 +26,6 @@ from phalanx._job.hosts.forward import Forward
 from phalanx._job.hosts.gather import Gathering
 from phalanx._job.hosts.job_spec import KEY, JobSpec
 from phalanx._job.hosts.join_job import follow
-from phalanx._job.hosts.lead import lead
 from phalanx._job.hosts.succession.lead_guard import LeadGuard
 from phalanx._job.hosts.succession.moved_job import JobMovedError, point_to
 from phalanx.errors import AuthenticationError, CoordinationError, LaunchError
@@ -79,7 +78,7 @@ def _lead(
             guard = LeadGuard.of_first_host(rendezvous, channel, service.coordinator.followers, key)
             gathering = Gathering(plan, rendezvous, host, channel, key, advertised, port, guard)
             try:
-                return lead(plan, host, gathering, service.local)
+                return gathering.lead(service.local)
             except JobMovedError as moved:
                 leader = moved.address
         host.display.print(
@@ -196,7 +195,7 @@ def find_or_make_key(plan: JobPlan, rendezvous: Rendezvous) -> Key:
             path = default_path(plan.command_environment)
             key, is_new = make_key(path)
             if is_new:
-                from phalanx._job.output.text import show
+                from phalanx._job.output.standard import show
 
                 show(
                     2,

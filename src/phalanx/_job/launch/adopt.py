@@ -10,7 +10,7 @@ from phalanx._job.agent.settings import Settings
 from phalanx._job.coordinator.rendezvous import Rendezvous, join_endpoint
 from phalanx._job.launch.devices import count_gpus
 from phalanx._job.launch.plan_job import plan_job
-from phalanx._job.output.text import show
+from phalanx._job.output.standard import show
 from phalanx._job.schedulers.allocation import Allocation
 from phalanx._job.schedulers.find import find_allocation
 from phalanx._job.schedulers.kubernetes import is_kubeflow_pod

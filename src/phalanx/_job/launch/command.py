@@ -20,8 +20,7 @@ from phalanx._job.agent.plan import JobPlan
 from phalanx._job.agent.zygote_process import ZygoteProcess
 from phalanx._job.launch.command_line import read_settings
 from phalanx._job.launch.plan_job import plan_job
-from phalanx._job.output.standard import guarded, open_standard_descriptors
-from phalanx._job.output.text import show
+from phalanx._job.output.standard import guarded, open_standard_descriptors, show
 from phalanx._job.schedulers import SIGNS
 from phalanx.errors import LaunchError
 

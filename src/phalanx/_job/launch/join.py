@@ -18,8 +18,7 @@ from phalanx._job.launch.command import report_errors, run_job
 from phalanx._job.launch.command_line import parse
 from phalanx._job.launch.options import OPTIONS
 from phalanx._job.launch.plan_job import plan_job
-from phalanx._job.output.standard import guarded, open_standard_descriptors
-from phalanx._job.output.text import show
+from phalanx._job.output.standard import guarded, open_standard_descriptors, show
 from phalanx.errors import AuthenticationError, LaunchError, PhalanxError
 
 OWN_OPTIONS = (

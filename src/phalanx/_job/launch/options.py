@@ -64,24 +64,29 @@ def _read_seconds(text: str) -> float:
     return value
 
 
-def _read_host_timeout(text: str) -> float:
-    value = _read_seconds(text)
-    if value < 1:
-        raise ValueError(f"must be at least 1 second, got {text!r}")
-    return value
+def _at_least(least_s: float) -> Callable[[str], float]:
+    def read(text: str) -> float:
+        value = _read_seconds(text)
+        if value < least_s:
+            raise ValueError(f"must be at least {least_s:g} second{'s' * (least_s != 1)}, got {text!r}")
+        return value
+
+    return read
+
+
+def _one_of(*words: str) -> Callable[[str], str]:
+    def read(text: str) -> str:
+        if text not in words:
+            raise ValueError(f"must be {', '.join(words[:-1])} or {words[-1]}, got {text!r}")
+        return text
+
+    return read
 
 
 def _read_witness(text: str) -> str:
     from phalanx._job.hosts.succession.witness.address import read_witness  # here, because most jobs are on one host
 
     return read_witness(text)
-
-
-def _read_evict_after(text: str) -> float:
-    value = _read_seconds(text)
-    if value < 0.5:
-        raise ValueError(f"must be at least 0.5 seconds, got {text!r}")
-    return value
 
 
 def _read_nproc(text: str) -> str:
@@ -158,18 +163,6 @@ def _read_variable(text: str) -> dict[str, str | None]:
     return {name: value if equals else None}
 
 
-def _read_start_method(text: str) -> str:
-    if text not in ("spawn", "fork", "forkserver"):
-        raise ValueError(f"must be spawn, fork or forkserver, got {text!r}")
-    return text
-
-
-def _read_shell(text: str) -> str:
-    if text not in ("bash", "zsh", "tcsh"):
-        raise ValueError(f"must be bash, zsh or tcsh, got {text!r}")
-    return text
-
-
 def _read_local_ranks(text: str) -> tuple[int, ...] | None:
     if not text:
         return None
@@ -242,7 +235,7 @@ OPTIONS = (
            "SECONDS", _read_seconds, torchruns=False),
     Option("evict-after", "evict_after_s", "Kill a rank that makes the others wait and is inactive for so many "
            "seconds: it is stopped, deadlocked, or waits for a dead disk. An elastic job replaces it. (Default: "
-           "the command only reports the rank.)", "SECONDS", _read_evict_after, torchruns=False),
+           "the command only reports the rank.)", "SECONDS", _at_least(0.5), torchruns=False),
     Option("max-restarts", "max_restarts", "After a failure, restart all ranks, up to N times (default 0). In an "
            "elastic job, replace up to N lost ranks (default: as long as the job makes progress).", "N", _read_count),
     Option("role", "role", "Set ROLE_NAME for the ranks of this host (default: default).", "NAME"),
@@ -257,7 +250,7 @@ OPTIONS = (
            "Without this option, the key is read from PHALANX_KEY_FILE, PHALANX_KEY or your configuration folder.",
            "FILE", torchruns=False),
     Option("host-timeout", "", "The time without a heartbeat after which a host is lost, and the job fails, in seconds "
-           "(default 9).", "SECONDS", _read_host_timeout, torchruns=False),
+           "(default 9).", "SECONDS", _at_least(1), torchruns=False),
     Option("witness", "", "A service outside the job that votes when hosts are lost, so that a job on two hosts "
            "survives the loss of either: HOST:PORT of a `phalanx coordinator` on a third host, or "
            "etcd://HOST:PORT. Only the first host needs the option.",
@@ -295,9 +288,10 @@ OPTIONS = (
     Option("use-env", "not:local_rank_argument", "Pass the script no --local-rank argument: it reads LOCAL_RANK, as "
            "with torch.distributed.launch.", torchruns=False),
     Option("print-completion", "print_completion", "Print a script with which a shell completes these options, and "
-           "exit. (`phalanx completion` covers all commands.)", "bash|zsh|tcsh", _read_shell, torchruns=False),
+           "exit. (`phalanx completion` covers all commands.)", "bash|zsh|tcsh", _one_of("bash", "zsh", "tcsh"),
+           torchruns=False),
     Option("start-method", None, "Accepted without effect: ranks are forked from a process that has imported torch, "
-           "and behave like spawned processes.", "spawn|fork|forkserver", _read_start_method),
+           "and behave like spawned processes.", "spawn|fork|forkserver", _one_of("spawn", "fork", "forkserver")),
     Option("monitor-interval", None, "Accepted without effect: exits of ranks are detected at once.",
            "SECONDS", _read_seconds),
     Option("signals-to-handle", "signals_to_handle", "Set TORCHELASTIC_SIGNALS_TO_HANDLE for the ranks (default: "

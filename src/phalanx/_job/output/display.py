@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from phalanx._job.output.logs import explain_gap
 from phalanx._job.output.screen import CLEAR_BELOW, format_prefix, plan_status
-from phalanx._job.output.text import encode
+from phalanx._job.output.standard import encode
 from phalanx._job.output.traceback_buffer import TracebackBuffer
 
 _REDRAW_S = 0.05  # a status line is redrawn at most this often

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from io import FileIO
 
-from phalanx._job.output.text import encode
+from phalanx._job.output.standard import encode
 from phalanx.errors import LaunchError
 
 

@@ -1,4 +1,4 @@
-"""Print to a standard output that may be ASCII, closed or full; report errors in one line, without traceback."""
+"""Write to standard descriptors that may be ASCII, closed or full; report errors in one line, without traceback."""
 
 from __future__ import annotations
 
@@ -9,6 +9,22 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+
+def encode(text: str) -> bytes:
+    """Return `text` as UTF-8; characters that it lacks (surrogates, raw bytes) are escaped, as in `\\udc80`."""
+    return text.encode(errors="backslashreplace")
+
+
+def show(fd: int, text: str) -> bool:
+    """Write all of `text` and a line end to `fd`; return False if this fails (closed, full)."""
+    data = encode(text) + b"\n"
+    try:
+        while data:
+            data = data[os.write(fd, data) :]
+    except OSError:
+        return False
+    return True
 
 
 class OutputLostError(Exception):

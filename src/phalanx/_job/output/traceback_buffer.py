@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from phalanx._job.output.text import encode
+from phalanx._job.output.standard import encode
 
 # A separate number: not a line number in code (train.py:88), nor a part of a name (float32).
 _NUMBER = re.compile(rb"0x[0-9a-fA-F]+|(?<![\w.])(?<!\.py:)\d+(?:\.\d+)?(?:e[+-]?\d+)?(?![\w])")

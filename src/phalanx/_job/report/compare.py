@@ -15,7 +15,7 @@ from phalanx._job.report.findings import find
 from phalanx._job.report.gather import find_job, of_ranks
 from phalanx._job.report.job_record import JobRecord
 from phalanx._job.report.measurements import PARTS, Measurements
-from phalanx._job.report.page import STATES, code, document
+from phalanx._job.report.page import STATES, code, document, titled
 from phalanx._job.report.pictures import StepBar, figure, loss_axis, mean_step, seconds_mark, step_bars, time_axis
 from phalanx._job.report.records import list_records
 from phalanx._job.report.units import percent, seconds, size, three_digits
@@ -171,10 +171,9 @@ def compare_page(names: Sequence[str], runs: Sequence[Measurements]) -> str:
         ("Where the time of a step goes", _steps(names, runs)),
         ("What to do", todo),
     ]
-    shown = "".join(f"<section><h2>{title}</h2>{part}</section>" for title, part in sections if part)
     heading = f"<header><h1>{len(runs)} runs side by side</h1></header>"
     foot = "What stands before a number is its difference from the first run's; below 2 % nothing is told."
-    return document(f"{len(runs)} runs side by side", heading + shown, foot)
+    return document(f"{len(runs)} runs side by side", heading + titled(sections), foot)
 
 
 def _cell(row: Row, number: int) -> str:

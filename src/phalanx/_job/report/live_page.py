@@ -22,9 +22,9 @@ from phalanx._job.report.axes import linear
 from phalanx._job.report.charts import Line, line_chart
 from phalanx._job.report.findings import find
 from phalanx._job.report.page import document, sections_of, titled
-from phalanx._job.report.page_so_far import measure_so_far
 from phalanx._job.report.pictures import figure, seconds_mark, time_axis
 from phalanx._job.report.units import percent, seconds, size, three_digits
+from phalanx._job.report.write import measure_so_far
 
 _HTML = "text/html; charset=utf-8"
 _AGAIN_S = 1.0  # the job is sampled at most once in this time, and no sample shown is older

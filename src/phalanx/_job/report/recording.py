@@ -14,11 +14,11 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
-from types import TracebackType
 from typing import Any
 from zlib import crc32
 
 import phalanx
+from phalanx._base.processes import observe_uncaught
 from phalanx._comm.backend.torch_integration.training_steps import observe_steps
 from phalanx._comm.diagnostics import step_notes
 from phalanx._comm.diagnostics.report_request import request_report
@@ -174,11 +174,7 @@ def _write_at_end(folder: str, recorder: StepRecorder) -> None:
     )
     job.write(folder)
     failed: list[str] = []
-    hook = sys.excepthook
-
-    def note(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        failed.append(f"rank 0: {kind.__name__}: {error}")
-        hook(kind, error, trace)
+    observe_uncaught(lambda error: failed.append(f"rank 0: {type(error).__name__}: {error}"))
 
     def write() -> None:
         end = "ended"  # no hook reports the code of sys.exit()
@@ -193,7 +189,6 @@ def _write_at_end(folder: str, recorder: StepRecorder) -> None:
             why = str(error) or type(error).__name__
             print(f"phalanx: the report could not be written to {folder}: {why}", file=sys.stderr)
 
-    sys.excepthook = note
     _writers.append(write)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 
+from phalanx._comm.diagnostics.rank_list import format_ranks
 from phalanx._job.report.measurements import PARTS, Measurements, RankRun
 from phalanx._job.report.units import percent, rate, seconds, size, three_digits
 
@@ -102,7 +103,7 @@ def machine_table(run: Measurements) -> str:
             f"rank {rank.rank}",
             rank.host,
             str(rank.pid),
-            _numbers([int(cpu) for cpu in rank.facts.get("cpus", ())]),
+            format_ranks((int(cpu) for cpu in rank.facts.get("cpus", ())), separator=", "),
             str(rank.facts.get("threads", "")),
             "" if rank.num_workers is None else str(rank.num_workers),
             "" if rank.cpu_share is None else _on_a_core(rank, rank.cpu_share),
@@ -127,14 +128,3 @@ def _on_a_core(rank: RankRun, share: float) -> str:
     whom = max(waits, key=lambda what: waits[what])
     waited = waits[whom] / rank.step_s
     return f"{percent(share)}, as it waits {whom} {percent(waited)}" if waited > _WAITS else percent(share)
-
-
-def _numbers(numbers: Sequence[int]) -> str:
-    """Return numbers as text: `0-3, 8`."""
-    spans: list[list[int]] = []
-    for number in numbers:
-        if spans and spans[-1][-1] == number - 1:
-            spans[-1] = [spans[-1][0], number]
-        else:
-            spans.append([number])
-    return ", ".join("-".join(map(str, span)) for span in spans)

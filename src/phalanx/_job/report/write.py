@@ -3,6 +3,8 @@
 report.html    the page                    trace.json   for ui.perfetto.dev
 report.json    the numbers behind it
 job.json       the launcher's record       ranks/       the ranks' records: removed when the rest is written
+
+Of a running job, only the page is written, to a file that the caller names.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 from contextlib import suppress
+from pathlib import Path
 
 from phalanx._comm.diagnostics.step_file import read_folder
 from phalanx._job.report.findings import find
@@ -40,6 +43,24 @@ def write_report(folder: str, *, keep_records: bool = False) -> Measurements:
         remove_records(folder, lambda file: is_of_run(job, file))
         with suppress(OSError):  # the folder is not empty, or was never made
             os.rmdir(os.path.join(folder, RANKS))
+    return run
+
+
+def measure_so_far(folder: str) -> Measurements:
+    """Return the current measurements of the run that is recorded for the report in `folder`."""
+    files = read_folder(os.path.join(folder, RANKS))
+    job = find_job(folder, files)
+    return combine(job, of_ranks(job, files))
+
+
+def write_page_so_far(folder: str, path: str | os.PathLike[str]) -> Measurements:
+    """Write the page to the file `path`, and return its measurements.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    run = measure_so_far(folder)
+    Path(path).write_bytes(render(run, find(run)).encode(errors="backslashreplace"))
     return run
 
 

@@ -2,8 +2,8 @@
 
     allocation            the result, and the line that reports it
     slurm, kubernetes,    the variables of a scheduler, and how it starts this command on every host
-    hosts (LSF, PBS), mpi
-    find                  which of them it is; contradictory variables are refused by name
+    hosts (LSF, PBS)
+    find                  which of them it is, or `mpiexec`; contradictory variables are refused by name
     rendezvous            the rendezvous of the job's agents, where the scheduler does not name it
 
 `phalanx._job.launch.adopt` puts the result into the settings of `phalanx run`.

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Mapping
 
-from phalanx._job.schedulers import hosts, kubernetes, mpi, slurm
-from phalanx._job.schedulers.allocation import Allocation
+from phalanx._base.processes import read_start_ticks
+from phalanx._comm.rendezvous.launchers import mpi_launch
+from phalanx._job.schedulers import hosts, kubernetes, slurm
+from phalanx._job.schedulers.allocation import Allocation, read_port
 from phalanx.errors import LaunchError
+
+_MPI_VARIABLES = {
+    "Open MPI": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    "MPICH": ("PMI_RANK", "PMI_SIZE"),
+}
 
 
 def find_allocation(environ: Mapping[str, str], *, nnodes: int = 0) -> Allocation | None:
@@ -19,7 +27,7 @@ def find_allocation(environ: Mapping[str, str], *, nnodes: int = 0) -> Allocatio
     Raises:
         LaunchError: the variables contradict each other, or are incomplete; the message names them.
     """
-    found = mpi.find(environ) or slurm.find(environ)
+    found = _find_mpi(environ) or slurm.find(environ)
     if found is None:
         found = kubernetes.find_kubeflow(environ)
     if found is None and environ.get("JOB_COMPLETION_INDEX"):
@@ -36,6 +44,38 @@ def find_allocation(environ: Mapping[str, str], *, nnodes: int = 0) -> Allocatio
             exit_code=2,
         )
     return found if found.num_nodes > 1 else None
+
+
+def _find_mpi(environ: Mapping[str, str]) -> Allocation | None:
+    """Return the allocation of an `mpiexec` of several processes; None without one.
+
+    Each MPI process is a node, even several on one host.
+    """
+    launch = mpi_launch(environ)
+    if launch is None or launch.world_size == 1:
+        return None
+    address, port = environ.get("MASTER_ADDR", ""), read_port(environ, "MASTER_PORT")
+    is_on_one_host = launch.local_size in (0, launch.world_size)
+    if launch.job:
+        job, is_named = launch.job, bool(address)
+    elif is_on_one_host:
+        # The process that has started all of this host's processes identifies the job.
+        job, is_named = f"mpiexec-{os.getppid()}-{read_start_ticks(os.getppid())}", True
+    else:
+        # MPICH does not name the job. Two jobs at the same address and port are indistinguishable anyway.
+        job, is_named = f"mpiexec-{address}:{port}", bool(address and port)
+    return Allocation(
+        launch.launcher,
+        launch.rank,
+        launch.world_size,
+        job,
+        _MPI_VARIABLES[launch.launcher],
+        first_host=address,
+        port=port,
+        asks_mpi=not is_named and not is_on_one_host,
+        local_node=launch.local_rank,
+        num_local_nodes=launch.local_size or launch.world_size,
+    )
 
 
 def _own_full_name() -> str:

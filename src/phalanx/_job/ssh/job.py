@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import shlex
@@ -24,9 +25,9 @@ from phalanx._job.agent.settings import USAGE_EXIT_CODE
 from phalanx._job.coordinator.rendezvous import join_endpoint
 from phalanx._job.hosts.reach import TRY_S
 from phalanx._job.launch.command import main as run_here
+from phalanx._job.launch.command import report_errors
 from phalanx._job.output.display import Writer
-from phalanx._job.output.standard import open_standard_descriptors
-from phalanx._job.output.text import encode, show
+from phalanx._job.output.standard import encode, open_standard_descriptors
 from phalanx._job.ssh.check import Problem, choose_address, explain_ssh, find_problems, format_table
 from phalanx._job.ssh.connection import Phase, SshConnection
 from phalanx._job.ssh.facts import Facts, digest_source
@@ -52,27 +53,21 @@ _SECRET_BYTES = 32
 def main(words: Sequence[str]) -> int:
     """Run `phalanx run` with `words`, which contain hosts; return the exit code, after printing problems on stderr."""
     open_standard_descriptors()
-    try:
-        request = read_request(words, os.environ, os.getcwd())
-        if request is None:
-            return run_here(["--help"])
-        key = None
-        if request.settings.rendezvous is not None:
+    return report_errors(lambda: _run(words))
+
+
+def _run(words: Sequence[str]) -> int:
+    request = read_request(words, os.environ, os.getcwd())
+    if request is None:
+        return run_here(["--help"])
+    key = None
+    if request.settings.rendezvous is not None:
+        try:
             key = find_key(request.settings.key_file, os.environ) or Key.generate()
-        with caught_signals(_CAUGHT) as signals:
-            job = SshJob(request, key, signals)
-            try:
-                return job.run()
-            finally:
-                job.close()
-    except AuthenticationError as error:
-        show(2, f"phalanx run: {error}")
-        return USAGE_EXIT_CODE
-    except LaunchError as error:
-        show(2, str(error))
-        return error.exit_code
-    except KeyboardInterrupt:  # before signals are caught: nothing was started
-        return 128 + signal.SIGINT
+        except AuthenticationError as error:
+            raise LaunchError(f"phalanx run: {error}", exit_code=USAGE_EXIT_CODE) from None
+    with caught_signals(_CAUGHT) as signals, contextlib.closing(SshJob(request, key, signals)) as job:
+        return job.run()
 
 
 class SshJob:

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 from phalanx._base.deadline import Deadline
+from phalanx._base.host_addresses import interface_addresses
 from phalanx._comm.backend.torch_integration.groups import phalanx_group
-from phalanx._comm.engines.interfaces import interface_addresses
 from phalanx._comm.schedules.network import Link
 from phalanx._comm.transport.hierarchical.rails import RailMessage
 from phalanx._comm.transport.hierarchical.transport import HierarchicalTransport

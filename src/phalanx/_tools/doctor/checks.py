@@ -6,8 +6,8 @@ import enum
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from phalanx._base.host_addresses import is_public
 from phalanx._base.torch_versions import OLDEST, TESTED, describe_untested, release_of
-from phalanx._comm.engines.interfaces import is_public
 from phalanx._job.agent.limits import needed_open_files
 from phalanx._tools.doctor.facts import DoctorFacts, Driver, Probe, Torch
 

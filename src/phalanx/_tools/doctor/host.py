@@ -14,7 +14,7 @@ from pathlib import Path
 
 import phalanx
 from phalanx._base.control_groups import find_groups, read_cpu_quota, read_number
-from phalanx._comm.engines.interfaces import interface_addresses
+from phalanx._base.host_addresses import interface_addresses
 from phalanx._job.schedulers.find import find_allocation
 from phalanx._job.schedulers.slurm import find_unused_hosts
 from phalanx._tools.doctor.driver import query_driver

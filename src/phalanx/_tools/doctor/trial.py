@@ -25,11 +25,11 @@ _REPEATS = 25
 _COPIED_BYTES = 64 << 20
 
 
-def try_training(python: str = sys.executable) -> tuple[Torch | str, Probe]:
+def try_training() -> tuple[Torch | str, Probe]:
     """Return PyTorch's information on itself, or why it could not be imported, and how a step on two ranks went."""
     try:
         run = subprocess.run(
-            [python, "-m", __name__],
+            [sys.executable, "-m", __name__],
             capture_output=True,
             text=True,
             timeout=_TIMEOUT_S + _STEP_TIMEOUT_S,

@@ -31,8 +31,8 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
-from phalanx._base.deadline import join_all
 from phalanx._base.log import get_logger
+from phalanx._base.threads import join_all
 from phalanx._comm.control.key import Key
 from phalanx.errors import ClosedError, PhalanxError
 from phalanx.rpc import wire

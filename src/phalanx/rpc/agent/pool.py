@@ -16,7 +16,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from phalanx._base.deadline import Deadline, join_all
+from phalanx._base.deadline import Deadline
+from phalanx._base.threads import join_all
 
 STUCK_S = 1e-3
 
@@ -109,7 +110,7 @@ class ThreadPool:
             parked, self._parked = self._parked, []
         for gate in parked:
             gate.release()
-        join_all([one for one in self._threads if one is not threading.current_thread()], timeout_s)
+        join_all(self._threads, timeout_s)
 
 
 class CallLimit:

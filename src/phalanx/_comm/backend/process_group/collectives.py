@@ -426,8 +426,7 @@ def all_to_all_single(
 
     def run(ctx: CallContext) -> None:
         group.transport.all_to_all(outputs, unshared(inputs, outputs), ctx, splits=splits)
-        if dense is not output:
-            write_back(output, dense)
+        write_back(output, dense)
 
     return group.carry_out(run, opts, [output])
 
@@ -458,7 +457,7 @@ def allreduce_coalesced(group: PhalanxProcessGroup, tensors: Sequence[Tensor], o
     """Reduce each tensor from its values before the call, even if tensors share memory."""
     if not tensors:
         raise ArgumentError("all_reduce_coalesced: requires non-empty tensor list")
-    checked = check_one_type(tensors, "all_reduce_coalesced", written=True)
+    checked = check_one_type(tensors, "all_reduce_coalesced")
     code, factor = reduction_of(opts.reduceOp, checked[0].dtype, "all_reduce_coalesced")
 
     def run(ctx: CallContext) -> None:

@@ -23,9 +23,9 @@ import torch.distributed as dist
 from phalanx._base.log import get_logger, warn_once
 from phalanx._comm.backend.device_backends import DeviceBackend, available, find_device, no_backend_for
 from phalanx._comm.backend.dynamo import untraced
-from phalanx._comm.backend.overloads import first_form
+from phalanx._comm.backend.overloads import METHODS, OLDER_NAMES, first_form
 from phalanx._comm.backend.process_group import PhalanxProcessGroup
-from phalanx._comm.backend.process_group.staged import DeviceStaging, StagedWork
+from phalanx._comm.backend.process_group.staged import MESSAGES, DeviceStaging, StagedWork
 from phalanx._comm.backend.rendezvous import ranks_share_gpus
 from phalanx._comm.backend.work import PhalanxWork, SerialExecutor
 from phalanx._comm.diagnostics.failure_report import closed
@@ -37,15 +37,6 @@ _IDENTITY_BYTES = 128  # a device's name has at most so many bytes in UTF-8
 _IDENTITY_TAG = -(
     1 << 20
 )  # the tag of the messages in which two ranks exchange their devices; PyTorch's tags are never negative
-
-# torch calls these with tensors first. Aliases are passed on under the name that was called.
-_COLLECTIVES = (
-    "allreduce", "allreduce_coalesced", "broadcast", "reduce", "allgather", "all_gather_single", "_allgather_base",
-    "all_gather_single_coalesced", "allgather_into_tensor_coalesced", "allgather_coalesced", "gather", "scatter",
-    "reduce_scatter", "reduce_scatter_single", "_reduce_scatter_base", "reduce_scatter_single_coalesced",
-    "reduce_scatter_tensor_coalesced", "alltoall", "all_to_all_single", "alltoall_base",
-)  # fmt: skip
-_MESSAGES = ("send", "recv", "recv_anysource")
 
 _logger = get_logger(__name__)
 
@@ -287,6 +278,7 @@ def _routed(name: str, *, collective: bool) -> Callable[..., dist.Work]:
     return call
 
 
-for _name in (*_COLLECTIVES, *_MESSAGES):
-    setattr(RoutedProcessGroup, _name, _routed(_name, collective=_name in _COLLECTIVES))
+for _name in (*METHODS, *OLDER_NAMES.values()):
+    if _name != "barrier":  # torch calls all others with tensors first
+        setattr(RoutedProcessGroup, _name, _routed(_name, collective=_name not in MESSAGES))
 untraced(RoutedProcessGroup)

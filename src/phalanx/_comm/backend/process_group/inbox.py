@@ -8,8 +8,9 @@ import threading
 from torch import Tensor
 
 from phalanx._base.deadline import Deadline, timeout_ns
+from phalanx._base.threads import start_thread
 from phalanx._comm.backend.dynamo import untraced
-from phalanx._comm.backend.work import CompletedWork, PhalanxWork, start_thread
+from phalanx._comm.backend.work import CompletedWork, PhalanxWork
 from phalanx._comm.transport.base import CallContext
 from phalanx._comm.transport.shared_memory import PostedReceive, SharedMemoryTransport
 from phalanx._core import Receive

@@ -154,7 +154,7 @@ def _through_dispatcher(group: Any, name: str, args: tuple[Any, ...]) -> Any:
     if face is None:
         _faces[group] = face = c10d.ProcessGroup(group.rank(), group.size())
         _groups[face] = weakref.ref(group)
-    method = getattr(face, name, None) or getattr(face, _OLDER_NAMES[name])
+    method = getattr(face, name)
     _this_thread.reduce_op = next((r for r in map(_reduction, args) if r is not None), None)
     _this_thread.work = None
     try:
@@ -162,16 +162,6 @@ def _through_dispatcher(group: Any, name: str, args: tuple[Any, ...]) -> Any:
         return work if _this_thread.work is None else _this_thread.work
     finally:
         _this_thread.reduce_op = _this_thread.work = None
-
-
-# torch's names up to 2.12.
-_OLDER_NAMES = {
-    "all_gather_single": "_allgather_base",
-    "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
-    "reduce_scatter_single": "_reduce_scatter_base",
-    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
-    "all_to_all_single": "alltoall_base",
-}
 
 
 def _reduction(argument: Any) -> Any:

@@ -30,7 +30,7 @@ from phalanx._comm.transport.staging.staged_call import StagedTensors
 from phalanx.errors import PhalanxError
 
 _PATIENCE_S = 5.0
-_MESSAGES = ("send", "recv", "recv_anysource")
+MESSAGES = ("send", "recv", "recv_anysource")
 # The first argument of these is both input and output; in all others, the outputs precede the inputs.
 _IN_PLACE = frozenset({"allreduce", "allreduce_coalesced", "broadcast", "reduce"})
 
@@ -110,7 +110,7 @@ class DeviceStaging:
         here: Callable[..., dist.Work],
         staged: tuple[Any, ...],
     ) -> dist.Work:
-        if name in _MESSAGES:
+        if name in MESSAGES:
             if name != "send":
                 return StagedReceive(here(group, *staged), call)
             call.await_inputs()
@@ -151,7 +151,7 @@ def _stage(call: StagedCall, rank: int, name: str, device: torch.device, args: t
         return call.stage(value, read=read, written=written)
 
     first, rest = args[0], args[1:]
-    if name in _MESSAGES:
+    if name in MESSAGES:
         return staged(first, read=name == "send", written=name != "send"), *rest
     if name in _IN_PLACE:
         root = -1 if name.startswith("allreduce") else rest[0].rootRank

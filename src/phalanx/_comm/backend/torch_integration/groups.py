@@ -22,10 +22,12 @@ import torch
 import torch.distributed as dist
 
 from phalanx._base.torch_names import describe_missing, find
+from phalanx._comm.backend.overloads import METHODS
 from phalanx._comm.backend.torch_integration.hooks import carry_out
 
 if TYPE_CHECKING:
     from phalanx._comm.backend.process_group import PhalanxProcessGroup
+    from phalanx._comm.transport.authentication import PickleAuthenticator
 
 
 class TorchGroup(dist.ProcessGroup):
@@ -39,6 +41,15 @@ class TorchGroup(dist.ProcessGroup):
 def phalanx_group(group: Any) -> PhalanxProcessGroup | None:
     """Return our group behind torch's `group`; None if it has another backend or is not a group."""
     return cast("PhalanxProcessGroup", group) if isinstance(group, TorchGroup) else None
+
+
+def pickle_authenticator(group: Any) -> PickleAuthenticator | None:
+    """Return the authenticator of the pickles of `group` (None: the default one) on this rank.
+
+    Return None for other backends' groups, and for a group whose ranks all share memory.
+    """
+    ours = phalanx_group(dist.group.WORLD if group is None else group)
+    return None if ours is None else ours.transport.pickles
 
 
 def list_groups() -> list[Any]:
@@ -134,14 +145,6 @@ def _world() -> Any:
 
 _torch: Any = find("torch._C._distributed_c10d", loses="hooks of our groups are not called")
 
-# The methods that torch's C++ calls on a `Backend`, by the names of their Python overrides; our group runs them.
-_OPERATIONS = (
-    "allreduce", "allreduce_coalesced", "broadcast", "reduce", "allgather", "allgather_coalesced",
-    "all_gather_single", "all_gather_single_coalesced", "gather", "scatter", "reduce_scatter",
-    "reduce_scatter_single", "reduce_scatter_single_coalesced", "alltoall", "all_to_all_single",
-    "send", "recv", "recv_anysource", "barrier",
-)  # fmt: skip
-
 _NEEDS = (
     "torch._C._distributed_c10d.Backend",
     "torch._C._distributed_c10d.ProcessGroup.BackendType.CUSTOM",
@@ -214,7 +217,7 @@ def _inner_class() -> type[Any]:
             group = self._group()
             return 0 if group is None else group._get_sequence_number_for_group()
 
-    for name in _OPERATIONS:
+    for name in METHODS:  # C++ calls these on a `Backend`; our group runs them
         setattr(InnerBackend, name, _forwarding(name))
     return InnerBackend
 

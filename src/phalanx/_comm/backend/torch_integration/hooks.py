@@ -19,21 +19,12 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from phalanx._base.torch_names import report_loss
+from phalanx._comm.backend.overloads import METHODS, OLDER_NAMES
 from phalanx._comm.backend.torch_integration.patch import patch
 
 _Group = TypeVar("_Group", bound=type)
 _torch_group: Any = dist.ProcessGroup
 
-# The methods that torch dispatches, by the name under which its C++ looks for an override, and their older names.
-_METHODS = (
-    "allreduce", "allreduce_coalesced", "broadcast", "reduce", "allgather", "allgather_coalesced", "all_gather_single",
-    "all_gather_single_coalesced", "gather", "scatter", "reduce_scatter", "reduce_scatter_single",
-    "reduce_scatter_single_coalesced", "alltoall", "all_to_all_single", "send", "recv", "recv_anysource", "barrier",
-)  # fmt: skip
-_ALIASES = (
-    "_allgather_base", "allgather_into_tensor_coalesced", "_reduce_scatter_base", "reduce_scatter_tensor_coalesced",
-    "alltoall_base",
-)  # fmt: skip
 _KINDS = ("pre_hook", "post_hook")
 _hookable: list[type] = []
 
@@ -102,10 +93,9 @@ def _stop_calling(group: Any, reason: object) -> None:
 @functools.cache
 def _class_with_hooks(cls: Any) -> type:
     methods: dict[str, Any] = {"class_without_hooks": cls}
-    for name in _METHODS:
-        if hasattr(_torch_group, name):
-            methods[name] = _dispatched(cls, name)
-    for name in _ALIASES:
+    for name in METHODS:
+        methods[name] = _dispatched(cls, name)
+    for name in OLDER_NAMES.values():
         if hasattr(_torch_group, name):
             methods[name] = getattr(_torch_group, name)  # a C++ method, which torch does not count as an override
     made: type = type(cls)(cls.__name__, (cls,), methods)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx._base.torch_names import report_loss
-from phalanx._comm.backend.pickles import pickle_authenticator
+from phalanx._comm.backend.torch_integration.groups import pickle_authenticator
 from phalanx._comm.backend.torch_integration.patch import distributed_c10d, patch
 from phalanx._comm.transport.authentication import OVERHEAD_BYTES, PickleAuthenticator, PickleStream
 

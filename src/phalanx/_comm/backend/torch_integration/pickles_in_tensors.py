@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx._base.torch_names import resolve
-from phalanx._comm.backend.pickles import pickle_authenticator
+from phalanx._comm.backend.torch_integration.groups import pickle_authenticator
 from phalanx._comm.backend.torch_integration.late_modules import call_once_imported
 from phalanx._comm.backend.torch_integration.patch import patch
 from phalanx._comm.transport.authentication import OVERHEAD_BYTES, PickleAuthenticator, PickleStream

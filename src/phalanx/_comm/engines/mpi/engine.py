@@ -6,12 +6,14 @@ import contextlib
 import hashlib
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import wait
 from datetime import timedelta
 from typing import Any
 
 from torch import Tensor
 
 from phalanx._base.deadline import Deadline
+from phalanx._base.threads import call_in_thread
 from phalanx._comm.engines.engine import DATA
 from phalanx._comm.engines.mpi.runtime import Runtime, wait_until
 
@@ -181,24 +183,11 @@ class MpiEngine:
 
     def _in_time(self, call: Callable[[], Any], timeout: timedelta) -> Any:
         """Return the result of `call`, from another thread: MPI offers no non-blocking variant."""
-        answers: list[Any] = []
-        errors: list[Exception] = []
-
-        def run() -> None:
-            try:
-                answers.append(call())
-            except Exception as error:  # raised in the calling thread
-                errors.append(error)
-
-        thread = threading.Thread(target=run, name="phalanx-mpi-create", daemon=True)
-        thread.start()
-        thread.join(timeout.total_seconds())
-        if thread.is_alive():
-            self.runtime.abandoned.append(thread)
+        created = call_in_thread(call, "phalanx-mpi-create")
+        if not wait([created], timeout.total_seconds()).done:
+            self.runtime.abandoned.append(created)
             raise TimedOut(f"some rank did not come within {timeout.total_seconds():.1f} s")
-        if errors:
-            raise errors[0]
-        return answers[0]
+        return created.result()
 
     @property
     def num_tags(self) -> int:

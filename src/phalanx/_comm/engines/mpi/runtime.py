@@ -11,10 +11,10 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any
 
 from phalanx._base.deadline import Deadline
+from phalanx._base.processes import observe_uncaught
 from phalanx.errors import DeadlineError, PhalanxError
 
 _BROADCAST_BYTES = 4096
@@ -55,6 +55,10 @@ class Runtime:
         """Try the remaining work for groups that this process has left; return whether nothing remains."""
         self.pending_frees[:] = [pending_free for pending_free in self.pending_frees if not pending_free()]
         return not self.pending_frees
+
+    def note_failure(self, error: BaseException) -> None:
+        """Record that an exception ends this process."""
+        self.failed = True
 
     @property
     def is_over(self) -> bool:
@@ -191,7 +195,7 @@ def _start(mpi: Any) -> Runtime:
     world = mpi.COMM_WORLD
     runtime = Runtime(mpi, world.Get_rank(), world.Get_size(), vendor, os.getpid())
     atexit.register(_finish, runtime, ours)
-    _remember_failure(runtime)
+    observe_uncaught(runtime.note_failure)
     return runtime
 
 
@@ -206,17 +210,6 @@ def _unlike(launcher: Launcher, vendor: str, size: int) -> str:
         f"MPI: {launcher.name} started {launcher.world_size} processes, but {vendor} sees {size}: MPI joins only what "
         "mpiexec starts.\nStart the job with mpiexec, or use backend 'phalanx' with engine 'gloo'."
     )
-
-
-def _remember_failure(runtime: Runtime) -> None:
-    previous = sys.excepthook
-
-    def remember(kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> None:
-        runtime.failed = True
-        previous(kind, error, tb)
-
-    hook: Callable[[type[BaseException], BaseException, TracebackType | None], Any] = remember
-    sys.excepthook = hook
 
 
 def _finish(runtime: Runtime, ours: bool) -> None:

@@ -12,6 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,7 +37,6 @@ from phalanx._comm.engines.gloo import GlooEngine
 from phalanx._comm.transport.background import WHOLE_BYTES, Background, look_at
 from phalanx._comm.transport.base import CallContext
 from phalanx._comm.transport.call import HEAD_BYTES, CollectiveCall, Disagreement, disagreement, split_heads
-from phalanx._comm.transport.call_lock import take_call_lock
 from phalanx._comm.transport.group_reports import GroupReports
 from phalanx._comm.transport.health_monitor import HealthMonitor
 from phalanx._comm.transport.tensors import alias, flat
@@ -149,12 +149,7 @@ class GlooSession:
             MismatchError: the ranks' calls differ; no tensor was changed.
             PeerLostError, DeadlineError: a rank is lost or late.
         """
-
-        def check() -> None:
-            if self.reports.report is not None:
-                raise self.reports.report.error(FailedOperation(call.name, self.group, self.rank, call_site=call.place))
-
-        take_call_lock(self.lock, self.group, self.rank, ctx.timeout_s, check)
+        self.reports.acquire_lock(call, ctx.timeout_s)
         try:
             with self._running(call, ctx) as deadline:
                 yield deadline
@@ -194,24 +189,17 @@ class GlooSession:
         This thread can then handle Ctrl-C, and can detect a lost connection: once a message has begun to arrive, Gloo
         does not report the loss to the thread that waits for the message.
         """
-        connected = set(self.reports.others())
         arguments = _aliases(arguments)
 
         def carry_out() -> None:
             with gloo_errors():
                 self.engine.begin(method, arguments, timedelta_of(deadline), **options).wait()
 
-        def check() -> None:
-            for peer in sorted(connected):
-                try:
-                    self.engine.check(peer)
-                except RuntimeError as error:
-                    _, position = self.reports.store.exit_reason(peer)
-                    if position is None or position.inside or position.seq < self.seq:
-                        raise GlooFailed(str(error)) from error
-                    connected.discard(peer)  # it has completed its part of this collective, and left
+        def lost(peer: int, error: RuntimeError) -> None:
+            raise GlooFailed(str(error)) from error
 
-        self._background.run(carry_out, check, self.reports.interrupted)
+        look = self.reports.watch_peers(self.engine, self.reports.others(), lost)
+        self._background.run(carry_out, look, self.reports.interrupted)
 
     def wait_for(self, messages: Sequence[InTransit], peer: int, num_bytes: int, deadline: Deadline) -> None:
         """Wait for a message with `peer`; if the message may arrive in parts, wait on another thread, as in `run`."""
@@ -229,8 +217,7 @@ class GlooSession:
     def _check_open(self, operation: FailedOperation) -> None:
         if self.closed:
             raise closed(self.group)
-        if self.reports.report is not None:
-            raise self.reports.report.error(operation)
+        self.reports.check(operation)
 
     def check_tag(self, tag: int, num_tags: int) -> None:
         """Raise if the group has failed, or `tag` is invalid."""
@@ -249,12 +236,7 @@ class GlooSession:
         try:
             yield
         except (Disagreement, GlooFailed) as cause:
-            if self.reports.report is None:
-                self.reports.publish(self.reports.store.report() or self._explain(cause, deadline, peer))
-            else:
-                self.reports.accept(self.reports.report)
-            assert self.reports.report is not None
-            raise self.reports.report.error(operation) from None
+            self.reports.fail(operation, partial(self._explain, cause, deadline, peer))
         except BaseException as error:
             self.reports.give_up(error)
             raise

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,9 +11,7 @@ from torch import Tensor
 from phalanx._base.deadline import Deadline
 from phalanx._base.dtypes import dtype_name, dtype_of
 from phalanx._comm.diagnostics.failure_report import FailedOperation, RankCall
-from phalanx._comm.diagnostics.failure_store import FailureStore
 from phalanx._comm.engines.engine import timedelta_of
-from phalanx._comm.engines.gloo import GlooEngine
 from phalanx._comm.transport.base import CallContext, Transport
 from phalanx._comm.transport.call import CollectiveCall, Disagreement, compare_splits, describe_call
 from phalanx._comm.transport.gloo.numerics import is_reducible, operation_of, result_of, summand
@@ -33,19 +31,12 @@ class GlooTransport(Transport):
 
     is_interruptible = False
 
-    def __init__(
-        self,
-        group: str,
-        engine: GlooEngine,
-        failure_store: FailureStore,
-        names: Sequence[str],
-        has_ended: Callable[[int], bool],
-    ) -> None:
-        self.group = group
-        self.rank = engine.rank
-        self.world_size = engine.world_size
-        self._session = GlooSession(group, engine, failure_store, names, has_ended)
-        self.lock = self._session.lock
+    def __init__(self, session: GlooSession) -> None:
+        self.group = session.group
+        self.rank = session.rank
+        self.world_size = session.world_size
+        self.lock = session.lock
+        self._session = session
 
     # -- state and end -------------------------------------------------------------------------------------------
 
@@ -139,7 +130,7 @@ class GlooTransport(Transport):
         ) as deadline:
             if self.world_size > 1 and nbytes(data):
                 self._session.run("broadcast", [[bytes_of(data)]], deadline, root=root)
-            if data is not tensor and root != self.rank:
+            if root != self.rank:
                 write_back(tensor, data)
 
     def gather(self, outputs: Sequence[Tensor], tensor: Tensor, ctx: CallContext, *, root: int = -1) -> None:
@@ -195,8 +186,7 @@ class GlooTransport(Transport):
                 bytes_of(data).copy_(pieces[0])
             elif nbytes(data):
                 self._session.run("scatter", [[bytes_of(data)], [pieces] if pieces else []], deadline, root=root)
-            if data is not output:
-                write_back(output, data)
+            write_back(output, data)
 
     def all_to_all(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], ctx: CallContext, *, splits: bool
@@ -273,8 +263,7 @@ class GlooTransport(Transport):
                 with gloo_errors():
                     message = self._session.engine.recv(source, bytes_of(data), tag)
                 self._session.wait_for([message], source, nbytes(data), deadline)
-            if data is not tensor:
-                write_back(tensor, data)
+            write_back(tensor, data)
         return source
 
     def _recv_header(self, header: Tensor, src: int, tag: int, deadline: Deadline) -> int:

@@ -41,7 +41,7 @@ class EngineCollectives:
 
     def reduces(self, dtype: torch.dtype, redop: int) -> bool:
         """Return whether the engine has this reduction, and sums are not rounded between hosts."""
-        return is_reducible(redop, dtype) and not self._session.compression.rounds(sum_dtype(dtype))
+        return is_reducible(redop, dtype) and not self._session.compression.rounds(sum_dtype(dtype, redop), redop)
 
     def all_reduce(
         self, tensor: Tensor, call: CollectiveCall, redop: int, ctx: CallContext, *, root: int, factor: Any
@@ -67,7 +67,7 @@ class EngineCollectives:
             self._agreement.agree(ctx, deadline)
             data = dense(tensor)
             self._run("broadcast", flat(data).view(torch.uint8), call, ctx, deadline, root=root)
-            if data is not tensor and root != self._session.rank:
+            if root != self._session.rank:
                 write_back(tensor, data)
 
     def _run(

@@ -10,6 +10,7 @@ from datetime import timedelta
 import torch
 from torch import Tensor
 
+from phalanx._base.core_numbers import AVG, SUM
 from phalanx._base.log import get_logger, warn_once
 from phalanx._comm.engines.engine import InTransit
 
@@ -49,8 +50,9 @@ class Compression:
         self._num_bytes = 0
         self._residuals: OrderedDict[tuple[int, int], _Residual] = OrderedDict()  # the last used one is at the end
 
-    def rounds(self, dtype: torch.dtype) -> bool:
-        return self._dtype is not None and dtype == torch.float32
+    def rounds(self, dtype: torch.dtype, redop: int) -> bool:
+        """Return whether a reduction in `dtype` is rounded: only sums and means are."""
+        return self._dtype is not None and dtype == torch.float32 and redop in (SUM, AVG)
 
     def begin(self, buffer: Tensor, *, key: int) -> Tensor | None:
         """Add the last rounding error of tensor `key` to `buffer`; return memory for the new error, if it is kept."""
@@ -94,7 +96,7 @@ class Compression:
         assert self._dtype is not None
         short = view.to(self._dtype)
         if lost is not None:
-            lost.add_(view).sub_(short)
+            lost.add_(view).sub_(short).nan_to_num_(0.0, 0.0, 0.0)  # inf - inf: an overflow loses nothing to keep
         view.copy_(short)
         return short
 

@@ -19,7 +19,7 @@ from phalanx._comm.transport.hierarchical.agreement import Agreement
 from phalanx._comm.transport.hierarchical.rails import RailMessage, talking_to
 from phalanx._comm.transport.hierarchical.segmented import SegmentedCollectives
 from phalanx._comm.transport.hierarchical.small import SmallCollectives
-from phalanx._comm.transport.tensors import alias, dense, nbytes, write_back
+from phalanx._comm.transport.tensors import alias, dense, nbytes, write_all_back, write_back
 
 
 class DirectCollectives:
@@ -51,7 +51,7 @@ class DirectCollectives:
                     )
                 )
             _wait_all(messages)
-            _write_all(outputs, parts)
+            write_all_back(outputs, parts)
 
     def scatter(self, output: Tensor, inputs: Sequence[Tensor], root: int, ctx: CallContext) -> None:
         """Write root's inputs[rank] to `output`; on the other ranks `inputs` is empty."""
@@ -73,8 +73,7 @@ class DirectCollectives:
                     )
                 )
             _wait_all(messages)
-            if data is not output:
-                write_back(output, data)
+            write_back(output, data)
 
     def all_to_all(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], ctx: CallContext, *, splits: bool
@@ -116,7 +115,7 @@ class DirectCollectives:
             else:
                 dst[self._rank].copy_(src[self._rank].view(dst[self._rank].shape))
             _wait_all(messages)
-            _write_all(outputs, dst)
+            write_all_back(outputs, dst)
 
     def _swap(
         self, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None], deadline: Deadline
@@ -136,9 +135,3 @@ class DirectCollectives:
 def _wait_all(messages: Sequence[RailMessage]) -> None:
     for message in messages:
         message.wait()
-
-
-def _write_all(tensors: Sequence[Tensor], data: Sequence[Tensor]) -> None:
-    for tensor, got in zip(tensors, data, strict=True):
-        if got is not tensor:
-            write_back(tensor, got)

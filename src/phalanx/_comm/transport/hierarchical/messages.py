@@ -102,12 +102,11 @@ class HierarchicalMessages:
             raise closed(self._session.group)
         if not 0 <= tag < (num_tags := self._session.engine.num_tags):
             raise ValueError(f"send and recv: tag must be in 0..{num_tags - 1} in a group across hosts, got {tag}")
-        if self._session.reports.report is not None:
-            raise self._session.reports.report.error(self._operation(label, ctx))
+        self._session.reports.check(self._operation(label, ctx))
 
     def _refuse(self, here: FailedOperation, source: int, sent: tuple[int, int], wanted: tuple[int, int]) -> None:
         calls = {
             source: RankCall(f"send of {sent[0]} bytes of {dtype_name(sent[1])} to rank {self._session.rank}"),
             self._session.rank: RankCall(f"recv of {wanted[0]} bytes of {dtype_name(wanted[1])} from rank {source}"),
         }
-        self._session.fail_with(FailureReport("mismatch", calls=calls, is_collective=False), here)
+        self._session.reports.fail(here, lambda: FailureReport("mismatch", calls=calls, is_collective=False))

@@ -138,8 +138,7 @@ class Rail:
         Raises:
             ConnectionBroken: a peer is lost or late; `buffer` holds undefined values.
         """
-        reduces = schedule.operation in ("all_reduce", "reduce")
-        shorter = reduces and self._compression.rounds(buffer.dtype)
+        shorter = self._compression.rounds(buffer.dtype, redop)
         lost: Tensor | None = None
         code = dtype_of(buffer.dtype).code
 

@@ -29,8 +29,8 @@ from phalanx._comm.transport.base import CallContext
 from phalanx._comm.transport.call import CollectiveCall
 from phalanx._comm.transport.hierarchical.agreement import Agreement
 from phalanx._comm.transport.hierarchical.rails import PendingSend, RailMessage, plan, talking_to
-from phalanx._comm.transport.numerics import HALF, divide, sum_of, sum_type
-from phalanx._comm.transport.tensors import dense, is_plain, scaled, write_back
+from phalanx._comm.transport.numerics import divide, sum_of, sum_type
+from phalanx._comm.transport.tensors import dense, is_plain, scaled, write_all_back, write_back
 
 _EMPTY = torch.empty(0, dtype=torch.uint8, device="cpu")
 
@@ -52,7 +52,7 @@ class SegmentedCollectives:
         with self._session.running(call, ctx) as deadline:
             self._agreement.gather_to_leader(ctx, deadline)
             self._agreement.send_heads()
-            source = sum_type(dense(scaled(tensor, factor))).view(-1)
+            source = sum_type(dense(scaled(tensor, factor)), redop).view(-1)
             in_place = wanted and is_plain(tensor)
             result = tensor.view(-1) if in_place else torch.empty(source.shape, dtype=tensor.dtype, device="cpu")
             self._reduce_in_segments(
@@ -73,8 +73,8 @@ class SegmentedCollectives:
     ) -> None:
         with self._session.running(call, ctx) as deadline:
             self._agreement.agree(ctx, deadline)
-            sources = [sum_type(dense(scaled(t, factor))).view(-1) for t in inputs]
-            in_place = is_plain(output) and output.dtype not in HALF
+            sources = [sum_type(dense(scaled(t, factor)), redop).view(-1) for t in inputs]
+            in_place = is_plain(output) and output.dtype == sources[0].dtype
             result = output.view(-1) if in_place else torch.empty(output.numel(), dtype=sources[0].dtype, device="cpu")
             self._reduce_scatter_in_segments(result, sources, redop, ctx, deadline)
             if not in_place:
@@ -85,7 +85,7 @@ class SegmentedCollectives:
             self._agreement.agree(ctx, deadline)
             data = dense(tensor)
             self._broadcast_in_segments(data.view(-1).view(torch.uint8), root, ctx, deadline)
-            if data is not tensor and root != self._rank:
+            if root != self._rank:
                 write_back(tensor, data)
 
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor, call: CollectiveCall, ctx: CallContext) -> None:
@@ -94,9 +94,7 @@ class SegmentedCollectives:
             into = [t if is_plain(t) else torch.empty(t.shape, dtype=t.dtype, device="cpu") for t in outputs]
             flat = [t.view(-1).view(torch.uint8) for t in into]
             self.all_gather_bytes(dense(tensor).view(-1).view(torch.uint8), flat, ctx, deadline)
-            for output, got in zip(outputs, into, strict=True):
-                if got is not output:
-                    write_back(output, got)
+            write_all_back(outputs, into)
 
     # -- between the agreement and the end: tensors are flat and plain -------------------------------------------
 
@@ -120,7 +118,7 @@ class SegmentedCollectives:
         layout = self._layout
         # A rank that is alone on its host reduces in place, unless sums are rounded: rounding writes to the buffer
         # before all hosts have agreed.
-        in_place = len(layout.local_ranks) == 1 and not self._session.compression.rounds(source.dtype)
+        in_place = len(layout.local_ranks) == 1 and not self._session.compression.rounds(source.dtype, redop)
         in_place = in_place and (is_scratch or source.data_ptr() == result.data_ptr())
         root_host = 0 if root < 0 else layout.topology.host_of[root]
         schedule = self._plan("all_reduce" if root < 0 else "reduce", source.nbytes // layout.num_rails, root_host)
@@ -372,7 +370,7 @@ class SegmentedCollectives:
             for h in self._other_hosts:
                 arrived[number, h] = torch.empty(size(rank, number), dtype=output.dtype, device="cpu")
                 receives.append((hosts[h][i % layout.num_rails], arrived[number, h]))
-            return _EMPTY, self._cross_sums(receives, lambda: outgoing(number), number, deadline)
+            return _EMPTY, self._cross_sums(receives, lambda: outgoing(number), number, deadline, redop)
 
         def outgoing(number: int) -> list[tuple[int, Tensor]]:
             return [(r, partial.pop((number, r))) for h in self._other_hosts for r in self._carried(h)]
@@ -410,9 +408,10 @@ class SegmentedCollectives:
         sends: Callable[[], Sequence[tuple[int, Tensor]]],
         number: int,
         deadline: Deadline,
+        redop: int,
     ) -> Iterator[None]:
-        """Exchange sums as `_cross` exchanges messages; the sums may be rounded for sending."""
-        if not receives or not self._session.compression.rounds(receives[0][1].dtype):
+        """Exchange partial results as `_cross` exchanges messages; sums may be rounded for sending."""
+        if not receives or not self._session.compression.rounds(receives[0][1].dtype, redop):
             return self._cross(receives, sends, number, deadline)
         short = [(peer, self._session.compression.staging(tensor)) for peer, tensor in receives]
         steps = self._cross(

@@ -12,8 +12,8 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from types import TracebackType
-from typing import NoReturn
 
 from phalanx import _core
 from phalanx._base.core_numbers import INVALID, KIND_NAMES, MISMATCH, OK, PEER_LOST
@@ -24,7 +24,6 @@ from phalanx._comm.diagnostics.failure_report import (
     LEFT,
     LEFT_IN_FLIGHT,
     FailedOperation,
-    FailureReport,
     closed,
     describe_wait,
 )
@@ -36,7 +35,6 @@ from phalanx._comm.symmetric_memory.memory import SymmetricMemory
 from phalanx._comm.transport.background import Background
 from phalanx._comm.transport.base import CallContext
 from phalanx._comm.transport.call import CollectiveCall, Disagreement
-from phalanx._comm.transport.call_lock import take_call_lock
 from phalanx._comm.transport.health_monitor import HealthMonitor
 from phalanx._comm.transport.hierarchical.bruck import open_exchange
 from phalanx._comm.transport.hierarchical.compression import Compression
@@ -71,7 +69,7 @@ class Running:
     def __enter__(self) -> Deadline:
         session = self._session
         if not session.lock.acquire(blocking=False):
-            session._acquire_lock(self._call, self._ctx.timeout_s)
+            session.reports.acquire_lock(self._call, self._ctx.timeout_s)
         try:
             self._record = session._begin(self._call, self._ctx)
         except BaseException:
@@ -234,19 +232,6 @@ class HierarchicalSession:
     def place(self, ctx: CallContext) -> str:
         return self._memory.place(ctx.call_site)
 
-    def _acquire_lock(self, call: CollectiveCall, timeout_s: float) -> None:
-        """Acquire `lock` for `call`.
-
-        The thread that holds the lock may be blocked in the engine although the group has failed. The errors are those
-        of `take_call_lock`.
-        """
-
-        def check() -> None:
-            if self.reports.report is not None:
-                raise self.reports.report.error(FailedOperation(call.name, self.group, self.rank, call_site=call.place))
-
-        take_call_lock(self.lock, self.group, self.rank, timeout_s, check)
-
     def interruptible(self, call: CollectiveCall, ctx: CallContext, operation: Callable[[], None]) -> None:
         """Run `operation`, which waits in an engine that may ignore signals and lost peers.
 
@@ -257,23 +242,14 @@ class HierarchicalSession:
         if self.engine.is_interruptible or self.closed:
             operation()
             return
-        if self.reports.report is not None:
-            raise self.reports.report.error(self._operation_of(call))
+        self.reports.check(self._operation_of(call))
         deadline = Deadline.after(ctx.timeout_s)
-        abroad = {r for r in range(self.world_size) if r not in self.layout.local_ranks}
+        abroad = [r for r in range(self.world_size) if r not in self.layout.local_ranks]
 
-        def look() -> None:
-            for peer in sorted(abroad):
-                try:
-                    self.engine.check(peer)
-                except RuntimeError as error:
-                    _, position = self.reports.store.exit_reason(peer)
-                    if position is not None and position.seq >= self.seq and not position.inside:
-                        abroad.discard(peer)  # it has completed its part of this operation, and left
-                    else:
-                        self._fail(ConnectionBroken(peer, str(error)), self._operation_of(call), ctx, deadline)
+        def lost(peer: int, error: RuntimeError) -> None:
+            self._fail(ConnectionBroken(peer, str(error)), self._operation_of(call), ctx, deadline)
 
-        self._background.run(operation, look, self.reports.interrupted)
+        self._background.run(operation, self.reports.watch_peers(self.engine, abroad, lost), self.reports.interrupted)
 
     def running(self, call: CollectiveCall, ctx: CallContext) -> Running:
         """Return a context for one collective, with its place in the sequence; a failure becomes all ranks' error.
@@ -289,8 +265,7 @@ class HierarchicalSession:
         if self.closed:
             raise closed(self.group)
         self.seq += 1
-        if self.reports.report is not None:
-            raise self.reports.report.error(self._operation_of(call))
+        self.reports.check(self._operation_of(call))
         self._current, self._inside = call, True
         self.entered_s = time.monotonic()
         self.head = call.head(self.seq)
@@ -326,12 +301,6 @@ class HierarchicalSession:
             if not self.closed:
                 self.core.end_record(number, status)
 
-    def fail_with(self, report: FailureReport, operation: FailedOperation) -> NoReturn:
-        """End the group with `report`, unless there is already another rank's; raise it as the error of `operation`."""
-        self.reports.publish(report)
-        assert self.reports.report is not None
-        raise self.reports.report.error(operation)
-
     @contextlib.contextmanager
     def reporting(self, operation: FailedOperation, ctx: CallContext, deadline: Deadline, peer: int) -> Iterator[None]:
         """Turn an error inside, where only `peer` is waited for, into the error that all ranks raise."""
@@ -355,12 +324,7 @@ class HierarchicalSession:
             PhalanxError: the group's error, unless `error` is not a failure of the group.
         """
         if isinstance(error, LocalFailure | ConnectionBroken | Disagreement):
-            if self.reports.report is None:
-                self.reports.publish(self.reports.store.report() or self.reports.explain(error, ctx, deadline, peer))
-            else:
-                self.reports.accept(self.reports.report)
-            assert self.reports.report is not None
-            raise self.reports.report.error(operation) from None
+            self.reports.fail(operation, partial(self.reports.explain, error, ctx, deadline, peer))
         if isinstance(error, Exception):
             self.reports.give_up(error)
         else:  # Ctrl-C

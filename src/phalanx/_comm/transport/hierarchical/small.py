@@ -23,7 +23,7 @@ from phalanx._comm.transport.base import CallContext
 from phalanx._comm.transport.call import CollectiveCall
 from phalanx._comm.transport.hierarchical.agreement import Agreement, Piece
 from phalanx._comm.transport.hierarchical.exchange import ALWAYS_SMALL_BYTES, SMALL_BYTES
-from phalanx._comm.transport.numerics import HALF, divide, sum_dtype, sum_of, sum_type
+from phalanx._comm.transport.numerics import divide, sum_dtype, sum_of, sum_type
 from phalanx._comm.transport.tensors import dense, is_plain, nbytes, scaled, write_back
 
 
@@ -44,11 +44,11 @@ class SmallCollectives:
         """Return whether a payload of this size, from each host to each other, is sent with the heads."""
         return size * (self._layout.num_hosts - 1) <= SMALL_BYTES
 
-    def fits_sum(self, dtype: torch.dtype, count: int) -> bool:
-        """Return whether a sum of so many elements is sent with the heads, as in `fits`, unless options forbid it."""
-        added, session = sum_dtype(dtype), self._session
+    def fits_sum(self, dtype: torch.dtype, redop: int, count: int) -> bool:
+        """Return whether a reduction of so many elements is sent with the heads, as in `fits`, if options allow it."""
+        added, session = sum_dtype(dtype, redop), self._session
         size = count * added.itemsize
-        if session.options.algorithm is not None or session.compression.rounds(added):
+        if session.options.algorithm is not None or session.compression.rounds(added, redop):
             return size <= ALWAYS_SMALL_BYTES
         return self.fits(size)
 
@@ -63,9 +63,7 @@ class SmallCollectives:
         wanted = root in (-1, self._rank)
         wanted_here = root < 0 or root in layout.local_ranks
         with self._session.running(call, ctx) as deadline:
-            source = dense(tensor) if factor is None else dense(scaled(tensor, factor))
-            if source.dtype in HALF:
-                source = source.float()
+            source = sum_type(dense(tensor) if factor is None else dense(scaled(tensor, factor)), redop)
             at, count, size = source.data_ptr(), source.numel(), nbytes(source)
             in_place = wanted and is_plain(tensor)
             result = tensor if in_place else torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
@@ -115,7 +113,7 @@ class SmallCollectives:
                     ctypes.memmove(data.data_ptr(), came_to, size)
                 self._agreement.release()
             self._agreement.broadcast_from_leader(ctx, deadline, data.data_ptr(), size)
-            if data is not tensor and not is_root:
+            if not is_root:
                 write_back(tensor, data)
 
     def all_gather(
@@ -160,7 +158,7 @@ class SmallCollectives:
         layout = self._layout
         by_host = layout.by_host
         with self._session.running(call, ctx) as deadline:
-            source = torch.cat([sum_type(dense(inputs[r])).view(-1) for r in by_host])
+            source = torch.cat([sum_type(dense(inputs[r]), redop).view(-1) for r in by_host])
             item = source.element_size()
             counts = [inputs[r].numel() for r in by_host]
             ends = [0, *itertools.accumulate(counts)]

@@ -22,13 +22,11 @@ from phalanx._comm.transport.call import CollectiveCall, describe_call
 from phalanx._comm.transport.hierarchical.agreement import Agreement
 from phalanx._comm.transport.hierarchical.by_engine import EngineCollectives
 from phalanx._comm.transport.hierarchical.direct import DirectCollectives
-from phalanx._comm.transport.hierarchical.layout import Layout
 from phalanx._comm.transport.hierarchical.messages import HierarchicalMessages
 from phalanx._comm.transport.hierarchical.preceding import Action, PrecedingMessages
 from phalanx._comm.transport.hierarchical.segmented import SegmentedCollectives
 from phalanx._comm.transport.hierarchical.session import HierarchicalSession
 from phalanx._comm.transport.hierarchical.small import SmallCollectives
-from phalanx._comm.transport.options import Options
 from phalanx._comm.transport.tensors import alias, dense, is_plain, nbytes, scaled, write_back
 
 
@@ -44,27 +42,23 @@ class HierarchicalTransport(Transport):
 
     is_interruptible = False  # its engine may wait in C++
 
-    session: HierarchicalSession
-    """The session, which begins and ends each operation."""
-
     agreement: Agreement
     """The agreement, with which each collective begins."""
 
-    def __init__(
-        self, group: str, layout: Layout, options: Options, names: Sequence[str], numbers: Sequence[int] = ()
-    ) -> None:
-        self.group = group
-        self.layout = layout
-        self.rank = layout.rank
-        self.world_size = layout.topology.world_size
-        self.session = HierarchicalSession(group, layout, options, names, numbers)
-        self.lock = self.session.lock
-        self.agreement = Agreement(self.session)
+    def __init__(self, session: HierarchicalSession) -> None:
+        self.group = session.group
+        self.layout = session.layout
+        self.rank = session.rank
+        self.world_size = session.world_size
+        self.lock = session.lock
+        self.session = session
+        """The session, which begins and ends each operation."""
+        self.agreement = Agreement(session)
         self._small = SmallCollectives(self.agreement)
         self._segmented = SegmentedCollectives(self.agreement)
         self._by_engine: EngineCollectives | None = None
         self._direct = DirectCollectives(self.agreement, self._small, self._segmented)
-        self._messages = HierarchicalMessages(self.session)
+        self._messages = HierarchicalMessages(session)
 
     def attach(self, symm_mem: SymmetricMemory, engine: Engine, failure_store: FailureStore) -> None:
         """Set the memory, the engine and the store, before the first operation."""
@@ -92,10 +86,6 @@ class HierarchicalTransport(Transport):
 
     def call_site(self, place: tuple[str, int]) -> int:
         return self.session.call_site(place)
-
-    def idle(self, waited_s: float) -> None:
-        """Warn once per operation that this rank waits for ranks of its host; the core calls this while it waits."""
-        self.session.idle(waited_s)
 
     def set_exit_reason(self, exit_reason: str) -> None:
         self.session.set_exit_reason(exit_reason)
@@ -166,7 +156,7 @@ class HierarchicalTransport(Transport):
         call = describe_call(
             "all_reduce" if root < 0 else "reduce", tensor, self.session.place(ctx), redop=redop, root=root
         )
-        if self._small.fits_sum(tensor.dtype, tensor.numel()):
+        if self._small.fits_sum(tensor.dtype, redop, tensor.numel()):
             self._small.all_reduce(tensor, call, redop, ctx, root=root, factor=factor)
         elif self._by_engine is not None and self._by_engine.reduces(tensor.dtype, redop):
             self._by_engine.all_reduce(tensor, call, redop, ctx, root=root, factor=factor)
@@ -186,7 +176,7 @@ class HierarchicalTransport(Transport):
         call = describe_call(
             "reduce_scatter", output, self.session.place(ctx), redop=redop, count=sum(counts), sizes=counts
         )
-        if self._small.fits_sum(output.dtype, sum(counts)):
+        if self._small.fits_sum(output.dtype, redop, sum(counts)):
             scaled_inputs = [scaled(t, factor) for t in inputs]
             self._small.reduce_scatter(output, scaled_inputs, call, redop, ctx)
         else:
@@ -243,8 +233,7 @@ class HierarchicalTransport(Transport):
         whole = output if is_plain(output) else torch.empty(output.shape, dtype=output.dtype, device="cpu")
         parts = list(torch.split(whole.view(-1), tensor.numel()))
         self.session.interruptible(call, ctx, partial(self._segmented.all_gather, parts, tensor, call, ctx))
-        if whole is not output:
-            write_back(output, whole)
+        write_back(output, whole)
 
     def scatter(self, output: Tensor, inputs: Sequence[Tensor], root: int, ctx: CallContext) -> None:
         """Write root's inputs[rank] to `output`; on the other ranks `inputs` is empty."""

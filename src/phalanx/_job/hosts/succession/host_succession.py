@@ -27,7 +27,6 @@ from phalanx._job.hosts.control_channel import ControlMessage, without_own_chang
 from phalanx._job.hosts.first_host import run_interruptibly
 from phalanx._job.hosts.gather import Gathering
 from phalanx._job.hosts.job_membership import JobMembership
-from phalanx._job.hosts.lead import lead
 from phalanx._job.hosts.leader import LeaderLink
 from phalanx._job.hosts.succession.follower_succession import FollowerSuccession
 from phalanx._job.hosts.succession.handover import ElectedLeader
@@ -174,7 +173,7 @@ class HostSuccession:
             attempt.plan, rendezvous, self._host, self._channel, membership.key, [own], port, link.guard
         )
         gathering.continue_attempt(link)
-        code = lead(attempt.plan, self._host, gathering, handover.service.local, LedAttempt(attempt, report))
+        code = gathering.lead(handover.service.local, LedAttempt(attempt, report))
         self.has_left = gathering.has_left
         return code
 

@@ -13,7 +13,6 @@ from phalanx._job.agent.failure import Exit
 from phalanx._job.agent.generation import HostSlots, SlotPlan
 from phalanx._job.agent.plan import JobPlan
 from phalanx._job.hosts.elastic_hosts import ElasticHosts
-from phalanx._job.hosts.generation_message import generation_from_json, generation_to_json
 from phalanx._job.hosts.node_plan import HostFacts, Node
 from phalanx._job.hosts.peer_hosts import PeerHosts
 
@@ -66,7 +65,7 @@ class LeaderState:
             "nodes": [[asdict(node.facts), asdict(node.place), node.label] for node in self.nodes],
             "hosts": [_slots_to_json(host) for host in self.slot_plan.hosts],
             "vacated": [_slots_to_json(host) for host in self.slot_plan.vacated],
-            "begun": None if self.begun is None else generation_to_json(self.begun),
+            "begun": None if self.begun is None else self.begun.to_json(),
             "num_replaced": self.num_replaced,
             "max_replacements": self.max_replacements,
             "losses": [asdict(loss) for loss in self.losses],
@@ -91,7 +90,7 @@ class LeaderState:
             float(fields["job_begun"]),
             tuple(Node(HostFacts(**facts), Place(**place), str(label)) for facts, place, label in fields["nodes"]),
             SlotPlan(tuple(map(_slots_from_json, fields["hosts"])), tuple(map(_slots_from_json, fields["vacated"]))),
-            None if fields["begun"] is None else generation_from_json(fields["begun"]),
+            None if fields["begun"] is None else BeginGeneration.from_json(fields["begun"]),
             int(fields["num_replaced"]),
             None if most is None else int(most),
             tuple(LostRank(**loss) for loss in fields["losses"]),

@@ -11,7 +11,6 @@ hosts are removed at once.
 from __future__ import annotations
 
 import contextlib
-import signal
 import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
@@ -67,7 +66,7 @@ class LeaderSuccession:
         self._number = number
         self._begun = begun
         self._remove_host = remove_host
-        self._departure = Departure(peers, elastic, self.guard, display, release_host)
+        self.departure = Departure(peers, elastic, self.guard, display, release_host)
         self._attempt: Attempt
         self._num_ended = 0  # the number of exits that were recorded
         self._record_at: float | None = None  # when to record the latest changes
@@ -84,7 +83,7 @@ class LeaderSuccession:
     @property
     def due(self) -> float | None:
         """Return when to call `receive` even if no descriptor is ready; None for never."""
-        dues = (self.guard.due, self._departure.due, self._record_at)
+        dues = (self.guard.due, self.departure.due, self._record_at)
         return min((at for at in dues if at is not None), default=None)
 
     def receive(self) -> None:
@@ -105,7 +104,7 @@ class LeaderSuccession:
             self._record_at = None
             self.record()
             self._change_voters()
-        self._departure.advance(self._attempt)
+        self.departure.advance(self._attempt)
 
     def process(self, message: ControlMessage) -> bool:
         """Process another host's message if it concerns the succession; return whether it does."""
@@ -169,26 +168,6 @@ class LeaderSuccession:
             self._display.print(f"phalanx run: without this host, {names} would lead the job")
             for member in {*self._peers.late, *self._elastic.arrivals}:
                 self.on_host_joined(member)
-
-    # This host leaves.
-
-    def leave(self, signum: int) -> bool:
-        """Begin to leave the job because of a signal to this host; return False if the signal ends the job."""
-        return signum == signal.SIGTERM and self._departure.request(self._attempt)
-
-    def defer_leave(self, node: Node) -> bool:
-        """Process a SIGTERM to another host; return whether that host waits for this host's permission to leave."""
-        return self._departure.note_signal(node)
-
-    @property
-    def is_leaving(self) -> bool:
-        """Return whether the job continues without the ranks of this host."""
-        return self._departure.is_leaving
-
-    @property
-    def has_left(self) -> bool:
-        """Return whether this host has left the job, which another host now leads."""
-        return self._departure.has_left
 
 
 def has_finished(peers: PeerHosts, member: int, exits: Mapping[int, Exit]) -> bool:

@@ -20,8 +20,8 @@ from phalanx._comm.control.connection_guard import cut
 from phalanx._comm.control.dealer import EPOCH_BYTES, EVENTS, open_dealer
 from phalanx._comm.control.key import Key
 from phalanx._comm.control.wire import AnswerStatus, Op, WireError, WireMessage, pack, unpack
+from phalanx._job.coordinator.coordinator import Coordinator
 from phalanx._job.coordinator.journal import unpack_entries
-from phalanx._job.coordinator.replicated_coordinator import ReplicatedCoordinator
 
 _NOBLOCK, _POLLIN = int(zmq.NOBLOCK), int(zmq.POLLIN)
 _AGAIN_S = 0.5  # a missing part of the state is requested again after this time
@@ -43,8 +43,8 @@ class Standby:
         self._monitor = self._dealer.get_monitor_socket(EVENTS)
         self._dealer.connect(endpoint)
         self._wakeup = Wakeup()
-        self._copy: ReplicatedCoordinator | None = None
-        self._next_copy: ReplicatedCoordinator | None = None  # the copy that is being received
+        self._copy: Coordinator | None = None
+        self._next_copy: Coordinator | None = None  # the copy that is being received
         self._expected = 1  # number of the next message; 0: a part is missing
         self._asked_at = 0.0
         self._was_connected = False
@@ -52,7 +52,7 @@ class Standby:
         self._thread = threading.Thread(target=self._run, name="phalanx-standby", daemon=True)
         self._thread.start()
 
-    def stop(self) -> ReplicatedCoordinator | None:
+    def stop(self) -> Coordinator | None:
         """Stop following; return the copy, or None if there is no complete one. A second call returns the same."""
         if not self._stopping:
             self._stopping = True
@@ -115,7 +115,7 @@ class Standby:
         """Apply a message; return the number of the batch whose last message it is, or b"" if more messages follow."""
         _, number, (batch, entries) = message
         if number == 1:
-            self._next_copy, self._expected = ReplicatedCoordinator(), 1
+            self._next_copy, self._expected = Coordinator(), 1
         copy = self._next_copy or self._copy
         if copy is None or number != self._expected:
             self._expected, self._next_copy = 0, None

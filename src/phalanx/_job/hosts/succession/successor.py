@@ -30,8 +30,8 @@ from phalanx._comm.control.client import Client
 from phalanx._comm.control.key import Key
 from phalanx._comm.control.wire import MALFORMED
 from phalanx._job.agent.plan import find_free_port
+from phalanx._job.coordinator.coordinator import Coordinator
 from phalanx._job.coordinator.rendezvous import join_endpoint
-from phalanx._job.coordinator.replicated_coordinator import ReplicatedCoordinator
 from phalanx._job.coordinator.service import Service
 from phalanx._job.coordinator.session import THIS_HOST
 from phalanx._job.hosts.control_channel import ControlChannel
@@ -446,7 +446,7 @@ class Successor:
             self.handover.service.close()
 
 
-def prepare(copy: ReplicatedCoordinator, leader: int, lost: int) -> list[tuple[int, bytes]]:
+def prepare(copy: Coordinator, leader: int, lost: int) -> list[tuple[int, bytes]]:
     """Turn a copy into the coordinator that `leader` leads instead of `lost`.
 
     Return the messages to `lost` that `lost` has not read. The leader watches all members, and the others watch the

@@ -7,11 +7,12 @@ import pickle
 import signal
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 from phalanx._base.processes import die_with_parent
 from phalanx._job.agent.job_result import JobResult
 from phalanx._job.agent.settings import Settings
-from phalanx._job.launch.calls.rank import result_path, settings_path
+from phalanx._job.launch.calls.rank import RESULT, SETTINGS
 from phalanx._job.launch.command import run_job
 from phalanx._job.launch.plan_job import plan_job
 from phalanx._job.output.standard import open_standard_descriptors
@@ -23,8 +24,8 @@ def main() -> int:
     caller, folder = int(sys.argv[1]), sys.argv[2]
     die_with_parent(caller, signal.SIGTERM)
     open_standard_descriptors()
-    result = str(result_path(folder))
-    settings: Settings = pickle.loads(settings_path(folder).read_bytes())
+    result = os.path.join(folder, RESULT)
+    settings: Settings = pickle.loads(Path(folder, SETTINGS).read_bytes())
     try:
         plan = replace(plan_job(settings, os.environ), result_path=result)
         JobResult(world_size=plan.num_ranks).write(result)  # the job has begun

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, TextIO
 
 from phalanx._base.processes import name_signal
@@ -20,7 +21,7 @@ from phalanx._job.agent.job_result import JobResult
 from phalanx._job.agent.settings import Settings
 from phalanx._job.agent.target import JobTarget
 from phalanx._job.launch.calls import outcome, payload
-from phalanx._job.launch.calls.rank import outcome_path, payload_path, result_path, settings_path, surroundings_path
+from phalanx._job.launch.calls.rank import PAYLOAD, RESULT, SETTINGS, SURROUNDINGS, outcome_path
 from phalanx._job.launch.command_line import read_settings
 from phalanx.errors import LaunchError
 
@@ -77,12 +78,12 @@ def launch(
         raise TypeError(f"phalanx.launch: {error}") from error
     with _opened_folder() as folder:
         settings = replace(settings, target=JobTarget("module", _MODULE, (folder,)))
-        settings_path(folder).write_bytes(pickle.dumps(settings))
-        payload_path(folder).write_bytes(data)
-        surroundings_path(folder).write_bytes(payload.encode_surroundings())
+        Path(folder, SETTINGS).write_bytes(pickle.dumps(settings))
+        Path(folder, PAYLOAD).write_bytes(data)
+        Path(folder, SURROUNDINGS).write_bytes(payload.encode_surroundings())
         code = _run_agent(folder)
         name = f"phalanx.launch of {getattr(fn, '__qualname__', fn)!s}"
-        return _collect(name, folder, JobResult.read(str(result_path(folder))), code)
+        return _collect(name, folder, JobResult.read(os.path.join(folder, RESULT)), code)
 
 
 @contextlib.contextmanager

@@ -8,6 +8,9 @@ from pathlib import Path
 from phalanx._job.launch.calls import outcome, payload
 from phalanx._job.launch.calls.outcome import RankOutcome
 
+# the files in a call's folder: the call, the caller's surroundings, the job's settings (a pickle), the job's result
+PAYLOAD, SURROUNDINGS, SETTINGS, RESULT = "call", "surroundings", "settings", "result"
+
 
 def run(folder: str) -> None:
     """Execute the call in `folder`, and raise its exception, which the agent reports."""
@@ -15,34 +18,14 @@ def run(folder: str) -> None:
     path = outcome_path(folder, rank)
     path.unlink(missing_ok=True)  # left by an earlier attempt
     try:
-        payload.restore_surroundings(surroundings_path(folder).read_bytes())
-        fn, args, kwargs = payload.decode(payload_path(folder).read_bytes())
+        payload.restore_surroundings(Path(folder, SURROUNDINGS).read_bytes())
+        fn, args, kwargs = payload.decode(Path(folder, PAYLOAD).read_bytes())
         payload.show_in_main(fn)
         result = fn(*args, **kwargs)
     except BaseException as error:
         outcome.write(path, RankOutcome(rank, text=outcome.describe_error(error), error=error), payload.encode_value)
         raise
     outcome.write(path, RankOutcome(rank, result=result), payload.encode_value)
-
-
-def payload_path(folder: str) -> Path:
-    """Return the path of the call."""
-    return Path(folder, "call")
-
-
-def surroundings_path(folder: str) -> Path:
-    """Return the path of the call's surroundings."""
-    return Path(folder, "surroundings")
-
-
-def settings_path(folder: str) -> Path:
-    """Return the path of the job's settings, a pickle."""
-    return Path(folder, "settings")
-
-
-def result_path(folder: str) -> Path:
-    """Return the path of the job's result."""
-    return Path(folder, "result")
 
 
 def outcome_path(folder: str, rank: int) -> Path:

