@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 _CHECK_S = 15.0
 _MIN_CHECK_S = 0.1
+_PAUSE_S = 1.0
 _CHECKS_BEFORE_EVICTION = 5  # a silent rank is killed only after this many checks
 _ANSWER_S = 0.5  # a rank writes its stack within a millisecond, unless it cannot
 _REPORT_AFTER_S = (60.0, 600.0, 3600.0)
@@ -85,13 +86,13 @@ class RankWatch:
     ) -> list[SuspectedRank]:
         """Check the ranks; return new suspects, whose stacks the caller must request.
 
-        A check that is late by a period means that this host or the job was suspended (Ctrl-Z, a paused container):
-        every silence begins again.
+        A check that is late by a period, and by more than a busy host delays it, means that the job was suspended
+        (Ctrl-Z, a paused container): every silence begins again.
 
         `pids`: the processes by rank. `stacks`: the descriptors of the files for their stacks, by rank.
         """
         now_ns = time.monotonic_ns()
-        if now > self._next_check + self._period_s:
+        if now > self._next_check + max(self._period_s, _PAUSE_S):
             self._resumed_ns = now_ns
         self._next_check = now + self._period_s
         states = {pid: read_state(pid) for pid in pids.values()}
