@@ -148,8 +148,24 @@ def test_a_silent_rank_is_told_ever_more_rarely_and_killed_only_if_asked_for() -
     assert watch.confirm(pids, [log], {}, 15.1) == []
     (confirmed,) = watch.confirm(pids, [log], {}, 16.0)
     assert confirmed.silent.silent_s >= suspect.silent.silent_s
-    (suspect,) = RankWatch(2.0, 0.0).check(pids, [log], {}, {}, 15.0)
+    (suspect,) = RankWatch(2.0, 0.0).check(pids, [log], {}, {}, 0.4)
     assert suspect.evict
+
+
+def test_a_pause_of_the_job_is_nobodys_silence() -> None:
+    """Seven seconds after Ctrl-Z and `fg`, --evict-after 30 killed a rank that needed ten for each step."""
+    own = os.getpid()
+    log = group([record(7, 1)], [record(6, 0.5, 0.6)])
+    log = replace(log, ranks=(log.ranks[0], replace(log.ranks[1], pid=own)))
+    pids = {0: 100, 1: own}
+    watch = RankWatch(60.0, 0.0)  # looks every 12 s
+    assert watch.check(pids, [log], {}, {}, 12.0)  # it is to be asked, and the pause begins
+    assert watch.check(pids, [log], {}, {}, 100.0) == []
+    assert watch.confirm(pids, [log], {}, 100.0) == []
+    assert watch.check(pids, [log], {}, {}, 112.0) == []
+    # the process is stopped as well
+    assert find_silent([log], set(pids.values()), {own: 2 * S}, {}, 10 * S, 9 * S)[0].silent_s == 1.0
+    assert find_silent([], set(pids.values()), {own: 2 * S}, {}, 10 * S, 9 * S)[0].silent_s == 1.0
 
 
 def test_who_comes_while_it_is_asked_is_acquitted() -> None:
@@ -158,5 +174,5 @@ def test_who_comes_while_it_is_asked_is_acquitted() -> None:
     log = replace(log, ranks=(log.ranks[0], replace(log.ranks[1], pid=own)))
     come = replace(log, ranks=(log.ranks[0], replace(log.ranks[1], records=(record(7, 2),))))
     watch = RankWatch(2.0, 0.0)
-    assert watch.check({0: 100, 1: own}, [log], {}, {}, 1.0)
-    assert watch.confirm({0: 100, 1: own}, [come], {}, 2.0) == []
+    assert watch.check({0: 100, 1: own}, [log], {}, {}, 0.4)
+    assert watch.confirm({0: 100, 1: own}, [come], {}, 1.0) == []

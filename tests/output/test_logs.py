@@ -35,6 +35,17 @@ def test_a_log_goes_on_when_there_is_room_again_and_says_that_lines_are_missing(
     assert text == "first\nsecond\ntor\n[phalanx run: lines were lost here: File too large]\nlater\n"
 
 
+def test_a_log_that_cannot_be_created_is_created_later_and_says_that_lines_are_missing(tmp_path: Path) -> None:
+    (tmp_path / "attempt_1").touch()
+    log = LogFile(str(tmp_path / "attempt_1" / "0" / "stdout.log"))
+    assert log.problem is not None
+    log.put([b"lost"])
+    (tmp_path / "attempt_1").unlink()
+    log.put([b"later"])
+    log.close()
+    assert Path(log.path).read_text() == f"\n[phalanx run: lines were lost here: {log.problem.strerror}]\nlater\n"
+
+
 def test_our_own_output_goes_on_when_there_is_room_again(tmp_path: Path) -> None:
     with open(tmp_path / "out", "wb") as file:
         writer = Writer(file.fileno())

@@ -144,6 +144,25 @@ def test_all_ranks_start_again_until_the_restarts_are_used_up(tmp_path: Path) ->
     assert fails.by_rank == [(rank, f"attempt {count} of 1") for rank in range(2) for count in range(2)]
 
 
+def test_all_ranks_start_again_also_where_the_zygote_did_not_end_them_in_time(tmp_path: Path) -> None:
+    """The job ended with the failed rank's exit code, and not a word about the restart that it was to have."""
+    script = write_script(
+        tmp_path,
+        "import os, subprocess, sys\n"
+        "count, path = os.environ['TORCHELASTIC_RESTART_COUNT'], sys.argv[1]\n"
+        "if count == '0': open(path, 'w').write(str(subprocess.Popen(['sleep', '600'], start_new_session=True).pid))\n"
+        "print('attempt', count, os.path.exists('/proc/' + open(path).read()))\n"
+        "sys.exit(3)\n",
+    )
+    hasty = "from phalanx._job.agent import host_ranks; host_ranks.SWEEP_S = -1.0"
+    words = ("run", "--no-preload", "--max-restarts", "1", "--nproc-per-node", "1", script, str(tmp_path / "pid"))
+    with start(*words, python=("-c", f"{hasty}; from phalanx.cli.__main__ import main; main()")) as running:
+        finished = running.finish()
+        assert running.survivors() == []
+    assert (finished.code, finished.lines) == (3, ["[0] attempt 0 True", "[0] attempt 1 False"])
+    assert "starting all 1 ranks again (once more)" in finished.err
+
+
 def test_every_attempt_has_a_store_of_its_own(tmp_path: Path) -> None:
     script = write_script(
         tmp_path,

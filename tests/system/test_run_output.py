@@ -3,6 +3,7 @@
 import fcntl
 import os
 import pty
+import re
 import signal
 import struct
 import subprocess
@@ -13,6 +14,8 @@ from pathlib import Path
 
 import pytest
 from tests.system.phalanx_command import WAIT, run, start, write_script
+
+from phalanx._comm.control.key import Key
 
 
 def together(folder: Path, num_ranks: int) -> str:
@@ -232,3 +235,47 @@ def test_a_full_disk_under_stdout_is_said_and_the_job_goes_on(tmp_path: Path) ->
     assert done.stderr.count("phalanx run:") == 1
     assert "stdout cannot be written: No space left on device. The job continues" in done.stderr
     assert (tmp_path / "done").exists()
+
+
+_ENV = {"PHALANX_KEY": str(Key(bytes(32)))}
+_GROWS = ("--nnodes", "1:2", "--rdzv-conf", "last_call_timeout=0", "--rdzv-backend", "c10d", "--rdzv-endpoint")
+
+
+def test_an_elastic_job_that_begins_with_one_host_writes_its_logs(tmp_path: Path) -> None:
+    # Neither the screen nor the disk had what its ranks printed.
+    logs = tmp_path / "logs"
+    words = ("--no-preload", "--nproc-per-node", "1", *_GROWS, "localhost:0", "--log-dir", str(logs))
+    finished = run(*words, "--redirects", "1", write_script(tmp_path, "print('hi')"), env=_ENV)
+    assert (finished.code, finished.out) == (0, ""), finished.err
+    assert (logs / "rank_0.log").read_text() == "hi\n"
+    assert [path.read_text() for path in logs.glob("*/attempt_0/0/stdout.log")] == ["hi\n"]
+
+
+@pytest.mark.parametrize("hosts", [(), (*_GROWS, "localhost:0")])
+def test_a_log_that_cannot_be_created_is_refused_before_anything_starts(tmp_path: Path, hosts: tuple[str, ...]) -> None:
+    # A job on several hosts ended with the agent's own traceback.
+    log = tmp_path / "rank_0.log"
+    log.mkdir()
+    script = write_script(tmp_path, "print('started')")
+    words = ("--no-preload", "--nproc-per-node", "1", *hosts, "--log-dir", str(tmp_path))
+    finished = run(*words, script, env=_ENV)
+    assert (finished.code, finished.out) == (2, "")
+    assert f"--log-dir {tmp_path}: cannot write {log}: Is a directory. Choose a directory" in finished.err
+    assert "Traceback" not in finished.err
+
+
+def test_a_log_that_cannot_be_created_at_a_restart_is_said_once_and_the_job_goes_on(tmp_path: Path) -> None:
+    # The restart was announced, and the job ended with the agent's own traceback and another exit code.
+    script = write_script(
+        tmp_path,
+        "import os, pathlib, sys\n"
+        "count = os.environ['TORCHELASTIC_RESTART_COUNT']\n"
+        "if count == '0': (pathlib.Path(os.environ['TORCHELASTIC_ERROR_FILE']).parents[2] / 'attempt_1').touch()\n"
+        "print('attempt', count)\n"
+        "sys.exit(7)\n",
+    )
+    words = ("--no-preload", "--nproc-per-node", "1", "--max-restarts", "1", "--log-dir", str(tmp_path), "--tee", "3")
+    finished = run(*words, script)
+    assert (finished.code, finished.lines) == (7, ["[0] attempt 0", "[0] attempt 1"])
+    assert len(re.findall("cannot write .*/attempt_1/0/stdout.log: .*The job continues", finished.err)) == 1
+    assert (tmp_path / "rank_0.log").read_text() == "attempt 0\nattempt 1\n"

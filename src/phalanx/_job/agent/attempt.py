@@ -64,7 +64,7 @@ class Attempt:
         self.host = host
         self.restart_count = restart_count
         self.link = link or HostLink(plan)
-        self.place = self.link.place
+        self.place = self.link.place  # as the attempt began; `numbers.part.place` has the current hosts
         self.state = self.link.make_supervision()
         self.elastic = self.link.make_elastic()
         self.numbers = RankNumbers(plan, host, restart_count, self.link)
@@ -86,13 +86,15 @@ class Attempt:
         """Run until every rank and every process below the zygote has exited, and every line is queued.
 
         The logs in `flights` stay open until `close`.
+
+        Raises:
+            LaunchError: a rank cannot be started, or a log file of the first attempt cannot be created.
         """
         self.elastic.is_script_elastic = is_elastic(self.plan.settings.target)
         self.elastic.began_at = time.monotonic()
         self.link.begin()
         self.host.errors.begin(self.restart_count, self.place.num_ranks)
-        if self.restart_count or self.place.num_nodes > 1:
-            self.host.logs.begin(self.place.ranks, self.restart_count)
+        self.host.logs.begin(self.place.ranks, self.restart_count)
         self.numbers.open()
         try:
             self.ranks.fork_some()
@@ -305,7 +307,7 @@ class Attempt:
             self.ranks.on_child_signal()
             return
         if number == signal.SIGTSTP:  # Ctrl-Z: the ranks stop and continue with us
-            if self.place.num_nodes > 1:  # the other hosts would receive no heartbeat, and report this host as lost
+            if self.numbers.part.place.num_nodes > 1:  # the other hosts would report this host as lost
                 self.host.display.print(
                     "phalanx run: SIGTSTP (Ctrl-Z): a job on several hosts cannot be suspended, and continues"
                 )
@@ -441,9 +443,9 @@ class Attempt:
             self.link.sweep()
 
     def _report_stragglers(self, waited_s: float) -> None:
-        pids, place = self.ranks.processes.pids, self.place
+        pids, state = self.ranks.processes.pids, self.state
         text = describe_stragglers(
-            pids, self.state.running, place.world_size, waited_s, self.flights.logs(), place.ranks
+            pids, state.running, state.world_size, waited_s, self.flights.logs(), self.place.ranks
         )
         if not self.state.overdue:
             text += "\n`phalanx stacks` shows their stacks; --exit-timeout SECONDS would stop them."

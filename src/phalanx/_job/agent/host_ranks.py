@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from phalanx._base.loss_detection import SWEEP_S
-from phalanx._base.processes import find_exit_status, name_signal, read_stat
+from phalanx._base.processes import find_exit_status, kill_descendants, name_signal, read_stat
 from phalanx._job.agent import error_files, limits
 from phalanx._job.agent.adopted import AdoptedExit
 from phalanx._job.agent.elastic import Elastic
@@ -84,7 +84,7 @@ class HostRanks:
         self.is_swept = False
         self.has_started = False
         self.zygote_lost = False  # the zygote has exited and was not replaced
-        self.zygote_killed = False  # this process has killed the zygote, which did not answer
+        self.zygote_killed = False  # this process has killed the zygote itself
 
     def exchange_deciders(self, state: Supervision, elastic: Elastic) -> None:
         """Use other deciders from now on."""
@@ -92,8 +92,8 @@ class HostRanks:
 
     @property
     def sweep_due(self) -> float | None:
-        """Return the deadline for the zygote to kill all processes; None if this was not requested."""
-        return self._sweep_due
+        """Return the deadline for the zygote to kill all processes; None if this was not requested, or is done."""
+        return None if self.is_swept else self._sweep_due
 
     @property
     def awaits_start(self) -> bool:
@@ -175,12 +175,27 @@ class HostRanks:
             self.is_swept = True
         return True
 
+    def _sweep_without_zygote(self) -> None:
+        """Kill every process of the job on this host, and replace the zygote, which has not done it in time."""
+        zygote = self._host.zygote
+        reaped = kill_descendants([zygote.pid])
+        zygote.close(reaped)
+        for rank, pid in list(self.processes.pids.items()):
+            if pid in reaped:
+                self._listener.on_ended(rank, pid, os.waitstatus_to_exitcode(reaped[pid]), time.monotonic())
+        self.is_swept = True
+        try:
+            self._host.zygote = zygote.start_another(self._host.adopted.sessions)
+        except OSError as error:
+            self.zygote_killed = self.zygote_lost = True
+            self._host.display.print(f"phalanx run: the ranks cannot be started again: {limits.explain(error)}")
+
     def on_time(self, now: float) -> None:
-        """Kill a zygote that has not swept in time, and find exits that were not reported yet."""
+        """Sweep instead of a zygote that has not done it in time, and find exits that were not reported yet."""
         if self._checks_exits:
             self._find_exits()
-        if self._sweep_due is not None and now > self._sweep_due and not self.is_swept:
-            self.kill_zygote()
+        if self.sweep_due is not None and now > self.sweep_due:
+            self._sweep_without_zygote()
 
     def read_reports(self) -> None:
         """Read at most `_MAX_REPORTS` reports, so that a flood of reports does not delay other events."""

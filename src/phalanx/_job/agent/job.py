@@ -95,7 +95,14 @@ def opened_host(
         if template:
             role, name = plan.settings.role, socket.gethostname()
             display.prefix_of = lambda rank: fill_template(template, rank=rank, local_rank=rank, role=role, host=name)
-        logs = _open_logs(plan)
+        settings = plan.settings
+        logs = Logs(
+            settings.log_dir,
+            plan.run_id,
+            redirects=settings.redirects,
+            tee=settings.tee,
+            local_ranks_filter=settings.local_ranks_filter,
+        )
         host = HostResources(zygote, Pump(viewer(display), logs), display, logs, signals, agent_socket)
     except LaunchError:
         agent_socket.close()
@@ -204,7 +211,7 @@ def _run_attempts(
         if left is not None:
             attempt.elastic.max_replacements = left
         if times:  # here, because only now the number of hosts is known
-            host.display.print(f"phalanx run: starting all {attempt.place.world_size} ranks again ({times})")
+            host.display.print(f"phalanx run: starting all {attempt.state.world_size} ranks again ({times})")
         try:
             if not has_run:
                 attempt.run()
@@ -272,7 +279,7 @@ def _conclude(plan: JobPlan, host: HostResources, attempt: Attempt, flight: Flig
         return BELOW_MINIMUM_EXIT_CODE  # the reason was already printed
     if not state.failures:
         if plan.result_path:
-            JobResult(attempt.place.world_size).write(plan.result_path)
+            JobResult(state.world_size).write(plan.result_path)
         if code := _find_orderly_code(state):
             ranks = name_ranks([rank for rank, end in sorted(state.exits.items()) if end.status])
             host.display.print(f"phalanx run: {ranks} exited with code {code} (EX_TEMPFAIL): start the job again later")
@@ -280,7 +287,7 @@ def _conclude(plan: JobPlan, host: HostResources, attempt: Attempt, flight: Flig
     _copy_error_file(plan, state.failures[0])
     if plan.result_path:
         text = _describe_failures(attempt, flight)
-        JobResult(attempt.place.world_size, state.failures[0].rank, text).write(plan.result_path)
+        JobResult(state.world_size, state.failures[0].rank, text).write(plan.result_path)
         host.display.forget()
     else:
         _report_failures(host, attempt, flight)
@@ -309,7 +316,7 @@ def _describe_failures(attempt: Attempt, flight: Flight) -> str:
     state = attempt.state
     name = attempt.link.name_host(state.failures[0].rank)
     whole = attempt.plan.settings.traceback
-    failures = describe_failures(state.failures, attempt.place.world_size, name, abandoned=state.abandoned, whole=whole)
+    failures = describe_failures(state.failures, state.world_size, name, abandoned=state.abandoned, whole=whole)
     return f"{text}\n\n{failures}" if text else failures
 
 
@@ -335,28 +342,6 @@ def _report_zygote_lost(host: HostResources, state: Supervision) -> int:
         "If nobody killed it, the host may be out of memory; if it exited while importing torch, try --no-preload."
     )
     return 1
-
-
-def _open_logs(plan: JobPlan) -> Logs:
-    settings = plan.settings
-    log_dir = settings.log_dir
-    try:
-        logs = Logs(
-            log_dir,
-            plan.run_id,
-            redirects=settings.redirects,
-            tee=settings.tee,
-            local_ranks_filter=settings.local_ranks_filter,
-        )
-        if plan.settings.rendezvous is None:
-            logs.begin(range(plan.num_ranks), 0)
-        return logs
-    except OSError as error:
-        raise LaunchError(
-            f"phalanx run: --log-dir {log_dir}: cannot write {error.filename}: {error.strerror}. "
-            "Choose a directory to which you can write.",
-            exit_code=2,
-        ) from error
 
 
 def _flush(host: HostResources) -> None:

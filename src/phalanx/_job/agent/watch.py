@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 _CHECK_S = 15.0
 _MIN_CHECK_S = 0.1
+_PAUSE_S = 1.0
 _CHECKS_BEFORE_EVICTION = 5  # a silent rank is killed only after this many checks
 _ANSWER_S = 0.5  # a rank writes its stack within a millisecond, unless it cannot
 _REPORT_AFTER_S = (60.0, 600.0, 3600.0)
@@ -59,6 +60,7 @@ class RankWatch:
         if evict_after_s is not None:
             self._period_s = min(_CHECK_S, max(_MIN_CHECK_S, evict_after_s / _CHECKS_BEFORE_EVICTION))
         self._next_check = now + self._period_s
+        self._resumed_ns = 0  # when this process and the ranks last continued after a pause
         self._stuck_since_ns: dict[int, int] = {}  # by process: when it was first seen in a state of STUCK_STATES
         self._num_reports: dict[int, int] = {}  # by process: the number of reports in this silence
         self._suspects: dict[int, SuspectedRank] = {}  # by rank
@@ -84,15 +86,20 @@ class RankWatch:
     ) -> list[SuspectedRank]:
         """Check the ranks; return new suspects, whose stacks the caller must request.
 
+        A check that is late by a period, and by more than a busy host delays it, means that the job was suspended
+        (Ctrl-Z, a paused container): every silence begins again.
+
         `pids`: the processes by rank. `stacks`: the descriptors of the files for their stacks, by rank.
         """
-        self._next_check = now + self._period_s
         now_ns = time.monotonic_ns()
+        if now > self._next_check + max(self._period_s, _PAUSE_S):
+            self._resumed_ns = now_ns
+        self._next_check = now + self._period_s
         states = {pid: read_state(pid) for pid in pids.values()}
         stuck = [pid for pid, state in states.items() if state and state in STUCK_STATES]
         self._stuck_since_ns = {pid: self._stuck_since_ns.get(pid, now_ns) for pid in stuck}
         self._lateness.add(groups)
-        silents = find_silent(groups, set(pids.values()), self._stuck_since_ns, steps_ns, now_ns)
+        silents = find_silent(groups, set(pids.values()), self._stuck_since_ns, steps_ns, now_ns, self._resumed_ns)
         rank_of = {pid: rank for rank, pid in pids.items()}
         self._num_reports = {pid: times for pid, times in self._num_reports.items() if pid in {s.pid for s in silents}}
         new = []
@@ -122,7 +129,8 @@ class RankWatch:
             del self._suspects[suspect.rank]
         if not due:
             return []
-        found = find_silent(groups, set(pids.values()), self._stuck_since_ns, steps_ns, time.monotonic_ns())
+        now_ns = time.monotonic_ns()
+        found = find_silent(groups, set(pids.values()), self._stuck_since_ns, steps_ns, now_ns, self._resumed_ns)
         silents = {silent.pid: silent for silent in found}
         return [
             replace(suspect, silent=silents[suspect.pid])
@@ -263,6 +271,7 @@ def find_silent(
     stuck_since_ns: Mapping[int, int],
     last_step_ns: Mapping[int, int],
     now_ns: int,
+    resumed_ns: int = 0,
 ) -> list[SilentProcess]:
     """Return the processes among `pids` for which others wait, the longest silence first.
 
@@ -270,6 +279,7 @@ def find_silent(
         groups: the logs of the ranks.
         stuck_since_ns: by process: when it was first seen in one of the states `STUCK_STATES`.
         last_step_ns: by process: when it last completed a step, if known.
+        resumed_ns: when all processes continued after a pause: no silence began before.
     """
     # ignore groups that have lost a member: no rank waits there any more
     groups = [group for group in groups if all(rank.pid in pids for rank in group.ranks)]
@@ -295,13 +305,14 @@ def find_silent(
                     since_ns = max(began_ns, active_ns.get(member.pid, 0))
                 waiting = tuple(pid for pid in inside if pid != member.pid)
                 operation = next(record.place for pid, record in inside.items() if pid in waiting)
-                silent = SilentProcess(member.pid, max(0, now_ns - since_ns) / 1e9, waiting, operation)
+                silent = SilentProcess(member.pid, max(0, now_ns - max(since_ns, resumed_ns)) / 1e9, waiting, operation)
                 if member.pid not in found or found[member.pid].silent_s < silent.silent_s:
                     found[member.pid] = silent
     newest_ns = max(active_ns.values(), default=0)
     for pid, since_ns in stuck_since_ns.items():
         if pid in pids and pid not in found and not running:  # no process is in an operation
-            found[pid] = SilentProcess(pid, max(0, now_ns - max(since_ns, newest_ns)) / 1e9, (), "")
+            since_ns = max(since_ns, newest_ns, resumed_ns)
+            found[pid] = SilentProcess(pid, max(0, now_ns - since_ns) / 1e9, (), "")
     return sorted(found.values(), key=lambda silent: -silent.silent_s)
 
 

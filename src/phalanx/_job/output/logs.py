@@ -1,4 +1,4 @@
-"""Write the ranks' log files; a full disk loses lines, not the job."""
+"""Write the ranks' log files; once the job has begun, a full disk loses lines, not the job."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from io import FileIO
 
 from phalanx._job.output.standard import encode
+from phalanx.errors import LaunchError
 
 
 @dataclass(frozen=True)
@@ -25,14 +26,14 @@ NO_STREAMS = Streams()
 
 
 class LogFile:
-    """A `LogFile` is a file of lines. After lost lines, it reports the gap before the next line."""
+    """A `LogFile` is a file of lines. While it cannot be created or written, lines are lost; it reports that later."""
 
     def __init__(self, path: str) -> None:
         self.path = path
-        # unbuffered: the last lines of a rank must be in the file when everything dies
-        self._file = FileIO(path, "w")
         self.problem: OSError | None = None  # the latest problem
+        self._file: FileIO | None = None
         self._gap = False
+        self._write(b"")
 
     def put(self, lines: Sequence[bytes]) -> None:
         """Write `lines`, as far as the disk has room."""
@@ -41,7 +42,8 @@ class LogFile:
     def close(self) -> None:
         """Close the file; some file systems report write errors only now."""
         try:
-            self._file.close()
+            if self._file is not None:
+                self._file.close()
         except OSError as error:
             self.problem = error
 
@@ -49,13 +51,17 @@ class LogFile:
         if self._gap:
             data = explain_gap(self.problem) + data
         try:
+            if self._file is None:
+                os.makedirs(os.path.dirname(self.path), exist_ok=True)
+                # unbuffered: the last lines of a rank must be in the file when everything dies
+                self._file = FileIO(self.path, "w")
             while data:
                 written = self._file.write(data) or 0
                 data = data[written:]
                 self._gap = False
         except OSError as error:
             self.problem = error
-            self._gap = True
+            self._gap = bool(data)
 
 
 def explain_gap(problem: OSError | None) -> bytes:
@@ -80,6 +86,11 @@ class Logs:
         tee: Streams,
         local_ranks_filter: tuple[int, ...] | None,
     ) -> None:
+        """Create the folders of the logs.
+
+        Raises:
+            LaunchError: a folder cannot be created.
+        """
         self._folder = log_dir
         self._by_rank: dict[int, LogFile] = {}
         self._by_stream: dict[tuple[int, int], LogFile] = {}
@@ -87,21 +98,25 @@ class Logs:
         self._first = 0
         self.attempts = ""  # the folder of the files by attempt and local rank; empty if there are none
         self.streams = redirects != NO_STREAMS or tee != NO_STREAMS
-        if log_dir is not None:
-            os.makedirs(log_dir, exist_ok=True)
-        if log_dir is not None or self.streams:
-            import tempfile
+        try:
+            if log_dir is not None:
+                os.makedirs(log_dir, exist_ok=True)
+            if log_dir is not None or self.streams:
+                import tempfile
 
-            name = "".join(letter if letter.isalnum() or letter in "-_." else "_" for letter in run_id) + "_"
-            base = log_dir if log_dir is not None else tempfile.mkdtemp(prefix="torchelastic_")
-            self.attempts = tempfile.mkdtemp(prefix=name, dir=base)
+                name = "".join(letter if letter.isalnum() or letter in "-_." else "_" for letter in run_id) + "_"
+                base = log_dir if log_dir is not None else tempfile.mkdtemp(prefix="torchelastic_")
+                self.attempts = tempfile.mkdtemp(prefix=name, dir=base)
+        except OSError as error:
+            raise self._refuse(error) from error
 
     def begin(self, ranks: Sequence[int], attempt: int) -> None:
         """Open the logs of these ranks of this host, which are about to start.
 
         Raises:
-            OSError: a file cannot be created.
+            LaunchError: a file cannot be created, and these are the first ranks.
         """
+        is_first = not self._by_rank and not self._by_stream
         self._first = min(ranks, default=0)
         if self._folder is not None:
             for rank in ranks:
@@ -110,13 +125,26 @@ class Logs:
         for file in self._by_stream.values():
             file.close()
         self._by_stream.clear()
-        for local_rank in range(len(ranks) if self.attempts else 0):
+        for local_rank in range(len(ranks)):
             wanted = self._redirects.of(local_rank) | self._tee.of(local_rank)
             folder = os.path.join(self.attempts, f"attempt_{attempt}", str(local_rank))
-            os.makedirs(folder, exist_ok=True)
             for stream, name in ((1, "stdout.log"), (2, "stderr.log")):
                 if wanted & stream:
                     self._by_stream[local_rank, stream] = LogFile(os.path.join(folder, name))
+        problem = next((log.problem for log in self._files if log.problem is not None), None)
+        if is_first and problem is not None:
+            raise self._refuse(problem) from problem
+
+    @property
+    def _files(self) -> tuple[LogFile, ...]:
+        return (*self._by_rank.values(), *self._by_stream.values())
+
+    def _refuse(self, error: OSError) -> LaunchError:
+        return LaunchError(
+            f"phalanx run: --log-dir {self._folder}: cannot write {error.filename}: {error.strerror}. "
+            "Choose a directory to which you can write.",
+            exit_code=2,
+        )
 
     def shows(self, rank: int, stream: int) -> bool:
         """Return whether the screen shows this rank's stream."""
@@ -139,5 +167,5 @@ class Logs:
         return said
 
     def close(self) -> None:
-        for log in (*self._by_rank.values(), *self._by_stream.values()):
+        for log in self._files:
             log.close()
