@@ -144,6 +144,8 @@ class SshJob:
         )
         while self._find_writable() and not interrupts:  # a stopped screen reads nothing; Ctrl-C ends the wait
             loop.turn()
+        for writer in {self._out, self._err}:
+            writer.close()
 
     # -- before the start ------------------------------------------------------------------------------------------
 
