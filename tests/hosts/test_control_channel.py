@@ -15,14 +15,17 @@ from typing import Any, cast
 import pytest
 
 from phalanx._comm.control.client import Client
+from phalanx._comm.control.wire import MAX_VALUE_BYTES
+from phalanx._comm.diagnostics.observer import GroupLog
 from phalanx._job.agent.attempt import Attempt
 from phalanx._job.agent.host_resources import HostResources
 from phalanx._job.agent.plan import JobPlan, Pinning
 from phalanx._job.agent.settings import Settings
 from phalanx._job.agent.target import JobTarget
 from phalanx._job.coordinator.service import Service
-from phalanx._job.hosts.control_channel import Change, ControlChannel, ControlMessage
+from phalanx._job.hosts.control_channel import Change, ControlChannel, ControlMessage, decode_lines
 from phalanx._job.hosts.follower import FollowerLink
+from phalanx._job.hosts.forward import Forward
 from phalanx._job.hosts.gather import Gathering
 from phalanx._job.hosts.join_job import FollowedJob
 from phalanx._job.hosts.leader import LeaderLink
@@ -188,6 +191,41 @@ def test_messages_that_wait_for_one_member_travel_together_and_in_order() -> Non
             assert select.select([third.fileno()], [], [], 30.0)[0]
             heard = _taken(third)
         assert [message.body["value"] for message in heard] == [50]
+
+
+def test_long_lines_of_several_ranks_arrive_though_together_they_are_longer_than_a_message() -> None:
+    """They were one message, which the coordinator refused: the lines of all ranks of that host were lost silently."""
+    with _two() as (channel, other):
+        forward = Forward()
+        forward.connect(channel)
+        channel.first = other.member
+        line = b"\xff" * (MAX_VALUE_BYTES // 8)  # JSON needs six bytes for each
+        for rank in range(2):
+            forward.show(rank, 1, [line], b"")
+        forward.flush()
+        items: list[Any] = []
+        while len(items) < 2:
+            assert select.select([other.fileno()], [], [], 30.0)[0], "they do not come"
+            items += [item for message in _taken(other) for item in message.body["items"]]
+        assert [(rank, decode_lines(lines)) for rank, _, lines, _, _ in items] == [(0, [line]), (1, [line])]
+
+
+def test_records_of_many_groups_are_a_message_for_each_group() -> None:
+    """They were one message, which the coordinator refused if it was long: the report lacked that host's ranks."""
+    with _two() as (channel, other):
+        link = FollowerLink.__new__(FollowerLink)
+        link._channel, link._number, link._records = channel, 0, []
+        link._forward = Forward()
+        channel.first = other.member
+        logs = [GroupLog(name, 2, ()) for name in ("a", "b")]
+        ranks = SimpleNamespace(zygote_lost=False)
+        link.end(cast(Any, SimpleNamespace(ranks=ranks, ended_ns={7: 1}, report_folder="", collect_logs=lambda: logs)))
+        messages: list[ControlMessage] = []
+        while not messages or messages[-1].kind != "swept":
+            assert select.select([other.fileno()], [], [], 30.0)[0]
+            messages += _taken(other)
+        names = [[group["name"] for group in each.body["groups"]] for each in messages if each.kind == "flight"]
+        assert names == [["a"], ["b"]]
 
 
 def test_a_message_for_many_is_put_into_words_once_and_travels_in_one_frame() -> None:
