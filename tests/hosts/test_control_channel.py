@@ -26,7 +26,7 @@ from phalanx._job.coordinator.service import Service
 from phalanx._job.hosts.control_channel import Change, ControlChannel, ControlMessage, decode_lines
 from phalanx._job.hosts.follower import FollowerLink
 from phalanx._job.hosts.forward import Forward
-from phalanx._job.hosts.gather import Gathering
+from phalanx._job.hosts.gather import Gathering, JoinedHost
 from phalanx._job.hosts.join_job import FollowedJob
 from phalanx._job.hosts.leader import LeaderLink
 from phalanx._job.hosts.node_plan import HostFacts, plan_nodes
@@ -139,6 +139,34 @@ def test_a_late_host_that_leaves_again_is_not_counted_in_at_the_next_start() -> 
         for change in peers.late.values():
             gathering._read(change)
         assert not gathering._joined_hosts
+
+
+def test_a_host_too_many_at_a_start_waits_like_one_that_comes_later() -> None:
+    """It had waited for this start, and was thrown out at it: the job had all its hosts."""
+    with _two() as (channel, other), Client(other.address) as spare:
+        _take(channel, "joined")
+        leader, peers, _ = _leader(channel, other.member)
+        spare.join({**_AGENT, "host": "c"})
+        _take(channel, "joined")
+        gathering = Gathering.__new__(Gathering)
+        gathering._channel = channel
+        gathering._joined_hosts = {}
+        for member in (other.member, spare.member):
+            facts = HostFacts.from_json(member, _AGENT)
+            assert facts is not None
+            gathering._joined_hosts[member] = JoinedHost(facts, "10.0.0.1")
+        gathering._make_rest_join_late(peers.nodes)
+        assert channel.has_more
+        for change in channel.receive():
+            leader._read(change)
+        assert list(gathering._joined_hosts) == [other.member]
+        assert list(peers.late) == [spare.member]
+        assert channel.flush(30.0)
+        messages: list[ControlMessage] = []
+        while not messages:
+            assert select.select([spare.fileno()], [], [], 30.0)[0]
+            messages = _taken(spare)
+        assert messages[0].kind == "late"
 
 
 def test_orders_that_come_together_with_the_start_are_for_the_ranks_that_it_starts() -> None:
