@@ -224,6 +224,28 @@ def test_ctrl_c_on_any_host_ends_all(tmp_path: Path, where: int) -> None:
     )
 
 
+def test_a_host_that_cannot_start_a_rank_is_lost_for_that_reason(tmp_path: Path) -> None:
+    """The first host reported that the other one was lost because "it has finished"."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import errno, os\n"
+        "def refuse(): raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))\n"
+        "os.fork = refuse\n"
+    )
+    environ = {"PHALANX_KEY": str(Key(bytes(32)))}
+    refusing = {"PYTHONPATH": os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", "")))}
+    with hosts(2) as machines, contextlib.ExitStack() as stack:
+        lines = numbered(machines, "--no-python", script=("sleep", "600"), nproc="1")
+        jobs = [
+            stack.enter_context(start(*line, env={**environ, **more}, before=at.command, stderr=subprocess.STDOUT))
+            for line, more, at in zip(lines, ({}, refusing), machines, strict=True)
+        ]
+        first, second = finish(jobs)
+    assert (first.code, second.code) == (1, 1)
+    why = "rank 1 of 2 could not be started: Resource temporarily unavailable."
+    assert f"phalanx run: {why}" in second.out
+    assert f"#1 (10.77.0.2), with rank 1 of 2, is lost: {why}" in first.lines[-1]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["killed", "cut off"])
 def test_a_host_that_goes_is_named_on_the_others(tmp_path: Path, how: str) -> None:

@@ -127,6 +127,7 @@ class FollowedJob:
         self._succession = succession
         self._reach_answers = ReachAnswers(membership.channel, membership.key, membership.address)
         self._has_begun = False
+        self._number = 0  # of the newest attempt
         self.is_alone = False  # the leader is lost
 
     def run(self) -> int:
@@ -136,12 +137,15 @@ class FollowedJob:
                 return self._end(message.body)
             attempt, link = self._begin(message.body)
             with contextlib.closing(attempt):
-                attempt.run()
+                try:
+                    attempt.run()
+                except (PhalanxError, OSError) as error:  # a rank cannot be started
+                    self._report("failed", why=str(error).removeprefix("phalanx run: "))
+                    raise
                 if attempt.link is not link:  # this host leads the job now
                     return self._succession.lead(attempt)
             if attempt.ranks.zygote_lost and not attempt.ranks.zygote_killed:
-                why = "the process from which its ranks are forked (the zygote) has ended"
-                self._channel.put(self._channel.first, "failed", attempt=int(message.body["attempt"]), why=why)
+                self._report("failed", why="the process from which its ranks are forked (the zygote) has ended")
             if link.ended is not None:
                 return self._end(link.ended)
             if link.supervision.leaves:
@@ -182,6 +186,10 @@ class FollowedJob:
         self._succession.renew()
         self._host.display.print("phalanx run: the first host answers again")
         return True
+
+    def _report(self, kind: str, **body: Any) -> None:
+        """Report to the leader what concerns the newest attempt."""
+        self._channel.put(self._channel.first, kind, attempt=self._number, **body)
 
     def close(self) -> None:
         """Close the port at which other hosts have tried to reach this one."""
@@ -266,7 +274,7 @@ class FollowedJob:
             f"{describe_ranks(place)} of {place.world_size}. Their output is shown there."
         )
         first = None if body.get("begun") is None else generation_from_json(body["begun"])
-        number = int(body["attempt"])
+        self._number = number = int(body["attempt"])
         succession = self._succession.begin_attempt(plan)
         link = FollowerLink(plan, self._host, number, place, self._membership, first, succession)
         return Attempt(plan, self._host, number, link), link
