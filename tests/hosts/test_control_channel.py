@@ -32,6 +32,7 @@ from phalanx._job.hosts.leader import LeaderLink
 from phalanx._job.hosts.node_plan import HostFacts, plan_nodes
 from phalanx._job.hosts.peer_hosts import PeerHosts
 from phalanx._job.hosts.reach import ReachAnswers
+from phalanx.errors import LaunchError
 
 _NONE = cast(Any, None)
 _AGENT = {
@@ -195,6 +196,23 @@ def test_orders_that_come_together_with_the_start_are_for_the_ranks_that_it_star
         assert attempt.due is not None
         attempt.receive(set())
     assert obeyed == ["sweep"]
+
+
+def test_ctrl_c_on_a_host_whose_ranks_have_finished_is_for_the_leader() -> None:
+    """That host left at once, with "stopped by SIGINT before the job began", and the job lost it."""
+    with _two() as (channel, other):
+        leader, _, done = _leader(channel, other.member)
+        follower = FollowedJob.__new__(FollowedJob)
+        follower._channel, follower._number, follower._was_signalled = ControlChannel(other), 0, False
+        follower._has_begun = True
+        follower._on_signal(signal.SIGINT)
+        for message in _take(channel, "signal"):
+            leader._read(message)
+        assert done == [signal.SIGINT]
+        with pytest.raises(LaunchError) as again:
+            follower._on_signal(signal.SIGINT)
+        assert (str(again.value), again.value.exit_code) == ("phalanx run: stopped by SIGINT (interrupted)", 130)
+        follower._channel.close()
 
 
 def test_messages_that_wait_for_one_member_travel_together_and_in_order() -> None:

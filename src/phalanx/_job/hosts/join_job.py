@@ -105,11 +105,6 @@ def follow(
         succession.close_coordinator()
 
 
-def _stop_before_start(number: int) -> None:
-    if number in ENDING_SIGNALS:
-        raise LaunchError(f"phalanx run: stopped by {name_signal(number)} before the job began", exit_code=128 + number)
-
-
 class FollowedJob:
     """A `FollowedJob` is a job that another host leads; `run` runs its attempts until the leader ends the job."""
 
@@ -128,6 +123,7 @@ class FollowedJob:
         self._reach_answers = ReachAnswers(membership.channel, membership.key, membership.address)
         self._has_begun = False
         self._number = 0  # of the newest attempt
+        self._was_signalled = False  # while this host waited for orders
         self.is_alone = False  # the leader is lost
 
     def run(self) -> int:
@@ -229,13 +225,27 @@ class FollowedJob:
 
         channel = self._channel
         loop = EventLoop(
-            self._host.watch_signals(_stop_before_start),
+            self._host.watch_signals(self._on_signal),
             Source(receive, lambda: (channel.fileno(),), due=lambda: time.monotonic() if channel.has_more else None),
             self._host.watch_display(),
         )
         while not orders:
             loop.turn()
         return orders[0]
+
+    def _on_signal(self, number: int) -> None:
+        """Report a signal to the leader, which decides for all hosts; leave before the job has begun, and if repeated.
+
+        The ranks of this host have ended, or have not begun.
+        """
+        if number not in ENDING_SIGNALS:
+            return
+        if self._has_begun and not self._was_signalled:
+            self._was_signalled = True
+            self._report("signal", signum=number)
+            return
+        when = "" if self._has_begun else " before the job began"
+        raise LaunchError(f"phalanx run: stopped by {name_signal(number)}{when}", exit_code=128 + number)
 
     def _read(self, message: ControlMessage | Change) -> ControlMessage | None:
         if isinstance(message, Change):
