@@ -189,6 +189,26 @@ def test_an_item_whose_taker_died_is_for_another_one(service, relay):
         assert near.queue_pop("queue", True, 10.0) == b"item"
 
 
+def test_the_question_of_a_client_that_died_is_asked_no_more(service, relay):
+    dying = Client(relay.path)
+
+    def get():
+        with pytest.raises(ClosedError):
+            dying.multi_get(["never"], 30.0)
+
+    thread, _ = in_thread(get)
+    wait_until(lambda: any(s.parked for s in list(service.coordinator.sessions.values())))
+    dying._transmit_raw = lambda message: None
+    dying.close()
+    thread.join()
+
+    def is_forgotten():
+        relay._requests.resume()  # as if much time had passed
+        return not any(s.parked for s in list(service.coordinator.sessions.values()))
+
+    wait_until(is_forgotten)
+
+
 def test_after_a_cut_what_was_asked_is_asked_again(service):
     line = Cable(service.address.port)
     relay = Relay(f"tcp://{line.address}", KEY)
