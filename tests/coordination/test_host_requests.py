@@ -231,6 +231,26 @@ def test_a_question_of_which_the_coordinator_has_said_that_it_waits_there_is_sel
     assert host.asked == [Op.GET]
 
 
+def test_the_question_of_a_process_that_has_ended_is_repeated_no_more(host):
+    """It was repeated for ever; after a thousand lost ranks, a thousand questions were."""
+    host.ask(0, 1, Op.MULTI_GET, b"a")
+    host.ask(1, 1, Op.MULTI_GET, b"a")
+    host.pass_on()
+    host.now += RESEND_PARKED_S
+    host.requests.ask_again(host.now)
+    host.pass_on()
+    assert host.answers == dict.fromkeys([(0, 1), (1, 1)], (AnswerStatus.PARKED, [])), "who has ended is found by this"
+    for rank, num_parked in ((0, 1), (1, 0)):
+        host.requests.drop(b"rank %d" % rank)
+        host.pass_on()
+        assert sum(len(session.parked) for session in host.coordinator.sessions.values()) == num_parked
+    host.asked.clear()
+    host.requests.resume()
+    host.requests.ask_again(host.now)
+    host.pass_on()
+    assert not host.asked
+
+
 def test_what_was_lost_is_asked_again_and_done_once(host):
     for rank in range(2):
         host.ask(rank, 1, Op.ADD_ITEMS, b"came", b"rank/", b"x")

@@ -61,6 +61,16 @@ def test_a_key_is_looked_for_in_the_file_the_variables_and_the_configuration_fol
         find_key(environment={"PHALANX_KEY": str(typed)[:-2]})
 
 
+def test_no_key_is_made_in_the_working_folder_for_a_user_without_a_home(tmp_path, monkeypatch):
+    """It was in "./~/.config/phalanx/key", which may be a folder that many can read, or a repository."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)  # as for a user id that no database has
+    with pytest.raises(AuthenticationError, match="PHALANX_KEY_FILE"):
+        make_key(default_path({}))
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o644, 0o660])
 def test_a_key_file_that_others_can_read_or_change_is_refused_with_what_to_type(tmp_path, mode):
     path = tmp_path / "key"

@@ -12,10 +12,12 @@ from tests.coordination.cable import Cable
 from phalanx._comm.backend.coordination_store import CoordinationStore
 from phalanx._comm.control.client import Client
 from phalanx._comm.control.key import Key
-from phalanx._comm.control.wire import WRITE_ONCE, Op
+from phalanx._comm.control.wire import WRITE_ONCE, Op, pack, pack_number
 from phalanx._comm.diagnostics.failure_signals import FailureSignals
+from phalanx._job.coordinator.coordinator import FORGOTTEN_AFTER_S, Coordinator
 from phalanx._job.coordinator.relay import Relay
 from phalanx._job.coordinator.service import Service
+from phalanx._job.coordinator.session import Direct
 from phalanx.errors import ClosedError, CoordinationError, DeadlineError
 
 KEY = Key(bytes(range(32)))
@@ -187,6 +189,26 @@ def test_an_item_whose_taker_died_is_for_another_one(service, relay):
         assert near.queue_pop("queue", True, 10.0) == b"item"
 
 
+def test_the_question_of_a_client_that_died_is_asked_no_more(service, relay):
+    dying = Client(relay.path)
+
+    def get():
+        with pytest.raises(ClosedError):
+            dying.multi_get(["never"], 30.0)
+
+    thread, _ = in_thread(get)
+    wait_until(lambda: any(s.parked for s in list(service.coordinator.sessions.values())))
+    dying._transmit_raw = lambda message: None
+    dying.close()
+    thread.join()
+
+    def is_forgotten():
+        relay._requests.resume()  # as if much time had passed
+        return not any(s.parked for s in list(service.coordinator.sessions.values()))
+
+    wait_until(is_forgotten)
+
+
 def test_after_a_cut_what_was_asked_is_asked_again(service):
     line = Cable(service.address.port)
     relay = Relay(f"tcp://{line.address}", KEY)
@@ -229,6 +251,25 @@ def test_what_ranks_of_a_lost_host_took_from_a_queue_last_is_there_again_and_the
             relay.close()
             thread.join()
             assert results == [None]
+
+
+def test_the_coordinator_knows_whose_a_relay_is_also_after_a_long_silence():
+    """After ten minutes without a request of a rank it had forgotten: what they took last was lost with their host."""
+    coordinator = Coordinator(lost_after_s=9.0)
+    agent, relay, other = Direct(1, b"agent"), Direct(1, b"relay"), Direct(0, b"other")
+    coordinator.handle(agent, pack(Op.JOIN, 1, b"{}", b"all"), 0.0)
+    coordinator.handle(relay, pack(Op.OF_MEMBER, 0, pack_number(0)), 0.0)
+    now = 2 * FORGOTTEN_AFTER_S
+    coordinator.handle(agent, pack(Op.HEARTBEAT, 0, pack_number(0), b""), now)
+    coordinator.tick(now)
+    coordinator.handle(other, pack(Op.QUEUE_PUSH, 1, b"q", b"work"), now)
+    coordinator.handle(relay, pack(Op.RELAY, 0, b"rank", pack(Op.QUEUE_POP, 1, b"q", b"1")), now)
+    assert coordinator.store.queue_len(b"q") == 0
+    coordinator.tick(now + 10.0)
+    assert not list(coordinator.members)
+    assert coordinator.store.queue_len(b"q") == 1
+    coordinator.tick(now + 10.0 + FORGOTTEN_AFTER_S + 1.0)
+    assert not coordinator.sessions
 
 
 def queue_pop_or_error(client):

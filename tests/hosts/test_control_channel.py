@@ -15,20 +15,24 @@ from typing import Any, cast
 import pytest
 
 from phalanx._comm.control.client import Client
+from phalanx._comm.control.wire import MAX_VALUE_BYTES
+from phalanx._comm.diagnostics.observer import GroupLog
 from phalanx._job.agent.attempt import Attempt
 from phalanx._job.agent.host_resources import HostResources
 from phalanx._job.agent.plan import JobPlan, Pinning
 from phalanx._job.agent.settings import Settings
 from phalanx._job.agent.target import JobTarget
 from phalanx._job.coordinator.service import Service
-from phalanx._job.hosts.control_channel import Change, ControlChannel, ControlMessage
+from phalanx._job.hosts.control_channel import Change, ControlChannel, ControlMessage, decode_lines
 from phalanx._job.hosts.follower import FollowerLink
-from phalanx._job.hosts.gather import Gathering
+from phalanx._job.hosts.forward import Forward
+from phalanx._job.hosts.gather import Gathering, JoinedHost
 from phalanx._job.hosts.join_job import FollowedJob
 from phalanx._job.hosts.leader import LeaderLink
 from phalanx._job.hosts.node_plan import HostFacts, plan_nodes
 from phalanx._job.hosts.peer_hosts import PeerHosts
 from phalanx._job.hosts.reach import ReachAnswers
+from phalanx.errors import LaunchError
 
 _NONE = cast(Any, None)
 _AGENT = {
@@ -138,6 +142,34 @@ def test_a_late_host_that_leaves_again_is_not_counted_in_at_the_next_start() -> 
         assert not gathering._joined_hosts
 
 
+def test_a_host_too_many_at_a_start_waits_like_one_that_comes_later() -> None:
+    """It had waited for this start, and was thrown out at it: the job had all its hosts."""
+    with _two() as (channel, other), Client(other.address) as spare:
+        _take(channel, "joined")
+        leader, peers, _ = _leader(channel, other.member)
+        spare.join({**_AGENT, "host": "c"})
+        _take(channel, "joined")
+        gathering = Gathering.__new__(Gathering)
+        gathering._channel = channel
+        gathering._joined_hosts = {}
+        for member in (other.member, spare.member):
+            facts = HostFacts.from_json(member, _AGENT)
+            assert facts is not None
+            gathering._joined_hosts[member] = JoinedHost(facts, "10.0.0.1")
+        gathering._make_rest_join_late(peers.nodes)
+        assert channel.has_more
+        for change in channel.receive():
+            leader._read(change)
+        assert list(gathering._joined_hosts) == [other.member]
+        assert list(peers.late) == [spare.member]
+        assert channel.flush(30.0)
+        messages: list[ControlMessage] = []
+        while not messages:
+            assert select.select([spare.fileno()], [], [], 30.0)[0]
+            messages = _taken(spare)
+        assert messages[0].kind == "late"
+
+
 def test_orders_that_come_together_with_the_start_are_for_the_ranks_that_it_starts() -> None:
     """Ctrl-C right after the start: "sweep" came in one batch with "start", was read with it, and dropped."""
     with _two() as (channel, _):
@@ -166,6 +198,23 @@ def test_orders_that_come_together_with_the_start_are_for_the_ranks_that_it_star
     assert obeyed == ["sweep"]
 
 
+def test_ctrl_c_on_a_host_whose_ranks_have_finished_is_for_the_leader() -> None:
+    """That host left at once, with "stopped by SIGINT before the job began", and the job lost it."""
+    with _two() as (channel, other):
+        leader, _, done = _leader(channel, other.member)
+        follower = FollowedJob.__new__(FollowedJob)
+        follower._channel, follower._number, follower._was_signalled = ControlChannel(other), 0, False
+        follower._has_begun = True
+        follower._on_signal(signal.SIGINT)
+        for message in _take(channel, "signal"):
+            leader._read(message)
+        assert done == [signal.SIGINT]
+        with pytest.raises(LaunchError) as again:
+            follower._on_signal(signal.SIGINT)
+        assert (str(again.value), again.value.exit_code) == ("phalanx run: stopped by SIGINT (interrupted)", 130)
+        follower._channel.close()
+
+
 def test_messages_that_wait_for_one_member_travel_together_and_in_order() -> None:
     """Eight ranks that have started were eight messages of their host, each sent when the one before had arrived."""
     with _two() as (channel, other), Client(channel._client.address.path) as third:
@@ -188,6 +237,41 @@ def test_messages_that_wait_for_one_member_travel_together_and_in_order() -> Non
             assert select.select([third.fileno()], [], [], 30.0)[0]
             heard = _taken(third)
         assert [message.body["value"] for message in heard] == [50]
+
+
+def test_long_lines_of_several_ranks_arrive_though_together_they_are_longer_than_a_message() -> None:
+    """They were one message, which the coordinator refused: the lines of all ranks of that host were lost silently."""
+    with _two() as (channel, other):
+        forward = Forward()
+        forward.connect(channel)
+        channel.first = other.member
+        line = b"\xff" * (MAX_VALUE_BYTES // 8)  # JSON needs six bytes for each
+        for rank in range(2):
+            forward.show(rank, 1, [line], b"")
+        forward.flush()
+        items: list[Any] = []
+        while len(items) < 2:
+            assert select.select([other.fileno()], [], [], 30.0)[0], "they do not come"
+            items += [item for message in _taken(other) for item in message.body["items"]]
+        assert [(rank, decode_lines(lines)) for rank, _, lines, _, _ in items] == [(0, [line]), (1, [line])]
+
+
+def test_records_of_many_groups_are_a_message_for_each_group() -> None:
+    """They were one message, which the coordinator refused if it was long: the report lacked that host's ranks."""
+    with _two() as (channel, other):
+        link = FollowerLink.__new__(FollowerLink)
+        link._channel, link._number, link._records = channel, 0, []
+        link._forward = Forward()
+        channel.first = other.member
+        logs = [GroupLog(name, 2, ()) for name in ("a", "b")]
+        ranks = SimpleNamespace(zygote_lost=False)
+        link.end(cast(Any, SimpleNamespace(ranks=ranks, ended_ns={7: 1}, report_folder="", collect_logs=lambda: logs)))
+        messages: list[ControlMessage] = []
+        while not messages or messages[-1].kind != "swept":
+            assert select.select([other.fileno()], [], [], 30.0)[0]
+            messages += _taken(other)
+        names = [[group["name"] for group in each.body["groups"]] for each in messages if each.kind == "flight"]
+        assert names == [["a"], ["b"]]
 
 
 def test_a_message_for_many_is_put_into_words_once_and_travels_in_one_frame() -> None:

@@ -16,8 +16,8 @@ def test_each_source_is_called_once_a_turn_in_the_order_in_which_they_came() -> 
         loop = EventLoop(
             Source(lambda ready: called.append(("first", read in ready)), lambda: (read,)),
             Source(lambda ready: called.append(("second", read in ready))),
+            Source(lambda ready: called.append(("third", write in ready)), writable=lambda: (write,)),
         )
-        loop.add(Source(lambda ready: called.append(("third", write in ready)), writable=lambda: (write,)))
         loop.turn()
         assert called == [("first", True), ("second", True), ("third", True)]
         os.read(read, 1)

@@ -7,6 +7,7 @@ import os
 import pytest
 
 from phalanx._base.ipc.event_loop import EventLoop
+from phalanx._job.ssh import session
 from phalanx._job.ssh.pipes import AS_TEXT, PipeChannel
 
 
@@ -67,3 +68,23 @@ def test_a_login_shell_that_prints_for_ever_ends_the_channel(pipes: tuple[int, i
     channel.close()
     os.close(there)
     os.close(to_here)
+
+
+def test_a_session_whose_connection_is_cut_ends_with_output_that_nobody_takes(
+    pipes: tuple[int, int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a network cut it stayed until sshd ended: it read no more output, and waited for the output's end."""
+    here, to_there, there, to_here = pipes
+    monkeypatch.setattr(session, "kill_descendants", lambda *_: None)  # those of pytest
+    monkeypatch.setattr(session, "_FLUSH_S", 0.0)
+    signals, of_rank = os.pipe(), os.pipe()
+    channel = PipeChannel(there, to_here, marks=True)
+    ending = session.Session(channel, signals[0])
+    ending._code, ending._is_ending, ending._outputs = 0, True, {of_rank[0]: 1}
+    channel.put("output", stream=1, text="x" * (1 << 20))  # more than the pipe has room for
+    assert channel.is_waiting
+    ending.run()
+    ending.close()
+    ending._reached.close()
+    for fd in (here, to_there, *signals, *of_rank):
+        os.close(fd)

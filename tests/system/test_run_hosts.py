@@ -224,6 +224,28 @@ def test_ctrl_c_on_any_host_ends_all(tmp_path: Path, where: int) -> None:
     )
 
 
+def test_a_host_that_cannot_start_a_rank_is_lost_for_that_reason(tmp_path: Path) -> None:
+    """The first host reported that the other one was lost because "it has finished"."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import errno, os\n"
+        "def refuse(): raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))\n"
+        "os.fork = refuse\n"
+    )
+    environ = {"PHALANX_KEY": str(Key(bytes(32)))}
+    refusing = {"PYTHONPATH": os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", "")))}
+    with hosts(2) as machines, contextlib.ExitStack() as stack:
+        lines = numbered(machines, "--no-python", script=("sleep", "600"), nproc="1")
+        jobs = [
+            stack.enter_context(start(*line, env={**environ, **more}, before=at.command, stderr=subprocess.STDOUT))
+            for line, more, at in zip(lines, ({}, refusing), machines, strict=True)
+        ]
+        first, second = finish(jobs)
+    assert (first.code, second.code) == (1, 1)
+    why = "rank 1 of 2 could not be started: Resource temporarily unavailable."
+    assert f"phalanx run: {why}" in second.out
+    assert f"#1 (10.77.0.2), with rank 1 of 2, is lost: {why}" in first.lines[-1]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["killed", "cut off"])
 def test_a_host_that_goes_is_named_on_the_others(tmp_path: Path, how: str) -> None:
@@ -475,24 +497,29 @@ def test_a_job_on_one_host_loads_nothing_for_several(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_host_too_many_is_told_so_and_one_that_is_lost_is_replaced(tmp_path: Path) -> None:
-    """Two of three hosts begin; the third waits, and comes in when the second is lost and all start again."""
-    over = tmp_path / "over"
+    """Two of three hosts begin; the third waits, and comes in when the second is lost and all start again.
+
+    It waits also through a start for which both are still there: there it was thrown out ("the job has its 2 hosts").
+    """
+    fail, over = tmp_path / "fail", tmp_path / "over"
     script = write_script(
         tmp_path,
-        "import os, torch, torch.distributed as dist\n"
+        "import os, sys, torch, torch.distributed as dist\n"
         "dist.init_process_group('phalanx')\n"
         "dist.barrier()\n"
         "print('running attempt', os.environ['TORCHELASTIC_RESTART_COUNT'], flush=True)\n"
-        "again = os.environ['TORCHELASTIC_RESTART_COUNT'] == '1'\n"
+        "attempt = os.environ['TORCHELASTIC_RESTART_COUNT']\n"
         "while True:\n"
-        f"    over = torch.tensor([float(again and os.path.exists({str(over)!r}))])\n"
+        f"    if attempt == '0' and os.path.exists({str(fail)!r}):\n"
+        "        sys.exit(5)\n"
+        f"    over = torch.tensor([float(os.path.exists({str(over)!r}))])\n"
         "    dist.all_reduce(over, op=dist.ReduceOp.MIN)\n"
         "    if over.item():\n"
         "        break\n",
     )
     with hosts(3) as machines, contextlib.ExitStack() as stack:
         where = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{machines[0].address}:{_PORT}")
-        line = ("run", "--nnodes", "2", *where, "--nproc-per-node", "1", "--max-restarts", "1", "--host-timeout", "2")
+        line = ("run", "--nnodes", "2", *where, "--nproc-per-node", "1", "--max-restarts", "2", "--host-timeout", "2")
         environ = {"PHALANX_KEY": str(Key(bytes(32)))}
 
         def begin(number: int) -> Running:
@@ -503,8 +530,11 @@ def test_a_host_too_many_is_told_so_and_one_that_is_lost_is_replaced(tmp_path: P
         first.read_until_all("running attempt 0", 2)
         third = begin(2)
         third.read_until("the job has begun without this host, which waits for its next start")
-        second.process.kill()
+        fail.touch()
         first.read_until_all("running attempt 1", 2)
+        third.read_until("the job has begun without this host, which waits for its next start")
+        second.process.kill()
+        first.read_until_all("running attempt 2", 2)
         over.touch()
         ended = finish([first, second, third])
     assert [end.code for end in ended] == [0, -signal.SIGKILL, 0], [end.out for end in ended]

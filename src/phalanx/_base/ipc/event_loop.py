@@ -34,14 +34,10 @@ class Source:
 
 
 class EventLoop:
-    """An `EventLoop` waits until one of its sources is ready, and then calls all of them, in the order of `add`."""
+    """An `EventLoop` waits until one of its sources is ready, and then calls all of them, in their order."""
 
     def __init__(self, *sources: Source) -> None:
-        self._sources = list(sources)
-
-    def add(self, source: Source) -> None:
-        """Add a source, which is called after the others."""
-        self._sources.append(source)
+        self._sources = sources
 
     def turn(self, limit_s: float = _LONGEST_WAIT_S) -> None:
         """Wait once, for at most `limit_s` seconds."""

@@ -46,7 +46,7 @@ def find_key(path: str | os.PathLike[str] | None = None, environment: Mapping[st
         except ValueError as error:
             raise AuthenticationError(f"the key in {VARIABLE}: {error}.") from None
     own = default_path(environment)
-    return _read_when_whole(own) if os.path.exists(own) else None
+    return _read_when_whole(own) if own.is_absolute() and os.path.exists(own) else None
 
 
 def ask_for_key() -> Key | None:
@@ -107,9 +107,14 @@ def make_key(path: str | os.PathLike[str]) -> tuple[Key, bool]:
     Several hosts that share the folder and call this at the same time get the same key: the file appears atomically.
 
     Raises:
-        AuthenticationError: the file holds no valid key, or cannot be written.
+        AuthenticationError: the file holds no valid key, or cannot be written; or there is no home folder for it.
     """
     path = Path(path)
+    if path.parts[:1] == ("~",):  # a default path: the shell expands one that a user types
+        raise AuthenticationError(
+            "there is no folder for the key: HOME is not set, and this user is not in the user database (getent "
+            f"passwd).\nMake one in a file of your choice, and name the file in {FILE_VARIABLE}: phalanx key FILE"
+        )
     if os.path.exists(path):
         return _read_when_whole(path), False
     key = Key.generate()

@@ -130,6 +130,7 @@ def opened_host(
         display.flush()
         _flush(host)
         host.pump.close()
+        display.close()
 
 
 def run_attempts(

@@ -44,7 +44,7 @@ from phalanx._job.coordinator.store_requests import StoreRequests, barrier_key
 MAX_WAITING_BYTES = 8 * OUTBOX_BYTES
 MAX_SESSIONS = 1 << 16
 MAX_ROUTE_BYTES = 64
-FORGOTTEN_AFTER_S = 600.0  # a session that is silent for this long and is not a member is forgotten
+FORGOTTEN_AFTER_S = 600.0  # a session that is silent for this long and is not a member or its relay is forgotten
 UNPARKED_AFTER_S = 60.0  # a client that waits repeats its request every few seconds
 SWEEP_EVERY_S = 5.0
 MAX_OUTGOING_BYTES = 4 * MAX_VALUE_BYTES  # the most bytes that wait for a client that does not read its answers
@@ -206,7 +206,8 @@ class Coordinator(StoreRequests):
             silent_s = now - session.received_at
             if silent_s > UNPARKED_AFTER_S and session.parked:
                 self._unpark_repeatable(session)
-            if silent_s > FORGOTTEN_AFTER_S and session.member is None:
+            is_of_member = session.member is not None or self.members.get(session.opened_by) is not None
+            if silent_s > FORGOTTEN_AFTER_S and not is_of_member:
                 self.journal.add(EntryKind.FORGET, session.route, 0)
                 self._forget_session(session)
         return lines

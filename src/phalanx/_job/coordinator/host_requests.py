@@ -192,24 +192,39 @@ class HostRequests:
     def _cancel(self, route: bytes, number: bytes) -> bool:
         """Cancel a request if it was shared here; return whether it was."""
         try:
-            question = self._callers.pop((route, unpack_number(number)), None)
+            caller = route, unpack_number(number)
         except WireError:
             return False
-        if question is None:
+        if caller not in self._callers:
             return False
-        del question.callers[route, unpack_number(number)]
+        self._drop_caller(caller)
+        return True
+
+    def drop(self, route: bytes) -> None:
+        """Forget the requests of a process that has ended."""
+        for caller in [caller for caller in self._callers if caller[0] == route]:
+            self._drop_caller(caller)
+
+    def _drop_caller(self, caller: Caller) -> None:
+        """Remove a caller from its question, and cancel the question if no other caller waits."""
+        question = self._callers.pop(caller)
+        del question.callers[caller]
         if question.what in _WAITING and not question.callers and question.number in self._under_way:
             self._end(question)
             self._outgoing.append((OWN, pack(Op.CANCEL, 0, pack_number(question.number))))
             self._begin_next(question.words)
-        return True
 
     def ask_again(self, now: float) -> None:
-        """Repeat questions that were not answered for some time, and drop values that were cached for long."""
+        """Repeat questions that were not answered for some time, and drop values that were cached for long.
+
+        The callers are notified that they wait. If one has ended, which only this shows, call `drop`.
+        """
         for question in self._under_way.values():
             if not question.is_to_be_sent and now >= question.ask_again_at:
                 question.is_to_be_sent = True
                 self._to_ask.append(question)
+                for caller in question.callers:
+                    self._answer(caller, pack(AnswerStatus.PARKED, caller[1]))
         while self._kept and now - next(iter(self._kept.values()))[0] > KEPT_S:
             self._kept.popitem(last=False)
 

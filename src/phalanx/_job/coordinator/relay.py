@@ -186,8 +186,9 @@ class Relay:
             send_in_pieces(self._router, self._shown_epoch + answers, route)
         except zmq.Again:
             self._report_undelivered(route, answers)
-        except zmq.ZMQError:
+        except zmq.ZMQError:  # the process has ended
             self._routes.pop(route, None)
+            self._requests.drop(route)
             self._report_undelivered(route, answers)
 
     def _report_undelivered(self, route: bytes, answers: bytes) -> None:

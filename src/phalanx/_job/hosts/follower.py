@@ -278,9 +278,8 @@ class FollowerLink(HostLink):
         ended_ns = {str(pid): at for pid, at in attempt.ended_ns.items()}
         if attempt.report_folder:
             self._records += self._pack_report(attempt.report_folder)
-        groups = [asdict(log) for log in attempt.collect_logs()]
-        if groups:
-            self._records.append(("flight", {"groups": groups, "ended_ns": ended_ns}))
+        for log in attempt.collect_logs():  # all in one may be longer than a message may be
+            self._records.append(("flight", {"groups": [asdict(log)], "ended_ns": ended_ns}))
         self.send_records()
 
     def send_records(self) -> None:

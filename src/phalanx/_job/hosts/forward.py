@@ -78,4 +78,5 @@ class Forward:
             self._display.flush()
         elif self._items and self._channel is not None:
             items, self._items = self._items, []
-            self._channel.put(self._channel.first, "lines", attempt=self.attempt, items=items)
+            for item in items:  # the channel joins small messages; all in one may be longer than a message may be
+                self._channel.put(self._channel.first, "lines", attempt=self.attempt, items=[item])

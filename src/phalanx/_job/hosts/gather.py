@@ -134,6 +134,7 @@ class Gathering:
             nodes = self._gather()
             if self._rendezvous.is_local or self._try_reach(nodes):
                 break
+        self._make_rest_join_late(nodes)
         own = next(node for node in nodes if node.facts.member == self._channel.member)
         if restart_count:
             self.guard.clear_record()
@@ -163,6 +164,14 @@ class Gathering:
         for node in peers.others.values():
             peers.send_start(node, plan, restart_count)
         return attempt
+
+    def _make_rest_join_late(self, nodes: Sequence[Node]) -> None:
+        """Have the attempt of `nodes` receive the remaining hosts as if they joined during it: they wait."""
+        rest = self._joined_hosts.keys() - {node.facts.member for node in nodes}
+        for member in sorted(rest):
+            joined = self._joined_hosts.pop(member)
+            facts = {**joined.facts.to_json(), "reached": joined.reached}
+            self._channel.put_back([Change("joined", member, facts, "")])
 
     @property
     def has_left(self) -> bool:
@@ -225,8 +234,6 @@ class Gathering:
                 self._host.display.print(self._invite(count))
             self._loop.turn(min(at for at in (end, invite_at, last_call) if at is not None) - now)
         joined_hosts = list(self._joined_hosts.values())[: rendezvous.max_nodes - 1]
-        for late in list(self._joined_hosts)[rendezvous.max_nodes - 1 :]:
-            self._refuse(late, f"the job has its {rendezvous.max_nodes} hosts")
         hosts = [self._own, *(joined_host.facts for joined_host in joined_hosts)]
         self._check_conflict(hosts)
         return plan_nodes(hosts)

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 from phalanx._base.deadline import Deadline
 from phalanx._base.host_addresses import find_interface
 from phalanx._base.ipc.event_loop import EventLoop, Source
+from phalanx._base.processes import ENDING_SIGNALS
 from phalanx._comm.diagnostics.printable import printable, printable_lines
 from phalanx._job.agent.attempt import Attempt
 from phalanx._job.agent.elastic_actions import BeginGeneration
@@ -121,6 +122,8 @@ class FollowedJob:
         self._succession = succession
         self._reach_answers = ReachAnswers(membership.channel, membership.key, membership.address)
         self._has_begun = False
+        self._number = 0  # of the newest attempt
+        self._was_signalled = False  # while this host waited for orders
         self.is_alone = False  # the leader is lost
 
     def run(self) -> int:
@@ -130,12 +133,15 @@ class FollowedJob:
                 return self._end(message.body)
             attempt, link = self._begin(message.body)
             with contextlib.closing(attempt):
-                attempt.run()
+                try:
+                    attempt.run()
+                except (PhalanxError, OSError) as error:  # a rank cannot be started
+                    self._report("failed", why=str(error).removeprefix("phalanx run: "))
+                    raise
                 if attempt.link is not link:  # this host leads the job now
                     return self._succession.lead(attempt)
             if attempt.ranks.zygote_lost and not attempt.ranks.zygote_killed:
-                why = "the process from which its ranks are forked (the zygote) has ended"
-                self._channel.put(self._channel.first, "failed", attempt=int(message.body["attempt"]), why=why)
+                self._report("failed", why="the process from which its ranks are forked (the zygote) has ended")
             if link.ended is not None:
                 return self._end(link.ended)
             if link.supervision.leaves:
@@ -177,6 +183,10 @@ class FollowedJob:
         self._host.display.print("phalanx run: the first host answers again")
         return True
 
+    def _report(self, kind: str, **body: Any) -> None:
+        """Report to the leader what concerns the newest attempt."""
+        self._channel.put(self._channel.first, kind, attempt=self._number, **body)
+
     def close(self) -> None:
         """Close the port at which other hosts have tried to reach this one."""
         self._reach_answers.close()
@@ -215,13 +225,24 @@ class FollowedJob:
 
         channel = self._channel
         loop = EventLoop(
-            self._host.watch_signals(raise_if_ending),
+            self._host.watch_signals(self._on_signal),
             Source(receive, lambda: (channel.fileno(),), due=lambda: time.monotonic() if channel.has_more else None),
             self._host.watch_display(),
         )
         while not orders:
             loop.turn()
         return orders[0]
+
+    def _on_signal(self, number: int) -> None:
+        """Report a signal to the leader, which decides for all hosts; leave before the job has begun, and if repeated.
+
+        The ranks of this host have ended, or have not begun.
+        """
+        if number in ENDING_SIGNALS and self._has_begun and not self._was_signalled:
+            self._was_signalled = True
+            self._report("signal", signum=number)
+        else:
+            raise_if_ending(number, "before the job ended" if self._has_begun else "before the job began")
 
     def _read(self, message: ControlMessage | Change) -> ControlMessage | None:
         if isinstance(message, Change):
@@ -260,7 +281,7 @@ class FollowedJob:
             f"{describe_ranks(place)} of {place.world_size}. Their output is shown there."
         )
         first = None if body.get("begun") is None else BeginGeneration.from_json(body["begun"])
-        number = int(body["attempt"])
+        self._number = number = int(body["attempt"])
         succession = self._succession.begin_attempt(plan)
         link = FollowerLink(plan, self._host, number, place, self._membership, first, succession)
         return Attempt(plan, self._host, number, link), link

@@ -10,6 +10,7 @@ import time
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from phalanx._job.output.logs import explain_gap
@@ -114,6 +115,11 @@ class Display:
 
     def flush(self) -> None:
         self._show_lines(float("inf"))
+
+    def close(self) -> None:
+        """Close the writers; unwritten output is dropped."""
+        for writer in {self._out, self._err}:
+            writer.close()
 
     def print(self, text: str) -> None:
         """Print a text of the agent to stderr, after all earlier lines of ranks."""
@@ -291,14 +297,17 @@ _PIECE_BYTES = 4096  # PIPE_BUF: a writable pipe accepts this many bytes without
 class Writer:
     """A `Writer` is a queue of bytes in front of a descriptor: a terminal, a pipe or a file.
 
-    The user's shell shares the descriptor, so it can't be made non-blocking; instead, each write is so small that it
-    cannot block. Thus Ctrl-C works while a pager stops the output.
+    No write blocks, so Ctrl-C works while the reader does not read. The user's shell shares the descriptor, which must
+    therefore stay blocking: a terminal is opened again, and a pipe gets small pieces.
     """
 
     LIMIT_BYTES = 1 << 20
 
     def __init__(self, fd: int) -> None:
-        self.fd = fd
+        self.fd = self._shared = fd
+        if os.isatty(fd):  # unlike a pipe, it counts as writable as soon as one byte fits
+            with suppress(OSError):  # it belongs to another user (su), or is outside this container
+                self.fd = os.open(os.ttyname(fd), os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
         self.broken = False  # the reader has closed it
         self.problem: OSError | None = None  # why lines were lost; later lines may be written
         self._gap = False
@@ -340,3 +349,8 @@ class Writer:
                 return
             self._gap = False
             del self._queue[:written]
+
+    def close(self) -> None:
+        """Close the terminal, if it was opened again."""
+        if self.fd != self._shared:
+            os.close(self.fd)

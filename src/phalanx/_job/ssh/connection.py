@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from phalanx._base.host_addresses import own_addresses
-from phalanx._base.ipc.event_loop import Source
 from phalanx._job.ssh.facts import Facts
 from phalanx._job.ssh.host_list import LOCAL_NAMES, HostEntry
 from phalanx._job.ssh.pipes import PipeChannel
@@ -39,7 +38,7 @@ def is_this_machine(entry: HostEntry) -> bool:
 
 
 class SshConnection:
-    """A `SshConnection` starts ssh at once. The loop with its sources calls `on_message` and `on_lost`.
+    """A `SshConnection` starts ssh at once; `process` calls `on_message` and `on_lost`.
 
     The ssh process is in a session of its own: Ctrl-C does not reach it, and it has no terminal for a prompt.
     """
@@ -65,7 +64,6 @@ class SshConnection:
         self.began = self.received_at = time.monotonic()
         self._on_message, self._on_lost = on_message, on_lost
         self._error_output = b""
-        self._may_read = may_read
         self.is_here = is_this_machine(entry)
         command = [python, "-m", "phalanx._job.ssh"]
         if not self.is_here:
@@ -82,6 +80,7 @@ class SshConnection:
         self._stderr = fds.pop()
         os.set_blocking(self._stderr, False)
         self._channel = PipeChannel(*fds, marks=False)
+        self._source = self._channel.make_source(self._receive, may_read)
 
     @property
     def name(self) -> str:
@@ -104,18 +103,26 @@ class SshConnection:
     def put(self, do: str, **fields: Any) -> None:
         self._channel.put(do, **fields)
 
-    def make_sources(self) -> tuple[Source, ...]:
-        """Return the sources for the loop."""
+    @property
+    def readable(self) -> tuple[int, ...]:
+        """Return the descriptors to read from."""
+        return (*self._source.readable(), *((self._stderr,) if self._stderr >= 0 else ()))
 
-        def receive(message: Mapping[str, Any]) -> None:
-            self.received_at = time.monotonic()
-            self._on_message(self, message)
+    @property
+    def writable(self) -> tuple[int, ...]:
+        """Return the descriptors to write to as soon as they accept data."""
+        return tuple(self._source.writable())
 
-        return (
-            self._channel.make_source(receive, self._may_read),
-            Source(self._read_stderr, lambda: (self._stderr,) if self._stderr >= 0 else ()),
-            Source(self._find_end),
-        )
+    def process(self, ready: set[int]) -> None:
+        """Read from and write to the descriptors in `ready`; find the end of the connection."""
+        self._source.handle(ready)
+        self._read_stderr(ready)
+        if self.is_open and self._channel.is_at_end:
+            self.lose()
+
+    def _receive(self, message: Mapping[str, Any]) -> None:
+        self.received_at = time.monotonic()
+        self._on_message(self, message)
 
     def _read_stderr(self, ready: set[int]) -> None:
         if self._stderr not in ready or self._stderr < 0:
@@ -128,10 +135,6 @@ class SshConnection:
         if not data:
             os.close(self._stderr)
             self._stderr = -1
-
-    def _find_end(self, ready: set[int]) -> None:
-        if self.is_open and self._channel.is_at_end:
-            self.lose()
 
     def lose(self) -> None:
         """End the connection, which is broken or silent for too long."""

@@ -105,7 +105,7 @@ class SshJob:
             raise LaunchError(f"phalanx run: ssh cannot be started: {limits.explain(error)}") from error
         self._loop = EventLoop(
             Source(self._receive_signals, lambda: (signals,)),
-            *(source for connection in self._connections for source in connection.make_sources()),
+            *map(self._make_source, range(len(self._connections))),
             Source(self._write, writable=self._find_writable),
             Source(self._keep_alive, due=lambda: self._alive_at),
             Source(self._restart, due=lambda: min(self._restart_at.values(), default=None)),
@@ -139,6 +139,8 @@ class SshJob:
         )
         while self._find_writable() and not interrupts:  # a stopped screen reads nothing; Ctrl-C ends the wait
             loop.turn()
+        for writer in {self._out, self._err}:
+            writer.close()
 
     # -- before the start ------------------------------------------------------------------------------------------
 
@@ -149,6 +151,14 @@ class SshJob:
         secret = self._secret if entry is request.hosts[0] and not self._has_started else ""
         connection.put("check", **make_check(request, entry, secret))
         return connection
+
+    def _make_source(self, node: int) -> Source:
+        """Return the loop's source for a host, whose connection changes when the host is started again."""
+        return Source(
+            lambda ready: self._connections[node].process(ready),
+            lambda: self._connections[node].readable,
+            lambda: self._connections[node].writable,
+        )
 
     def _check(self) -> None:
         self._turn_until(lambda: all(each.phase is not Phase.CHECKING for each in self._connections), _CHECK_S)
@@ -385,13 +395,10 @@ class SshJob:
                 continue
             self._connections[node].close(0.0)
             try:
-                connection = self._connections[node] = self._connect(self._request.hosts[node])
+                self._connections[node] = self._connect(self._request.hosts[node])
             except OSError as error:
                 self._show(f"phalanx run: ssh cannot be started: {limits.explain(error)}")
                 self._plan_restart(self._connections[node])
-                continue
-            for source in connection.make_sources():
-                self._loop.add(source)
 
     def _start_again(self, connection: SshConnection) -> None:
         assert connection.facts is not None

@@ -106,7 +106,7 @@ class Session:
         while not (self._code is not None or (self._is_ending and not self._agent)):
             self._loop.turn()
         kill_descendants()  # daemons of ranks would keep their output open
-        while self._outputs:
+        while self._outputs and not (self._is_ending and self._channel.is_waiting):  # it may be cut, and wait for ever
             self._loop.turn()
         if self._code is not None:
             if self._log >= 0:
