@@ -83,7 +83,7 @@ READS_ENVIRONMENT = {
     "_job/launch": "on a user's behalf",
     "_job/ssh": "sends variables to the hosts on a user's behalf",
     "_job/agent": "makes the environment of the ranks, and becomes the user's program there",
-    "_job/hosts/succession/witness/etcd_register.py": "users and certificates, by etcdctl's names",
+    "_job/hosts/succession/witness/etcd_register.py": "certificates, by etcdctl's names",
     "_comm/backend/rendezvous.py": "reads what launchers set",
     "_comm/backend/torch_integration/backend_names.py": "asks whether `phalanx run` started this process",
     "_comm/backend/create.py": "the network interface, and whether a public address is allowed, as Gloo's users say it",

@@ -142,7 +142,7 @@ def test_torchruns_flags_that_are_missing_say_what_to_do_instead(flag: str) -> N
         ("--nnodes 2 --witness etcd://h a.py", "or etcd://HOST:PORT, with a port, got 'etcd://h'"),
         ("--nnodes 2 --witness consul://h:1 a.py", "or etcd://HOST:PORT, got 'consul://h:1'"),
         ("--nnodes 2 --witness lease://train a.py", "or etcd://HOST:PORT, got 'lease://train'"),
-        ("--nnodes 2 --witness etcd://u:word@h:1 a.py", "--witness: has a password, which everybody on this host can"),
+        ("--nnodes 2 --witness etcd://u@h:1 a.py", "--witness: has a user, but there is no login to etcd: give the"),
         ("-r 4 a.py", "-r: must be 0 (nothing), 1 (stdout), 2 (stderr) or 3 (both)"),
         ("--tee 0:1,x a.py", "--tee: must be 0 (nothing)"),
         ("--local-ranks-filter a a.py", "--local-ranks-filter: must be local ranks, such as 0,1,2, got 'a'"),
@@ -340,7 +340,7 @@ def test_use_env_changes_nothing() -> None:
         ("--nnodes 2 --host-timeout 3", Rendezvous(leads=True, min_nodes=2, max_nodes=2, host_timeout_s=3.0)),
         *(
             (f"--nnodes 2 --witness {place}", Rendezvous(leads=True, min_nodes=2, max_nodes=2, witness=place))
-            for place in ("h:1", "etcd://h:1", "etcds://user@h:1")
+            for place in ("h:1", "etcd://h:1", "etcds://h:1")
         ),
         ("--nnodes 2 --master-port 7", Rendezvous(":7", leads=True, min_nodes=2, max_nodes=2)),
         (
