@@ -391,7 +391,7 @@ def test_no_class_inherits_through_more_than_three_of_ours():
     assert {name for name in bases if depth(name) > 4} == set()
 
 
-TORCH_NAMES = {"torch", "dist", "c10d", "dist2", "stores"}
+TORCH_NAMES = {"torch", "dist", "c10d", "stores"}
 
 
 def test_one_room_alone_changes_torch():

@@ -19,7 +19,6 @@ registers two names in torch's tables of backends. Everything else is applied wh
     all_gather_object and the like       each pickle is valid in one call only          "phalanx" or "mpi" is requested
     _broadcast_object of ZeRO            its pickles have a MAC, too                    its module is imported later
     PGTransport                          its pickles have a MAC, too                    its module is imported later
-    _dist2's table of backends           its new_group("phalanx") works                 `_dist2` is imported
     NanCheckHook.attach                  our operations call it                         a group of ours is created
     FlightRecorderHook.attach            a group starts even if it cannot be attached   a group of ours is created
     _new_process_group_helper            "mpi" creates a group of ours                  "mpi", if torch has no MPI
@@ -44,7 +43,6 @@ registers two names in torch's tables of backends. Everything else is applied wh
     monitored_barrier                    calls the group instead of comparing its name
     _object_to_tensor and the like       authenticates the objects that its collectives send
     _broadcast_object, PGTransport       sends no pickles in plain tensors
-    _dist2's table of backends           reads the backends that were registered with `Backend.register_backend`
     NanCheckHook.attach                  calls hooks of groups that are written in Python
     FlightRecorderHook.attach            continues without a recorder if a group has no name in C++
     _new_process_group_helper            accepts "mpi" from `Backend.register_backend`

@@ -1,4 +1,4 @@
-"""What PyTorch's new interfaces ask of a job: `_dist2.new_group`, and every method of c10d's store."""
+"""The default store of a job has the methods of c10d's TCPStore."""
 
 from pathlib import Path
 
@@ -7,22 +7,12 @@ from tests.system.phalanx_command import run, write_script
 
 
 @pytest.mark.slow
-def test_dist2_makes_groups_and_the_store_has_queues(tmp_path: Path) -> None:
-    """`_dist2` keeps a table of backends of its own, in which we were not: "Backend phalanx not registered"."""
-    pytest.importorskip("torch.distributed._dist2")
+def test_the_store_of_a_job_has_queues_and_appends(tmp_path: Path) -> None:
     script = write_script(
         tmp_path,
         """
-import torch, torch.distributed as dist
-from datetime import timedelta
-from torch.distributed import _dist2
+import torch.distributed as dist
 
-for _ in range(2):
-    group = _dist2.new_group("phalanx", timedelta(seconds=60), "cpu")
-    total = torch.tensor([group.rank() + 1.0])
-    with _dist2.process_group(group):
-        group.allreduce([total]).wait()
-    assert total.item() == 3, total
 dist.init_process_group("phalanx")
 store = dist.distributed_c10d._get_default_store()
 if dist.get_rank() == 0:
