@@ -9,7 +9,6 @@ registers two names in torch's tables of backends. Everything else is applied wh
     init_process_group without a name    the default is ours under `phalanx run`        in a rank of `phalanx run`
     init_process_group, unknown name     the error lists the backends                   in a rank of `phalanx run`
     env://                               it needs no port under `phalanx run`           in a rank of `phalanx run`
-    FileStore's queues                   the store of `phalanx run` has queues          in a rank of `phalanx run`
     FileStore's append, delete, errors   they work as TCPStore's, which users expect    in a rank of `phalanx run`
     PrefixStore's queues, list of keys   it forwards them to a store in Python          as above, or for a group
     env://, tcp://                       they work under mpiexec, with better errors    "phalanx" or "mpi" is requested
@@ -36,7 +35,7 @@ registers two names in torch's tables of backends. Everything else is applied wh
     init_process_group without a name    reads the default backend from the environment
     init_process_group, unknown name     raises a better error than "Unknown backend type"
     env://, in a rank of `phalanx run`   accepts a FileStore from its launcher
-    FileStore's and PrefixStore's        has queues in FileStore, and forwards them from PrefixStore
+    PrefixStore's queues, list of keys   forwards them to a store in Python
     FileStore's append, delete, errors   implements them in FileStore as in TCPStore
     env://, tcp://                       passes the backend to rendezvous handlers
     file://                              stops waiting in a foreign file at the timeout
