@@ -255,8 +255,7 @@ def test_torchruns_options_can_be_shortened_as_its_own_parser_allows() -> None:
     # The options of torch 2.15 that this torch lacks.
     newer = {"log-line-prefix-template"} - {action.dest.replace("_", "-") for action in torchrun._actions}
     for action in torchrun._actions:
-        # Ours takes `--print-completion`, which torch 2.15 has, in full only: it is typed once.
-        if action.dest in ("help", "training_script", "training_script_args", "print_completion"):
+        if action.dest in ("help", "training_script", "training_script_args"):
             continue
         full = action.dest.replace("_", "-")
         for flag in (one for one in action.option_strings if one.startswith("--")):
@@ -307,7 +306,7 @@ def test_the_page_lists_every_difference_from_torchrun() -> None:
     section = page.partition("## torchrun's options")[2].partition("The launcher before torchrun")[0]
     listed = {name for line in section.splitlines() if line.startswith("| `--")
               for name in re.findall(r"`--([a-z-]+)`", line.split("|")[1])}  # fmt: skip
-    assert listed <= torchruns.keys()
+    assert listed <= torchruns.keys() | {"print-completion"}  # from torch 2.15 on
     by_name = {option.name: option for option in OPTIONS}
     for name in torchruns.keys() - by_name.keys():
         assert name in REFUSED, name
@@ -317,15 +316,13 @@ def test_the_page_lists_every_difference_from_torchrun() -> None:
     same = torchruns.keys() - listed
     assert same <= {
         "rdzv-id", "standalone", "role", "module", "no-python", "run-path", "shutdown-timeout",
-        "log-line-prefix-template", "print-completion",  # from torch 2.15 on
+        "log-line-prefix-template",  # from torch 2.15 on
     }  # fmt: skip
-    common = torchruns.keys() & by_name.keys() - {"print-completion"}  # which has no PET_ variable in torchrun, either
-    assert all(by_name[name].torchruns for name in common)
+    assert all(by_name[name].torchruns for name in torchruns.keys() & by_name.keys())
 
 
-def test_a_completion_needs_no_script() -> None:
-    assert parse(["--print-completion", "bash"]).print_completion == "bash"
-    assert "--print_completion: must be bash, zsh or tcsh, got 'fish'" in refuse("--print_completion=fish")
+def test_completion_has_a_command_of_its_own() -> None:
+    assert "--print-completion: not in this version: use `phalanx completion`" in refuse("--print-completion", "bash")
 
 
 def test_use_env_changes_nothing() -> None:
