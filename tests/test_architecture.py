@@ -83,7 +83,7 @@ READS_ENVIRONMENT = {
     "_job/launch": "on a user's behalf",
     "_job/ssh": "sends variables to the hosts on a user's behalf",
     "_job/agent": "makes the environment of the ranks, and becomes the user's program there",
-    "_job/hosts/succession/witness/etcd_register.py": "users and certificates, by etcdctl's names",
+    "_job/hosts/succession/witness/etcd_register.py": "certificates, by etcdctl's names",
     "_comm/backend/rendezvous.py": "reads what launchers set",
     "_comm/backend/torch_integration/backend_names.py": "asks whether `phalanx run` started this process",
     "_comm/backend/create.py": "the network interface, and whether a public address is allowed, as Gloo's users say it",
@@ -391,7 +391,7 @@ def test_no_class_inherits_through_more_than_three_of_ours():
     assert {name for name in bases if depth(name) > 4} == set()
 
 
-TORCH_NAMES = {"torch", "dist", "c10d", "dist2", "stores"}
+TORCH_NAMES = {"torch", "dist", "c10d", "stores"}
 
 
 def test_one_room_alone_changes_torch():

@@ -15,7 +15,7 @@ from tests.compatibility.run import PAIRS
 from tests.sources import tree as parse
 
 from phalanx._base.torch_names import describe_missing, resolve
-from phalanx._base.torch_versions import OLDEST, TESTED, describe_untested, release_of
+from phalanx._base.torch_versions import OLDEST, TESTED, describe_untested
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "phalanx"
@@ -84,9 +84,6 @@ OTHERS = {
     "_args_from_interpreter_flags", "_bit_generator", "_config", "_exit", "_getframe", "_inst", "_rand",
     "_replace", "_run_exitfuncs", "_run_module_as_main", "_shutdown",
 }  # fmt: skip
-
-# Names of older torch that are asked for only where they are: by path, the first release without it.
-GONE = {"torch.distributed._dist2": (2, 14)}
 
 
 @functools.cache
@@ -198,9 +195,6 @@ def _find_used() -> Iterator[tuple[str, str, str]]:
 def problem_with(path: str, name: str) -> str:
     """Say what the installed torch lacks, or return nothing."""
     if path:
-        gone = next((release for prefix, release in GONE.items() if path.startswith(prefix)), None)
-        if gone is not None and release_of(torch.__version__) >= gone:
-            return ""
         return describe_missing(path)
     if name in OTHERS:
         return ""

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.coordination.etcd_server import USERS, enable_users, find_free_ports, run_etcd
+from tests.coordination.etcd_server import find_free_ports, run_etcd
 from tests.threads import map_in_threads
 
 from phalanx._comm.control.key import Key
@@ -27,20 +27,15 @@ from phalanx.errors import AuthenticationError, CoordinationError
 KEY = Key(bytes(32))
 
 
-@pytest.fixture(params=["coordinator", "etcd", "etcd with users"])
-def address(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+@pytest.fixture(params=["coordinator", "etcd"])
+def address(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     """Where a witness's vote may lie."""
     if request.param == "coordinator":
         with Service("127.0.0.1:0", KEY) as service:
             yield str(service.address)
-    elif request.param == "etcd":
-        with run_etcd(tmp_path) as found:
-            yield found
     else:
         with run_etcd(tmp_path) as found:
-            enable_users(found)
-            monkeypatch.setenv("ETCDCTL_PASSWORD", USERS["train"])
-            yield found.replace("://", "://train@")
+            yield found
 
 
 def make_config(term: Term, version: int) -> Config:
@@ -85,7 +80,7 @@ def test_what_somebody_else_has_written_there_is_told(address: str) -> None:
     witness.close()
 
 
-@pytest.mark.slow(but=("coordinator-0", "etcd-0", "etcd with users-0"))
+@pytest.mark.slow(but=("coordinator-0", "etcd-0"))
 @pytest.mark.parametrize("seed", range(4))
 def test_it_takes_nothing_back_whoever_asks_at_the_same_time(address: str, seed: int) -> None:
     """After a reply nothing of an earlier term is promised or accepted, for whatever was asked after that reply."""

@@ -142,7 +142,7 @@ def test_torchruns_flags_that_are_missing_say_what_to_do_instead(flag: str) -> N
         ("--nnodes 2 --witness etcd://h a.py", "or etcd://HOST:PORT, with a port, got 'etcd://h'"),
         ("--nnodes 2 --witness consul://h:1 a.py", "or etcd://HOST:PORT, got 'consul://h:1'"),
         ("--nnodes 2 --witness lease://train a.py", "or etcd://HOST:PORT, got 'lease://train'"),
-        ("--nnodes 2 --witness etcd://u:word@h:1 a.py", "--witness: has a password, which everybody on this host can"),
+        ("--nnodes 2 --witness etcd://u@h:1 a.py", "--witness: has a user, but there is no login to etcd: give the"),
         ("-r 4 a.py", "-r: must be 0 (nothing), 1 (stdout), 2 (stderr) or 3 (both)"),
         ("--tee 0:1,x a.py", "--tee: must be 0 (nothing)"),
         ("--local-ranks-filter a a.py", "--local-ranks-filter: must be local ranks, such as 0,1,2, got 'a'"),
@@ -255,8 +255,7 @@ def test_torchruns_options_can_be_shortened_as_its_own_parser_allows() -> None:
     # The options of torch 2.15 that this torch lacks.
     newer = {"log-line-prefix-template"} - {action.dest.replace("_", "-") for action in torchrun._actions}
     for action in torchrun._actions:
-        # Ours takes `--print-completion`, which torch 2.15 has, in full only: it is typed once.
-        if action.dest in ("help", "training_script", "training_script_args", "print_completion"):
+        if action.dest in ("help", "training_script", "training_script_args"):
             continue
         full = action.dest.replace("_", "-")
         for flag in (one for one in action.option_strings if one.startswith("--")):
@@ -307,7 +306,7 @@ def test_the_page_lists_every_difference_from_torchrun() -> None:
     section = page.partition("## torchrun's options")[2].partition("The launcher before torchrun")[0]
     listed = {name for line in section.splitlines() if line.startswith("| `--")
               for name in re.findall(r"`--([a-z-]+)`", line.split("|")[1])}  # fmt: skip
-    assert listed <= torchruns.keys()
+    assert listed <= torchruns.keys() | {"print-completion"}  # from torch 2.15 on
     by_name = {option.name: option for option in OPTIONS}
     for name in torchruns.keys() - by_name.keys():
         assert name in REFUSED, name
@@ -317,15 +316,13 @@ def test_the_page_lists_every_difference_from_torchrun() -> None:
     same = torchruns.keys() - listed
     assert same <= {
         "rdzv-id", "standalone", "role", "module", "no-python", "run-path", "shutdown-timeout",
-        "log-line-prefix-template", "print-completion",  # from torch 2.15 on
+        "log-line-prefix-template",  # from torch 2.15 on
     }  # fmt: skip
-    common = torchruns.keys() & by_name.keys() - {"print-completion"}  # which has no PET_ variable in torchrun, either
-    assert all(by_name[name].torchruns for name in common)
+    assert all(by_name[name].torchruns for name in torchruns.keys() & by_name.keys())
 
 
-def test_a_completion_needs_no_script() -> None:
-    assert parse(["--print-completion", "bash"]).print_completion == "bash"
-    assert "--print_completion: must be bash, zsh or tcsh, got 'fish'" in refuse("--print_completion=fish")
+def test_completion_has_a_command_of_its_own() -> None:
+    assert "--print-completion: not in this version: use `phalanx completion`" in refuse("--print-completion", "bash")
 
 
 def test_use_env_changes_nothing() -> None:
@@ -340,7 +337,7 @@ def test_use_env_changes_nothing() -> None:
         ("--nnodes 2 --host-timeout 3", Rendezvous(leads=True, min_nodes=2, max_nodes=2, host_timeout_s=3.0)),
         *(
             (f"--nnodes 2 --witness {place}", Rendezvous(leads=True, min_nodes=2, max_nodes=2, witness=place))
-            for place in ("h:1", "etcd://h:1", "etcds://user@h:1")
+            for place in ("h:1", "etcd://h:1", "etcds://h:1")
         ),
         ("--nnodes 2 --master-port 7", Rendezvous(":7", leads=True, min_nodes=2, max_nodes=2)),
         (

@@ -64,7 +64,6 @@ def test_a_program_that_does_not_ask_for_us_sees_torch_alone(tmp_path, ports):
             "phalanx._comm.backend",
             room,
             f"{room}.backend_names",
-            f"{room}.late_modules",
         }
         assert ours == set(here[modules]) - set(alone[modules])
         here[modules] = [name for name in here[modules] if name not in ours]

@@ -279,14 +279,3 @@ def test_a_template_stands_before_the_lines_as_torchrun_puts_it(tmp_path: Path) 
     assert sorted(said[0].splitlines()) == sorted(said[1].splitlines())
     given = run("--log-line-prefix-template", "${hostname}:${rank}> ", *words)
     assert sorted(given.out.splitlines()) == [f"{socket.gethostname()}:{r}> {x}" for r in "01" for x in ("", "same")]
-
-
-@pytest.mark.parametrize("shell", ["bash", "zsh", "tcsh"])
-def test_a_shell_completes_the_options(shell: str) -> None:
-    finished = run("--print-completion", shell)
-    assert finished.code == 0
-    assert "log-line-prefix-template" in finished.out
-    if shell == "bash":
-        ask = "COMP_WORDS=(phalanx run --nproc) COMP_CWORD=2; _phalanx; echo ${COMPREPLY[@]}"
-        done = subprocess.run(["bash", "-c", f"{finished.out}\n{ask}"], capture_output=True, text=True, check=True)
-        assert done.stdout == "--nproc-per-node\n"

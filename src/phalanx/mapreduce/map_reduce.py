@@ -70,7 +70,7 @@ def map_reduce(
         split_bytes, split_records: the size of a map task. By default a 32nd of the input, 1 to 32 MiB or up to 1000
             records.
         encoding: the encoding of the lines; None: a record is bytes. A line that cannot be decoded is bad. An encoding
-            whose lines cannot be decoded one by one is refused: UTF-16, UTF-32, EBCDIC, ISO-2022-KR.
+            whose lines cannot be decoded one by one is refused: UTF-16, UTF-32, EBCDIC, UTF-7.
         max_bad_records: with more bad records, or only bad records, the job fails; None: any number. By default the
             job fails at the first bad record.
         max_attempts: how often a task may fail on all ranks together, for instance because one cannot read a file.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import codecs
 import operator
 import os
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -100,46 +102,25 @@ class MapReduceJob:
         )
 
 
-_LETTERS = "a~+é\u05d0\u0627\u0416\u0e01\u3042\u4e2d\uac00"  # most multi-byte encodings have one of these
+# In these the byte 0x0A ends every line, occurs nowhere else, and leaves no state for the next line.
+_LINE_ENCODINGS = re.compile(
+    r"utf-8|ascii|iso8859-\d+|cp125\d|cp437|cp85\d|cp866|koi8-[ru]|mac-roman|"
+    r"shift_jis|cp932|euc_jp|euc_kr|cp949|gb2312|gbk|gb18030|big5|cp950"
+)
 
 
 def require_line_encoding(encoding: str) -> None:
-    """Refuse an encoding unless the byte 0x0A ends every line, occurs nowhere else, and resets the decoder's state.
+    """Refuse an encoding unless it is known that its lines can be found by a byte and decoded one by one.
 
     Raises:
-        ValueError: `encoding` is such an encoding (UTF-16, EBCDIC, ISO-2022-KR), or unknown to Python.
+        ValueError: `encoding` is another encoding (UTF-16, EBCDIC, ISO-2022-KR), or unknown to Python.
     """
     try:
-        is_cut = _ends_lines_by_one_byte(encoding)
+        name = codecs.lookup(encoding).name
     except LookupError:
         raise ValueError(f"map_reduce: Python has no text encoding {encoding!r}") from None
-    if not is_cut:
+    if not _LINE_ENCODINGS.fullmatch(name):
         raise ValueError(
-            f"map_reduce: lines of {encoding} cannot be found by a byte and decoded one by one. Use encoding=None and "
-            "decode in map, or convert the files."
+            f"map_reduce: lines of {encoding} cannot be found by a byte and decoded one by one, as those of utf-8, "
+            "iso8859-*, cp125* and gb18030 can. Use encoding=None and decode in map, or convert the files."
         )
-
-
-def _ends_lines_by_one_byte(encoding: str) -> bool:
-    try:
-        if "\n".encode(encoding) != b"\n":
-            return False
-    except UnicodeError:
-        return False
-    for letter in _LETTERS:
-        try:
-            twice = f"{letter}\n{letter}\n".encode(encoding)
-        except UnicodeError:  # the encoding has no such letter
-            continue
-        lines = twice.split(b"\n")
-        if len(lines) != 3 or lines[0] != lines[1] or lines[2]:  # for example a header that only the first line has
-            return False
-    return all(_keeps_end(bytes([byte, 0x0A]), encoding) for byte in range(256))
-
-
-def _keeps_end(line: bytes, encoding: str) -> bool:
-    """Return whether a newline ends `line` whatever precedes it: in HZ a tilde escapes it."""
-    try:
-        return line.decode(encoding).endswith("\n")
-    except UnicodeError:
-        return True

@@ -21,7 +21,7 @@ from phalanx.strategies.pipelined import PipelineStrategy
 from phalanx.strategies.servers import ParameterServerStrategy
 from phalanx.strategies.sharded import ShardedStrategy
 from phalanx.strategies.single_device import SingleDeviceStrategy
-from phalanx.strategies.start import find_cluster, find_world, is_launched
+from phalanx.strategies.start import find_world, is_launched
 from phalanx.strategies.strategy import Strategy
 
 _logger = get_logger(__name__)
@@ -137,10 +137,6 @@ def get(name: str = "auto", *, model: torch.nn.Module | None = None, **options: 
             )
         return STRATEGIES[name](**options)
     launched = is_launched(os.environ)
-    if (cluster := find_cluster("strategies.get")) is not None:
-        strategy: Strategy = MultiWorkerMirroredStrategy(**options)
-        strategy.reason = f"TF_CONFIG has {len(cluster.tasks)} tasks"
-        return strategy
     devices = decide_devices("strategies.get", None)
     may_grow = False
     if find_agents_store(os.environ):

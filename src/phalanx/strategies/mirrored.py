@@ -16,9 +16,8 @@ from phalanx._comm.backend import Job
 from phalanx.ddp import DistributedDataParallel
 from phalanx.strategies.devices import decide_devices, device_of
 from phalanx.strategies.recipe import require_parameters_of
-from phalanx.strategies.start import find_cluster, join_or_start, local_world_size, require_as_many
+from phalanx.strategies.start import join_or_start, local_world_size, require_as_many
 from phalanx.strategies.strategy import Strategy, may_have_others, world
-from phalanx.strategies.tf_config import Cluster
 
 
 class ReplicatedStrategy(Strategy):
@@ -26,14 +25,10 @@ class ReplicatedStrategy(Strategy):
 
     def __init__(self, devices: int | Sequence[str] | None, *, launch: bool, timeout: float) -> None:
         wanted = decide_devices(self._called, devices)
-        job = join_or_start(self._called, len(wanted), launch=launch, timeout=timeout, cluster=self._find_cluster())
+        job = join_or_start(self._called, len(wanted), launch=launch, timeout=timeout)
         self._check_place(job, None if devices is None else len(wanted))
         super().__init__(job, num_replicas=job.world_size, replica=job.rank)
         self.device = device_of(wanted, job.local_rank)
-
-    def _find_cluster(self) -> Cluster | None:
-        """Return the hosts of the job, if something other than its launcher defines them."""
-        return None
 
     # Not cached: an elastic job forms its group anew, perhaps with fewer ranks.
 
@@ -127,19 +122,13 @@ def _check_options(called: str, options: Mapping[str, Any]) -> None:
 class MultiWorkerMirroredStrategy(MirroredStrategy):
     """Use all devices of several hosts, otherwise as MirroredStrategy.
 
-    The launcher determines the hosts: `phalanx run --nnodes 2`, torchrun, srun, mpiexec. Or, as in tf.distribute,
-    TF_CONFIG names them: then `python train.py` on each of these hosts starts the host's ranks (`phalanx run` needs the
-    job's key as always: PHALANX_KEY or the key file).
+    The launcher determines the hosts: `phalanx run --nnodes 2`, torchrun, srun, mpiexec.
 
     Raises:
-        ValueError: as MirroredStrategy; or TF_CONFIG is invalid, has tasks of unsupported types, or is combined with
-            launch=False.
+        ValueError: the ranks of a host do not match `devices`.
     """
 
     name = "multi_worker_mirrored"
-
-    def _find_cluster(self) -> Cluster | None:
-        return find_cluster(self._called)
 
     def _check_place(self, job: Job, wanted: int | None) -> None:
         ReplicatedStrategy._check_place(self, job, wanted)

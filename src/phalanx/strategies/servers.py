@@ -21,7 +21,7 @@ from phalanx.errors import summary_of
 from phalanx.parameter_server import ParameterServer
 from phalanx.strategies.devices import decide_devices
 from phalanx.strategies.recipe import Recipe
-from phalanx.strategies.start import find_cluster, join_or_start
+from phalanx.strategies.start import join_or_start
 from phalanx.strategies.strategy import Strategy
 
 
@@ -60,11 +60,6 @@ class ParameterServerStrategy(Strategy):
     ) -> None:
         if not (isinstance(num_servers, int) and num_servers >= 1):
             raise ValueError(f"ParameterServerStrategy: num_servers must be 1 or more, got {num_servers!r}")
-        if find_cluster(self._called) is not None:
-            raise ValueError(
-                "ParameterServerStrategy: TF_CONFIG is set, which this strategy does not read: start the script "
-                "with `phalanx run`, whose last ranks serve"
-            )
         if num_trainers is None:
             num_trainers = len(decide_devices(self._called, None))
         job = join_or_start(self._called, num_trainers + num_servers, launch=launch, timeout=timeout)

@@ -14,7 +14,6 @@ import torch.distributed as dist
 import phalanx._comm.backend as backend
 from phalanx._comm.backend import Job
 from phalanx._comm.rendezvous.launchers import find_incomplete_environment, find_launch
-from phalanx.strategies.tf_config import Cluster, read_tf_config
 
 
 @dataclass(frozen=True)
@@ -50,31 +49,13 @@ def is_launched(environ: Mapping[str, str]) -> bool:
     )
 
 
-def find_cluster(called: str) -> Cluster | None:
-    """Return the hosts in TF_CONFIG; None in a process of a launcher, which then determines the hosts.
-
-    Raises:
-        ValueError: TF_CONFIG is invalid.
-    """
-    return None if is_launched(os.environ) else read_tf_config(called, os.environ.get("TF_CONFIG", ""))
-
-
-def join_or_start(called: str, num_ranks: int, *, launch: bool, timeout: float, cluster: Cluster | None = None) -> Job:
+def join_or_start(called: str, num_ranks: int, *, launch: bool, timeout: float) -> Job:
     """Return this process's membership in the job. Without a job, restart the program with `num_ranks` ranks.
-
-    The program is restarted on each host of `cluster`.
 
     Raises:
         RuntimeError: the program cannot be restarted: in a notebook, in a test.
-        ValueError: `cluster` has other hosts, and `launch` forbids the restart that would reach them.
     """
-    if cluster is not None and not launch and not is_launched(os.environ):
-        raise ValueError(
-            f"{called}: TF_CONFIG has {len(cluster.tasks)} tasks, and with launch=False each would train alone: leave "
-            "launch=False out, or start the ranks of every host yourself, with `phalanx run --nnodes "
-            f"{len(cluster.tasks)} ...`"
-        )
-    if (num_ranks > 1 or cluster is not None) and launch and not is_launched(os.environ):
+    if num_ranks > 1 and launch and not is_launched(os.environ):
         program = ScriptCommand.of(sys.orig_argv, sys.argv, sys.modules.get("__main__"))
         if isinstance(program, str):
             raise RuntimeError(
@@ -82,13 +63,13 @@ def join_or_start(called: str, num_ranks: int, *, launch: bool, timeout: float, 
                 "several processes. Call a function with phalanx.launch(nproc_per_node=...), which starts them, and "
                 "make the strategy in it; or write a script"
             )
-        _start(program, num_ranks, () if cluster is None else cluster.run_options())
+        _start(program, num_ranks)
     return backend.init(timeout=timeout)
 
 
-def _start(program: ScriptCommand, num_ranks: int, options: Sequence[str]) -> None:
+def _start(program: ScriptCommand, num_ranks: int) -> None:
     """Replace this process by `phalanx run`; never returns."""
-    words = [sys.executable, "-m", "phalanx", "run", "--nproc-per-node", str(num_ranks), *options, *program.words]
+    words = [sys.executable, "-m", "phalanx", "run", "--nproc-per-node", str(num_ranks), *program.words]
     sys.stdout.flush()
     sys.stderr.flush()
     os.execv(sys.executable, words)

@@ -1,4 +1,4 @@
-"""The name "phalanx" means the right devices, and works in each of torch's tables of backends, whoever asks first."""
+"""The name "phalanx" means the right devices."""
 
 import os
 import subprocess
@@ -23,17 +23,6 @@ shards.gather(0, whole)
 print(whole.sum().item(), dist.BackendConfig(dist.Backend("phalanx")))
 """
 
-DIST2 = """
-import torch
-from datetime import timedelta
-from torch.distributed import _dist2
-
-group = _dist2.new_group("phalanx", timedelta(seconds=60), "cpu")
-total = torch.ones(2)
-group.allreduce([total]).wait()
-print(group.size(), total.tolist())
-"""
-
 
 def _run(program, **variables):
     ended = subprocess.run(
@@ -52,11 +41,3 @@ def _run(program, **variables):
 def test_a_build_with_nccl_on_a_machine_without_a_gpu_keeps_shards_on_the_cpu():
     """ "cuda" was registered wherever NCCL was compiled in, and `ShardedTensor.gather` asked for the current GPU."""
     assert _run(WITHOUT_GPU, TORCH_DEVICE_BACKEND_AUTOLOAD="0") == "12.0 cpu:phalanx"
-
-
-@pytest.mark.slow
-def test_dist2_makes_a_group_in_a_program_that_asked_for_nothing_before():
-    """It was "Backend phalanx not registered", but in ranks of `phalanx run`."""
-    pytest.importorskip("torch.distributed._dist2")
-    variables = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    assert _run(DIST2, **variables) == "1 [1.0, 1.0]"

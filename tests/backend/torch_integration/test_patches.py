@@ -104,7 +104,6 @@ def test_every_patch_is_tried(trials):
         "shared_loads.wait_before_loads",
         "stores.patch_file_store",
         "stores.patch_prefix_store",
-        "stores.patch_store_queues",
         "training_steps._observe_backward",
         "training_steps._observe_batches",
         "training_steps._observe_scaler",

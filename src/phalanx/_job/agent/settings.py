@@ -29,7 +29,6 @@ class Settings:
             torch.distributed.launch.
         share: the index of this command's share of the host's cores, and the number of shares.
         needs_metrics: whether the job fails if the metrics cannot be served, because this command requests them.
-        print_completion: the shell whose completion script is printed instead of running a job; empty for a job.
     """
 
     target: JobTarget
@@ -61,7 +60,6 @@ class Settings:
     metrics: tuple[str, int] | None = None  # host and port of the metrics server
     needs_metrics: bool = True
     traceback: bool = False
-    print_completion: str = ""
 
 
 def refuse(problems: Sequence[str]) -> None:

@@ -53,11 +53,10 @@ def report_errors(command: Callable[[], int], name: str = "run") -> int:
 def _run(words: Sequence[str], environ: Mapping[str, str], *, old_launcher: bool) -> int:
     problems: list[str] = []
     settings = read_settings(words, environ, problems, old_launcher=old_launcher)
-    if settings is None or (settings.print_completion and not problems):
-        from phalanx._job.launch.manual import format_help, make_completion  # here, because jobs do not need it
+    if settings is None:
+        from phalanx._job.launch.manual import format_help  # here, because jobs do not need it
 
-        text = f"{format_help()}\n" if settings is None else make_completion(settings.print_completion)
-        guarded(lambda: print(text, end=""))
+        guarded(lambda: print(format_help()))
         return 0
     if any(name in environ for name in SIGNS):
         from phalanx._job.launch.adopt import plan_node  # here, because most commands run without a scheduler

@@ -56,7 +56,7 @@ def read_settings(
     ]
     if len(kinds) > 1:
         problems.append("-m and --no-python: a job is a module or a program, not both")
-    if not (rest or problems or "print-completion" in given):
+    if not (rest or problems):
         problems.append("no script. Name one: phalanx run train.py")
     fields: dict[str, Any] = {
         option.field.removeprefix("not:"): not option.field.startswith("not:")

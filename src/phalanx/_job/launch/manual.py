@@ -1,4 +1,4 @@
-"""Write the help of `phalanx run`, on two screens, and the completion scripts for shells.
+"""Write the help of `phalanx run`, on two screens.
 
 The reference page has every option in full.
 """
@@ -80,32 +80,3 @@ def format_help() -> str:
         lines += textwrap.wrap(text, _WIDTH, subsequent_indent="  ", break_on_hyphens=False)
     lines.append("More: `phalanx docs launching` prints the address of the page.")
     return "\n".join(lines)
-
-
-_BASH = """\
-_phalanx() {{
-    local word=${{COMP_WORDS[COMP_CWORD]}}
-    if [[ ${{COMP_WORDS[1]}} == run && $word == -* ]]; then
-        COMPREPLY=($(compgen -W "{flags}" -- "$word"))
-    else
-        COMPREPLY=($(compgen -f -- "$word"))
-    fi
-}}
-complete -o filenames -F _phalanx phalanx
-"""
-_ZSH = """\
-#compdef phalanx
-autoload -U +X bashcompinit && bashcompinit
-"""
-_TCSH = """\
-complete phalanx 'p/1/(run)/' 'c/--/({names})/' 'p/*/f/'
-"""
-
-
-def make_completion(shell: str) -> str:
-    """Return the script for bash, zsh or tcsh."""
-    names = [option.name for option in OPTIONS] + ["help"]
-    if shell == "tcsh":
-        return _TCSH.format(names=" ".join(names))
-    bash = _BASH.format(flags=" ".join(f"--{name}" for name in names))
-    return _ZSH + bash if shell == "zsh" else bash

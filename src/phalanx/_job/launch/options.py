@@ -287,9 +287,6 @@ OPTIONS = (
     Option("run-path", "kind:script", "The target is a script, as for torchrun."),
     Option("use-env", "not:local_rank_argument", "Pass the script no --local-rank argument: it reads LOCAL_RANK, as "
            "with torch.distributed.launch.", torchruns=False),
-    Option("print-completion", "print_completion", "Print a script with which a shell completes these options, and "
-           "exit. (`phalanx completion` covers all commands.)", "bash|zsh|tcsh", _one_of("bash", "zsh", "tcsh"),
-           torchruns=False),
     Option("start-method", None, "Accepted without effect: ranks are forked from a process that has imported torch, "
            "and behave like spawned processes.", "spawn|fork|forkserver", _one_of("spawn", "fork", "forkserver")),
     Option("monitor-interval", None, "Accepted without effect: exits of ranks are detected at once.",
@@ -308,6 +305,7 @@ REFUSED = {
     "logs-specs": ("it selects a logging class of torchrun; use --log-dir, --redirects or --tee", ""),
     "event-log-handler": ("no events are recorded; the output has the job's result", "null"),
     "numa-binding": ("each rank is pinned to neighbouring cores; --no-affinity disables pinning", ""),
+    "print-completion": ("use `phalanx completion`, for bash, zsh and fish", ""),
     "virtual-local-rank": ("LOCAL_RANK is the rank on this host; set CUDA_VISIBLE_DEVICES in the script", "0"),
 }
 

@@ -9,7 +9,6 @@ registers two names in torch's tables of backends. Everything else is applied wh
     init_process_group without a name    the default is ours under `phalanx run`        in a rank of `phalanx run`
     init_process_group, unknown name     the error lists the backends                   in a rank of `phalanx run`
     env://                               it needs no port under `phalanx run`           in a rank of `phalanx run`
-    FileStore's queues                   the store of `phalanx run` has queues          in a rank of `phalanx run`
     FileStore's append, delete, errors   they work as TCPStore's, which users expect    in a rank of `phalanx run`
     PrefixStore's queues, list of keys   it forwards them to a store in Python          as above, or for a group
     env://, tcp://                       they work under mpiexec, with better errors    "phalanx" or "mpi" is requested
@@ -19,7 +18,6 @@ registers two names in torch's tables of backends. Everything else is applied wh
     all_gather_object and the like       each pickle is valid in one call only          "phalanx" or "mpi" is requested
     _broadcast_object of ZeRO            its pickles have a MAC, too                    its module is imported later
     PGTransport                          its pickles have a MAC, too                    its module is imported later
-    _dist2's table of backends           its new_group("phalanx") works                 `_dist2` is imported
     NanCheckHook.attach                  our operations call it                         a group of ours is created
     FlightRecorderHook.attach            a group starts even if it cannot be attached   a group of ours is created
     _new_process_group_helper            "mpi" creates a group of ours                  "mpi", if torch has no MPI
@@ -37,14 +35,13 @@ registers two names in torch's tables of backends. Everything else is applied wh
     init_process_group without a name    reads the default backend from the environment
     init_process_group, unknown name     raises a better error than "Unknown backend type"
     env://, in a rank of `phalanx run`   accepts a FileStore from its launcher
-    FileStore's and PrefixStore's        has queues in FileStore, and forwards them from PrefixStore
+    PrefixStore's queues, list of keys   forwards them to a store in Python
     FileStore's append, delete, errors   implements them in FileStore as in TCPStore
     env://, tcp://                       passes the backend to rendezvous handlers
     file://                              stops waiting in a foreign file at the timeout
     monitored_barrier                    calls the group instead of comparing its name
     _object_to_tensor and the like       authenticates the objects that its collectives send
     _broadcast_object, PGTransport       sends no pickles in plain tensors
-    _dist2's table of backends           reads the backends that were registered with `Backend.register_backend`
     NanCheckHook.attach                  calls hooks of groups that are written in Python
     FlightRecorderHook.attach            continues without a recorder if a group has no name in C++
     _new_process_group_helper            accepts "mpi" from `Backend.register_backend`

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import os
 import sys
 from collections.abc import Callable
 from typing import Any
-
-from phalanx._comm.backend.torch_integration.late_modules import call_once_imported
 
 
 def offer_backend() -> None:
@@ -31,8 +29,6 @@ def offer_backend() -> None:
     backend.PHALANX = _BackendName("phalanx", lambda: _enable_backend(plugin))
     if not dist.is_mpi_available():
         backend.MPI = _BackendName("mpi", lambda: _enable_mpi(plugin))
-    if importlib.util.find_spec("torch.distributed._dist2") is not None:  # up to 2.13
-        call_once_imported("torch.distributed._dist2", _enable_dist2)
     steps = sys.modules.get("phalanx._comm.backend.torch_integration.training_steps")
     if steps is not None:  # a step recorder was started before torch was imported
         steps.start_observing()
@@ -128,10 +124,6 @@ def _enable_backend(plugin: Any) -> None:
     patch_launcher_rendezvous()
     extend_monitored_barrier()
     _authenticate_pickles()
-
-
-def _enable_dist2() -> None:
-    importlib.import_module("phalanx._comm.backend.torch_integration.dist2").patch_dist2()
 
 
 def _authenticate_pickles() -> None:

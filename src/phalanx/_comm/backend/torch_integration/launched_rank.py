@@ -8,7 +8,7 @@ from typing import Any
 
 from phalanx._comm.backend.torch_integration.patch import distributed_c10d, patch
 from phalanx._comm.backend.torch_integration.rendezvous_handlers import patch_agent_rendezvous
-from phalanx._comm.backend.torch_integration.stores import patch_file_store, patch_prefix_store, patch_store_queues
+from phalanx._comm.backend.torch_integration.stores import patch_file_store, patch_prefix_store
 
 
 def patch_launched_rank() -> None:
@@ -18,7 +18,6 @@ def patch_launched_rank() -> None:
     """
     _extend_start()
     patch_agent_rendezvous()
-    patch_store_queues()
     patch_file_store()
     patch_prefix_store()
 

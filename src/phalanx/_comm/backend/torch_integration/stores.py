@@ -1,48 +1,13 @@
-"""Add missing methods to torch's stores: queues, lists of keys, appends that lose nothing."""
+"""Add missing methods to torch's stores: queues and lists of keys of our stores, appends that lose nothing."""
 
 from __future__ import annotations
 
 import functools
 import importlib
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 from phalanx._comm.backend.torch_integration.patch import distributed_c10d, patch
-
-
-@patch(
-    "torch.distributed.Store.queue_push",
-    "torch.distributed.Store.queue_pop",
-    "torch.distributed.Store.queue_len",
-    "torch.distributed.FileStore",
-    "torch.distributed.PrefixStore.underlying_store",
-    loses="the store of `phalanx run` has no queues",
-)
-def patch_store_queues() -> None:
-    """Add queues to FileStore, also behind PrefixStores; ends when torch's FileStore has them."""
-    import torch.distributed as dist
-
-    stores: Any = dist
-    theirs = stores.Store
-
-    def module() -> ModuleType:
-        return importlib.import_module("phalanx._comm.backend.store_queues")
-
-    @functools.wraps(theirs.queue_push)
-    def queue_push(self: Any, key: str, value: str) -> None:
-        module().push(self, key, value) if _is_in_file(self) else theirs.queue_push(self, key, value)
-
-    @functools.wraps(theirs.queue_pop)
-    def queue_pop(self: Any, key: str, block: bool = True) -> Any:
-        return module().pop(self, key, self.timeout, block) if _is_in_file(self) else theirs.queue_pop(self, key, block)
-
-    @functools.wraps(theirs.queue_len)
-    def queue_len(self: Any, key: str) -> Any:
-        return module().length(self, key) if _is_in_file(self) else theirs.queue_len(self, key)
-
-    for store in (stores.FileStore, stores.PrefixStore):
-        store.queue_push, store.queue_pop, store.queue_len = queue_push, queue_pop, queue_len
 
 
 def _is_in_file(store: Any) -> bool:

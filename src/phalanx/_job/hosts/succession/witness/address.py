@@ -8,6 +8,7 @@ from phalanx._job.coordinator.rendezvous import join_endpoint, split_endpoint
 
 _KINDS = "HOST:PORT or etcd://HOST:PORT"
 _SCHEMES = ("", "etcd", "etcds")
+NO_USERS = "there is no login to etcd: give the etcd client certificates instead, or use `phalanx coordinator`"
 
 
 def is_etcd(address: str) -> bool:
@@ -15,23 +16,19 @@ def is_etcd(address: str) -> bool:
     return address.partition("://")[0] in ("etcd", "etcds")
 
 
-def split_etcd(address: str) -> tuple[bool, str, str, int]:
-    """Return whether etcd://USER@HOST:PORT or etcds://USER@HOST:PORT has TLS, its user or "", its host and port.
+def split_etcd(address: str) -> tuple[bool, str, int]:
+    """Return whether the address, etcd://HOST:PORT or etcds://HOST:PORT, has TLS, its host and port.
 
     Raises:
-        ValueError: the address is invalid; the message does not repeat a password.
+        ValueError: the address is invalid, or has a user; the message does not repeat a password.
     """
-    scheme, _, rest = address.partition("://")
-    user, _, place = rest.rpartition("@")
-    if ":" in user:
-        raise ValueError(
-            "has a password, which everybody on this host can read there. Give etcd://USER@HOST:PORT, and the "
-            "password in ETCDCTL_PASSWORD, or in a file that PHALANX_WITNESS_PASSWORD_FILE names"
-        )
+    scheme, _, place = address.partition("://")
+    if "@" in place:
+        raise ValueError(f"has a user, but {NO_USERS}")
     host, port = split_endpoint(place.rstrip("/"), 0)
     if not port:
         raise ValueError(f"must be {_KINDS}, with a port, got {address!r}")
-    return scheme == "etcds", user, host, port
+    return scheme == "etcds", host, port
 
 
 def read_witness(address: str) -> str:
@@ -44,8 +41,8 @@ def read_witness(address: str) -> str:
     if scheme not in _SCHEMES or (colon and not scheme):
         raise ValueError(f"must be {_KINDS}, got {re.sub('//.*@', '//…@', address)!r}")
     if scheme:
-        _, user, host, port = split_etcd(address)
-        return f"{scheme}://{user}{'@' * bool(user)}{join_endpoint(host, port)}"
+        _, host, port = split_etcd(address)
+        return f"{scheme}://{join_endpoint(host, port)}"
     host, port = split_endpoint(place, 0)
     if not port:
         raise ValueError(f"must be {_KINDS}, with a port, got {address!r}")

@@ -11,38 +11,31 @@ import os
 import socket
 import ssl
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, cast
 
 from phalanx._base.deadline import Deadline
-from phalanx._job.hosts.succession.witness.address import split_etcd
+from phalanx._job.hosts.succession.witness.address import NO_USERS, split_etcd
 from phalanx.errors import CoordinationError
 
 _OK = 200
-_MAY_BE_EXPIRED = (400, 401)  # the answers to a token that has expired, or is older than a change of users or roles
-_FORBIDDEN = 403
-_FAILED_PRECONDITION = 9  # gRPC's code; etcd's answer to a login where it asks for none
+_ASKS_FOR_USER = (400, 401, 403)  # an etcd with users, asked without one
 
 
 class EtcdRegister:
     """`EtcdRegister` has values by name in the etcd at etcd://HOST:PORT, or etcds:// with TLS.
 
-    Its methods raise CoordinationError where etcd refuses or does not answer. Each call has a connection of its own. A
-    user of etcd logs in at the first call, and again when the token has expired.
+    Its methods raise CoordinationError where etcd refuses or does not answer. Each call has a connection of its own.
 
     Raises:
-        CoordinationError: a password is missing, or a file cannot be read.
+        CoordinationError: a file cannot be read.
     """
 
     is_durable = True
 
     def __init__(self, address: str) -> None:
-        has_tls, user, host, port = split_etcd(address)
-        self._login = find_login(user, os.environ)
+        has_tls, host, port = split_etcd(address)
         tls = find_tls(os.environ) if has_tls else None
         self._service = JsonService("etcd", host, port, tls, ". ETCDCTL_CACERT names the file of its CA")
-        self._token = ""
 
     def read(self, name: str) -> bytes:
         found = self._call("range", {"key": _encode(name.encode())}).get("kvs", [])
@@ -63,84 +56,15 @@ class EtcdRegister:
         """Do nothing: each call has a connection of its own."""
 
     def _call(self, what: str, body: dict[str, Any]) -> dict[str, Any]:
-        is_new = not self._token and self._log_in()
-        status, found = self._post(f"kv/{what}", body)
-        if status in _MAY_BE_EXPIRED and not is_new and self._log_in():  # a refused request has changed nothing
-            status, found = self._post(f"kv/{what}", body)
+        status, found = self._service.call("POST", f"/v3/kv/{what}", body)
         if status != _OK:
-            raise CoordinationError(f"etcd answers {status}: {found.get('message')}{self._advise(status)}")
+            advice = f" ({NO_USERS})" if status in _ASKS_FOR_USER else ""
+            raise CoordinationError(f"etcd answers {status}: {found.get('message')}{advice}")
         return found
-
-    def _log_in(self) -> bool:
-        """Get a token for the user, if there is one; return whether etcd has given one."""
-        self._token = ""
-        if self._login is None:
-            return False
-        user = {"name": self._login.user, "password": self._login.password}
-        status, found = self._post("auth/authenticate", user)
-        if status != _OK and found.get("code") != _FAILED_PRECONDITION:
-            raise CoordinationError(f"etcd does not let {self._login.user} in: {found.get('message')} ({status})")
-        self._token = str(found.get("token", ""))
-        return bool(self._token)
-
-    def _post(self, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-        headers = {"Authorization": self._token} if self._token else None
-        return self._service.call("POST", f"/v3/{path}", body, headers)
-
-    def _advise(self, status: int) -> str:
-        if status == _FORBIDDEN and self._login is not None:
-            return f". Give {self._login.user} a role that reads and writes the keys with the prefix phalanx/witness/"
-        if status in _MAY_BE_EXPIRED and self._login is None:
-            return " (where etcd has users: etcd://USER@HOST:PORT, with the password in ETCDCTL_PASSWORD)"
-        return ""
 
 
 def _encode(value: bytes) -> str:
     return base64.b64encode(value).decode()
-
-
-_PASSWORD_FILE = "PHALANX_WITNESS_PASSWORD_FILE"
-
-
-@dataclass(frozen=True)
-class EtcdLogin:
-    """An `EtcdLogin` is a user of an etcd; it does not show the password."""
-
-    user: str
-    password: str = field(repr=False)
-
-
-def find_login(user: str, variables: Mapping[str, str]) -> EtcdLogin | None:
-    """Return the login of the address's user, or else of ETCDCTL_USER; None if neither is given.
-
-    The password comes from PHALANX_WITNESS_PASSWORD_FILE's file, ETCDCTL_PASSWORD, or ETCDCTL_USER behind its colon.
-
-    Raises:
-        CoordinationError: there is a user without a password.
-    """
-    told = variables.get("ETCDCTL_USER", "")
-    password = _read_password(variables)
-    if not password and ":" in told and told.partition(":")[0] == (user or told.partition(":")[0]):
-        user, _, password = told.partition(":")
-    user = user or told
-    if not user:
-        return None
-    if not password:
-        raise CoordinationError(
-            f"the user {user} of etcd has no password on this host: set ETCDCTL_PASSWORD, or {_PASSWORD_FILE} to a "
-            "file that has it"
-        )
-    return EtcdLogin(user, password)
-
-
-def _read_password(variables: Mapping[str, str]) -> str:
-    path = variables.get(_PASSWORD_FILE, "")
-    if not path:
-        return variables.get("ETCDCTL_PASSWORD", "")
-    try:
-        return Path(path).read_text().rstrip("\r\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise CoordinationError(f"{_PASSWORD_FILE}: the password cannot be read: {error}") from None
 
 
 def find_tls(variables: Mapping[str, str]) -> ssl.SSLContext:
@@ -181,9 +105,7 @@ class JsonService:
         self._tls = tls
         self._advice = advice
 
-    def call(
-        self, method: str, path: str, body: Mapping[str, Any] | None = None, headers: Mapping[str, str] | None = None
-    ) -> tuple[int, dict[str, Any]]:
+    def call(self, method: str, path: str, body: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
         """Return the answer's status and JSON object; if the body of an error is no object, `message` has its text.
 
         A call may have been executed although it raises, if its answer was lost.
@@ -192,7 +114,7 @@ class JsonService:
             CoordinationError: the service cannot be reached, does not answer in two seconds, or is another one.
         """
         try:
-            status, text = self._exchange(method, path, body, headers or {})
+            status, text = self._exchange(method, path, body)
         except ssl.SSLCertVerificationError as error:
             raise CoordinationError(
                 f"the certificate of {self._name} is not accepted: {error.verify_message}{self._advice}"
@@ -213,18 +135,14 @@ class JsonService:
             raise CoordinationError(f"what answers there is not {self._name}")
         return status, {"message": text[:_SHOWN].decode(errors="replace").strip()}
 
-    def _exchange(
-        self, method: str, path: str, body: Mapping[str, Any] | None, headers: Mapping[str, str]
-    ) -> tuple[int, bytes]:
+    def _exchange(self, method: str, path: str, body: Mapping[str, Any]) -> tuple[int, bytes]:
         deadline = Deadline.after(_ANSWER_S)
-        data = None if body is None else json.dumps(body).encode()
         with contextlib.closing(self._connection()) as connection:
             connection.connect()
             connection.sock.settimeout(deadline.left_s or 0.001)
             # The service closes the connection after its answer, so the answer is complete at the end of the stream.
-            connection.request(
-                method, path, data, {"Content-Type": "application/json", "Connection": "close", **headers}
-            )
+            headers = {"Content-Type": "application/json", "Connection": "close"}
+            connection.request(method, path, json.dumps(body).encode(), headers)
             received = _receive(connection.sock, deadline)
             answer = http.client.HTTPResponse(cast(socket.socket, _Received(received)), method=method)
             answer.begin()
