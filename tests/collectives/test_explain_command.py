@@ -78,6 +78,7 @@ def test_the_hierarchy_takes_hosts_of_unequal_size() -> None:
         (["hierarchical", "--world-size", "4", "--hosts", "2,1"], "--hosts has 3 ranks, --world-size says 4"),
         (["hierarchical", "--hosts", "2,0"], "world size '0' must be a number of ranks"),
         (["tree", "--operation", "broadcast", "--root", "9"], "root must be a rank in 0..3, got 9."),
+        (["pipeline", "--backward", "nan"], "'nan' must be above 0, and finite"),
         (["tree", "--root", "1"], "all_reduce has no root, got root=1."),
     ],
 )

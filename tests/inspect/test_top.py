@@ -1,5 +1,6 @@
 """How a rank's time divides, who is slowest, how far a job is, and how that fits the terminal: without a process."""
 
+import itertools
 import json
 import os
 import random
@@ -26,7 +27,7 @@ from phalanx._job.inspect.top.memory import Memory, MemoryReader
 from phalanx._job.inspect.top.prometheus import as_prometheus
 from phalanx._job.inspect.top.table import all_lines, as_text, page, table
 from phalanx._job.inspect.top.times import LatenessOfRank, Times, add, measure
-from phalanx._job.inspect.top.view import SHARES, view
+from phalanx._job.inspect.top.view import SHARES, _shares, view
 from phalanx._job.report.live_page import LivePage
 
 MS = 1_000_000
@@ -184,6 +185,34 @@ def test_where_the_recorders_hold_less_no_view_tells_computing_from_idle():
     page = LivePage(Seen(job)).pages["/now"]().content.decode()
     assert re.findall(r"</i>([a-z ]+)</li>", page) == ["computing or idle", "waiting", "communicating"]
     assert re.findall(r"title='([a-z ]+): ", page)[:3] == ["computing or idle", "waiting", "communicating"]
+
+
+def test_shares_are_never_below_zero():
+    """The rest of a difference of floats was: `top` showed -0%."""
+    dice = random.Random(0)
+    for _ in range(300):
+        span, waiting, moving = dice.randrange(10**9, 10**10), dice.randrange(10**8), dice.randrange(10**8)
+        outside = span - waiting - moving
+        shares = _shares(Times(span, waiting, moving, outside, outside))
+        assert all(share is None or share >= 0.0 for share in shares.values())
+
+
+def test_the_curves_of_a_page_go_on_where_the_job_starts_again():
+    """They ran backwards: a point's time was that of the attempt."""
+    elapsed = iter([400.0, 410.0, 2.0, 12.0, 22.0])
+    clock = itertools.count(step=10.0)
+    watch = Seen(None)
+    job = view([host([[all_reduce(1, 100, 200)]] * 2)], None)
+    ranks = tuple(replace(rank, memory_bytes=1 << 30) for rank in job.ranks)
+    watch.sample = lambda: replace(job, ranks=ranks, elapsed_s=next(elapsed))
+    now = LivePage(watch, lambda: next(clock)).pages["/now"]
+    for _ in range(5):
+        text = now().content.decode()
+    lines = re.findall(r"<polyline[^>]*points=['\"]([^'\"]+)", text)
+    assert lines
+    for line in lines:
+        at = [float(point.split(",")[0]) for point in line.split()]
+        assert at == sorted(at)
 
 
 def test_recorders_that_hold_a_moment_are_looked_at_for_that_moment():

@@ -34,6 +34,8 @@ def test_a_table_that_goes_on_from_a_checkpoint_has_no_row_twice(tmp_path):
     for step in range(1, 6):
         first.log_metrics({"loss": float(step)}, step)
     with open(tmp_path / "metrics.csv", "a") as file:
+        file.write("3,0.1")  # a full disk tore a row, to which the next one was appended
+        file.write("3,0.25\n")
         file.write("6")  # the kill tore a row
     second = CSVLogger(tmp_path)
     second.begin(again_from=4)  # the step of the checkpoint comes again

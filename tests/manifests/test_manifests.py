@@ -39,6 +39,11 @@ def test_the_batch_script_starts_the_command_once_on_each_node(tmp_path):
     assert command[6:] == ["run", "my train.py", "--nodes", "9"]
 
 
+def test_a_name_with_a_blank_is_one_word_for_sbatch():
+    _, text = manifest("slurm", "--nodes=1", "--name=my job", "train.py")
+    assert "#SBATCH '--job-name=my job'\n" in text
+
+
 def test_without_a_number_of_cores_a_node_is_whole():
     _, text = manifest("slurm", "--nodes=1", "train.py")
     assert "#SBATCH --exclusive\n" in text

@@ -7,12 +7,13 @@ import re
 from itertools import pairwise
 
 import pytest
+from rich.console import Console
 from tests.report.measured import measured, rank
 from tests.report.pages import Page
 
 from phalanx._job.report.axes import linear, logarithmic, plain
 from phalanx._job.report.charts import HEIGHT, WIDTH, Line, line_chart
-from phalanx._job.report.compare import compare_page, compare_rows
+from phalanx._job.report.compare import compare_page, compare_rows, print_comparison
 from phalanx._job.report.findings import find
 from phalanx._job.report.measurements import ENDS, CollectiveTimes, RunEvent
 from phalanx._job.report.page import render
@@ -52,6 +53,14 @@ def test_every_page_is_whole():
         compared = Page(compare_page(["a", "b<"], [run, other]))
         assert compared.problems == []
         assert len(compared.tables[0]) == len(compare_rows([run, other])) + 1
+
+
+def test_names_of_folders_are_no_markup():
+    run = generated(random.Random(1))
+    with (console := Console(width=200)).capture() as shown:
+        print_comparison(console, ["runs/opt[adam]", "b[/x]"], compare_rows([run, run]))
+    assert "runs/opt[adam]" in shown.get()
+    assert "b[/x]" in shown.get()
 
 
 def test_axes_hold_their_values_at_round_marks():

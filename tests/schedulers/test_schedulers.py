@@ -93,6 +93,8 @@ def test_a_pod_of_an_indexed_job_finds_the_first_by_the_headless_service():
     assert found.first_host == "train-0.train.default.svc.cluster.local"
     assert found.job == "kubernetes-train"
     assert found.variables == ("JOB_COMPLETION_INDEX", "PET_NNODES")
+    hosts = [kubernetes.find_indexed_job({**POD, "MASTER_ADDR": "gpu-a.eu"}, name) for name in ("gpu-a.eu", "gpu-b.eu")]
+    assert [one.job for one in hosts] == ["kubernetes-gpu-a"] * 2  # on the host's network a pod has the node's name
     assert kubernetes.find_indexed_job({"JOB_COMPLETION_INDEX": "1"}, FQDN, nnodes=2) == Allocation(
         **{**vars(found), "variables": ("JOB_COMPLETION_INDEX",)}
     )

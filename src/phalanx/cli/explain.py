@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -34,6 +35,13 @@ def _parse_world_size(text: str) -> int:
     if not text.strip().isdecimal() or int(text) < 1:
         raise ValueError(f"world size {text!r} must be a number of ranks, at least 1")
     return int(text)
+
+
+def _parse_backward(text: str) -> float:
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise ValueError(f"{text!r} must be above 0, and finite")
+    return value
 
 
 def _parse_hosts(text: str) -> Topology:
@@ -160,7 +168,7 @@ for _algorithm in ALGORITHMS.values():
 @click.option("--schedule", "name", metavar="NAME", help="gpipe, 1f1b, interleaved or zero_bubble.  [default: 1f1b]")
 @click.option(
     "--backward",
-    type=click.FloatRange(min=0, min_open=True),
+    type=_amount("FLOAT", _parse_backward),
     default=2.0,
     show_default=True,
     help="Time of a backward, in forwards.",

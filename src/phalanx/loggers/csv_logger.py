@@ -67,7 +67,8 @@ class CSVLogger(Logger):
     def _read(self) -> tuple[list[str], list[dict[str, str]]]:
         with open(self.path, newline="", encoding="utf-8") as file:
             reader = csv.DictReader(file)
-            rows = [row for row in reader if row["step"].isdecimal()]  # a kill may have torn the last row
+            # a kill, or a full disk, may have torn a row
+            rows = [row for row in reader if row["step"].isdecimal() and None not in row]
             return list(reader.fieldnames or ["step"]), rows
 
     def _write(self, columns: list[str], rows: list[dict[str, str]]) -> None:

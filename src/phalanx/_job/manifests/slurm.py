@@ -27,7 +27,7 @@ def write_batch_script(
         "#!/bin/bash",
         "# Written by: phalanx manifest slurm. Submit with: sbatch FILE",
         "# One `phalanx run` on each node starts the ranks there, one for each GPU or core.",
-        *(f"#SBATCH {option}" for option in options),
+        *(f"#SBATCH {option if option.split() == [option] else quote([option])}" for option in options),
         "set -euo pipefail",
         "",
         "# Between the nodes every connection needs the job's key. It is in the user's configuration folder",

@@ -118,11 +118,12 @@ def judge(row: Row, number: int) -> tuple[str, str]:
 def print_comparison(console: Console, names: Sequence[str], rows: Sequence[Row]) -> None:
     """Print a column for each run, with the ratio to the first run's value after each value."""
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
     table.add_column("")
     for name in names:
-        table.add_column(name, justify="right", overflow="fold")
+        table.add_column(Text(name), justify="right", overflow="fold")
     styles = {"good": "green", "bad": "red", "": ""}
     for row in rows:
         cells = []

@@ -67,7 +67,8 @@ class LivePage:
         self._lock = threading.Lock()
         self._latest: JobView | None = None
         self._sampled_at = 0.0
-        # seconds that have elapsed, and samples or steps a second
+        self._began_at = clock()  # a job's own time begins again when it restarts
+        # seconds since then, and samples or steps a second
         self._paces: deque[tuple[float, float]] = deque(maxlen=_MOST_POINTS)
         self._memory: deque[tuple[float, float]] = deque(maxlen=_MOST_POINTS)  # the memory of all ranks
         self._report, self._reported_at = "", 0.0
@@ -98,9 +99,9 @@ class LivePage:
                 job = self._watch.sample()
                 self._latest, self._sampled_at = job, now
                 if (pace := _rate(job)) is not None:
-                    self._paces.append((job.elapsed_s, pace))
+                    self._paces.append((now - self._began_at, pace))
                 if total := sum(rank.memory_bytes or 0 for rank in job.ranks):
-                    self._memory.append((job.elapsed_s, float(total)))
+                    self._memory.append((now - self._began_at, float(total)))
             return self._latest
 
     def _show(self, job: JobView) -> str:

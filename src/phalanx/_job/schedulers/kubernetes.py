@@ -103,7 +103,7 @@ def find_indexed_job(environ: Mapping[str, str], fqdn: str, nnodes: int = 0) -> 
         "Kubernetes",
         int(index),
         num_nodes,
-        f"kubernetes-{base}",
+        f"kubernetes-{first.partition('.')[0].removesuffix('-0')}",  # the same in all pods, also on the host's network
         tuple(variables),
         first_host=first,
         port=read_port(environ, "MASTER_PORT", _PORT),

@@ -178,7 +178,8 @@ def _shares(times: Times | None) -> dict[str, float | None]:
     if times.outside_ns <= 0:
         return shares | {"computing_or_idle": outside, "waiting": waiting, "communicating": moving}
     idle = outside * times.idle_ns / times.outside_ns
-    return shares | {"computing": outside - idle, "idle": idle, "waiting": waiting, "communicating": moving}
+    computing = max(0.0, outside - idle)  # rounding
+    return shares | {"computing": computing, "idle": idle, "waiting": waiting, "communicating": moving}
 
 
 def _position(operations: Sequence[Sequence[RankOperation]], now_ns: int) -> RankPosition:
