@@ -109,6 +109,14 @@ int plx_post(struct plx_group *g, const struct plx_origin *o, struct plx_receive
   return code;
 }
 
+void plx_set_deadline(struct plx_group *g, struct plx_receive *r, uint64_t deadline_ns) {
+  struct plx_mailbox *mailbox = g->mailbox;
+  pthread_mutex_lock(&mailbox->lock);
+  r->deadline_ns = deadline_ns;
+  if (deadline_ns < mailbox->deadline_ns) mailbox->deadline_ns = deadline_ns;
+  pthread_mutex_unlock(&mailbox->lock);
+}
+
 int plx_progress(struct plx_group *g, struct plx_wait *w, struct plx_receive *r) {
   struct plx_mailbox *mailbox = g->mailbox;
   uint64_t since = plx_now_ns();

@@ -107,6 +107,18 @@ PyObject *py_group_post(PyGroup *self, PyObject *const *a, Py_ssize_t n) {
   return PyLong_FromLong(code);
 }
 
+/* set_timeout(receive, timeout_ns): the group ends if the receive is not over by then. */
+PyObject *py_group_set_timeout(PyGroup *self, PyObject *const *a, Py_ssize_t n) {
+  uint64_t timeout_ns;
+  if (py_want(n, 2, "set_timeout") != 0 || py_to_u64(a[1], &timeout_ns) != 0) return NULL;
+  Receive *receive = to_receive(a[0]);
+  if (receive == NULL) return NULL;
+  uint64_t now = plx_now_ns();
+  uint64_t deadline_ns = timeout_ns < UINT64_MAX - now ? now + timeout_ns : UINT64_MAX;
+  if (!self->closed) OUTSIDE_GIL(self, plx_set_deadline(&self->g, &receive->r, deadline_ns))
+  Py_RETURN_NONE;
+}
+
 /* progress(receive, limit_ns): wait until it or another posted receive is over, or the limit passes. */
 PyObject *py_group_progress(PyGroup *self, PyObject *const *a, Py_ssize_t n) {
   ANSWER_IF_CLOSED(self)

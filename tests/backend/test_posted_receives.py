@@ -3,6 +3,7 @@
 import gc
 import random
 import threading
+import time
 from datetime import timedelta
 
 import pytest
@@ -13,6 +14,7 @@ from tests.parity.beside_gloo import assert_same_as_gloo
 
 from phalanx._comm.backend.process_group.inbox import ReceiveWork
 from phalanx._comm.transport.shared_memory import PostedReceive
+from phalanx.errors import ClosedError, DeadlineError
 from phalanx.testing import run_ranks
 
 
@@ -44,6 +46,40 @@ def test_a_wait_for_a_message_that_does_not_come_takes_its_limit_once():
     with pytest.raises(TimeoutError, match=r"the operation had not completed after 0\.05 s; it continues"):
         work.wait(timedelta(seconds=0.05))
     assert work._done.limits[-1] == 0.0
+
+
+def test_the_groups_timeout_begins_when_a_receive_is_waited_for(tmp_path):
+    """It began when the receive was posted, and ended the group of ranks that computed meanwhile."""
+
+    def fn(rank, world_size):
+        store = dist.FileStore(str(tmp_path / "store"), world_size)
+        dist.init_process_group("phalanx", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=1))
+        tensor = torch.full((2,), float(rank))
+        if rank == 1:
+            store.wait(["go"], timedelta(minutes=5))
+            dist.send(tensor, 0)
+            store.wait(["done"], timedelta(minutes=5))
+            return None
+        work = dist.irecv(tensor, 1)
+        time.sleep(1.5)
+        store.set("go", "")
+        work.wait(timedelta(minutes=5))
+        with pytest.raises(DeadlineError, match=r"no answer from rank 1 within 1\.0 s"):
+            dist.irecv(torch.zeros(1), 1).wait()
+        store.set("done", "")
+        return tensor.tolist()
+
+    assert run_ranks(fn, 2, init=False)[0] == [1.0, 1.0]
+
+
+@on_ranks(2)
+def test_a_receive_from_a_group_that_another_thread_closes_does_not_succeed(rank):
+    group = dist.group.WORLD
+    context, inbox = group.call_context(None), group.messages.inbox
+    dist.barrier()
+    group.shutdown()  # by another thread, just before the core is called
+    with pytest.raises(ClosedError):
+        inbox.post(torch.zeros(3), 1 - rank, 0, context).wait()
 
 
 def test_what_a_message_costs_does_not_depend_on_how_many_receives_are_posted(monkeypatch):

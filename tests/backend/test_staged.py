@@ -129,6 +129,31 @@ def test_messages_before_any_collective_go_the_way_that_ranks_on_one_device_need
     assert run_ranks(_message_first, 2, path, init=False) == [(2.0, None, []), (2.0, 0, [])]
 
 
+def _ring_first(rank, world_size, path):
+    join_staged(rank, world_size, path)
+    mine, theirs = torch.full((2,), float(rank), dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
+    works = [dist.isend(mine, (rank + 1) % world_size), dist.irecv(theirs, (rank - 1) % world_size)]
+    for work in works:
+        work.wait()
+    return theirs[0].item()
+
+
+def test_messages_in_a_ring_may_be_the_first_on_a_device(path) -> None:
+    """Each rank waited for the next one's device before it sent its own to the one before."""
+    assert run_ranks(_ring_first, 3, path, init=False) == [2.0, 0.0, 1.0]
+
+
+def _from_anybody_first(rank, world_size, path):
+    join_staged(rank, world_size, path)
+    tensor = torch.full((2,), float(rank), dtype=torch.float64)
+    return dist.send(tensor, 0) if rank else dist.recv(tensor)
+
+
+def test_a_receive_from_any_rank_may_be_the_first_on_a_device(path) -> None:
+    """The sender waited for the receiver's device."""
+    assert run_ranks(_from_anybody_first, 2, path, init=False) == [1, None]
+
+
 def _receive_until_it_gives_up():
     while True:
         dist.recv(torch.empty(1, dtype=torch.float64), 0)

@@ -211,7 +211,10 @@ def test_ctrl_c_on_a_host_whose_ranks_have_finished_is_for_the_leader() -> None:
         assert done == [signal.SIGINT]
         with pytest.raises(LaunchError) as again:
             follower._on_signal(signal.SIGINT)
-        assert (str(again.value), again.value.exit_code) == ("phalanx run: stopped by SIGINT (interrupted)", 130)
+        assert (str(again.value), again.value.exit_code) == (
+            "phalanx run: stopped by SIGINT (interrupted) before the job ended",
+            130,
+        )
         follower._channel.close()
 
 

@@ -34,6 +34,7 @@ from phalanx.errors import ClosedError
 
 _logger = get_logger(__name__)
 _MAX_SITES = 256
+_NEVER_NS = (1 << 64) - 1
 
 
 class PostedReceive:
@@ -50,23 +51,31 @@ class PostedReceive:
         self._data = dense(tensor)
         self._peer = src
         self._ctx = ctx
+        self._is_awaited = False
         self.handle = _core.Receive()
-        self.has_arrived = (
-            memory.core.post(
-                self.handle,
-                self._data.data_ptr(),
-                nbytes(self._data),
-                src,
-                tag,
-                dtype_of(self._data.dtype).code,
-                handed_over,
-                ctx.timeout_ns,
-                ctx.call_site,
-                tensor.shape,
-            )
-            == OK
+        self._code = memory.core.post(
+            self.handle,
+            self._data.data_ptr(),
+            nbytes(self._data),
+            src,
+            tag,
+            dtype_of(self._data.dtype).code,
+            handed_over,
+            _NEVER_NS if handed_over else ctx.timeout_ns,
+            ctx.call_site,
+            tensor.shape,
         )
-        """Whether the message had already arrived."""
+
+    @property
+    def has_arrived(self) -> bool:
+        """Return whether the message had arrived when the receive was posted."""
+        return self._code == OK
+
+    def begin_timeout(self) -> None:
+        """Let the group's timeout begin, once: this thread waits from now on. It ends the group when it passes."""
+        if not self._is_awaited:
+            self._is_awaited = True
+            self._memory.core.set_timeout(self.handle, self._ctx.timeout_ns)
 
     @property
     def is_pending(self) -> bool:
@@ -85,7 +94,8 @@ class PostedReceive:
         """
         tensor, data = self._tensor, self._data
         del self._tensor, self._data
-        self._memory.check(self.handle.status, self._ctx, kind=RECV, peer=self._peer)
+        status = self.handle.status if self._code in (OK, _core.PENDING) else self._code  # it may not have been posted
+        self._memory.check(status, self._ctx, kind=RECV, peer=self._peer)
         write_back(tensor, data)
 
 

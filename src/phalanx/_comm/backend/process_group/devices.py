@@ -68,6 +68,7 @@ class RoutedProcessGroup(PhalanxProcessGroup):
         self._agreed: set[str] = set()
         self._comparing = threading.Lock()
         self._one_device: dict[tuple[str, int], _CachedAnswer] = {}  # keyed by type of device and rank
+        self._identities: dict[str, list[dist.Work]] = {}  # the messages with this rank's device, by type of device
         self._staged: set[str] = set()  # types of device whose tensors go through host memory
 
     @property
@@ -85,6 +86,7 @@ class RoutedProcessGroup(PhalanxProcessGroup):
         self._agreed.clear()  # other members may use other devices
         self._staged.clear()
         self._one_device.clear()
+        self._identities.clear()
         super().leave_members(patience_s, **how)
 
     def _group_inside(self, kind: str) -> Any:
@@ -121,9 +123,11 @@ class RoutedProcessGroup(PhalanxProcessGroup):
         """Return the group for a message, as `_route` does. There may have been no collective on this device yet."""
         self._device_backend(device, operation)
         compares = self.shares_memory and not (self._is_staged(device.type) or device.type in self._agreed)
-        # NCCL cannot receive from any rank, so such a message goes through the host.
-        if compares and (operation == "recv_anysource" or self._use_one_device(device, args[1])):
-            return None
+        if compares:
+            self._publish_device(device)
+            # NCCL cannot receive from any rank, so such a message goes through the host.
+            if operation == "recv_anysource" or self._use_one_device(device, args[1]):
+                return None
         return self._route(device, operation, collective=False)
 
     def _device_backend(self, device: torch.device, operation: str) -> DeviceBackend:
@@ -132,21 +136,30 @@ class RoutedProcessGroup(PhalanxProcessGroup):
             raise ValueError(no_backend_for(device, operation))
         return device_backend
 
+    def _publish_device(self, device: torch.device) -> None:
+        """Send this rank's device to all peers, once: ranks in a ring would otherwise all wait for their next one's."""
+        with self._comparing:
+            if device.type in self._identities:
+                return
+            sent = self._identities[device.type] = []
+        mine = self._identity(device)
+        for peer in range(self.members.size):
+            if peer != self.members.rank:
+                sent.append(PhalanxProcessGroup.send(self, [mine], peer, _IDENTITY_TAG))
+
+    def _identity(self, device: torch.device) -> torch.Tensor:
+        identity = self._device_backends[device.type].identify(device).encode()[:_IDENTITY_BYTES]
+        return torch.tensor(list(identity.ljust(_IDENTITY_BYTES, b"\0")), dtype=torch.uint8, device="cpu")
+
     def _use_one_device(self, device: torch.device, peer: int) -> bool:
-        """Return whether `peer` uses this rank's device; the two exchange their devices before their first message."""
+        """Return whether `peer` uses this rank's device, which it sends before its first message on a device."""
         with self._comparing:
             answer = self._one_device.setdefault((device.type, peer), _CachedAnswer())
-        device_backend = self._device_backends[device.type]
 
         def compare() -> bool:
-            mine = torch.zeros(_IDENTITY_BYTES, dtype=torch.uint8, device="cpu")
-            identity = device_backend.identify(device).encode()[:_IDENTITY_BYTES]
-            mine[: len(identity)] = torch.tensor(list(identity), dtype=torch.uint8, device="cpu")
-            theirs = torch.empty_like(mine)
-            sent = PhalanxProcessGroup.send(self, [mine], peer, _IDENTITY_TAG)
+            theirs = torch.empty(_IDENTITY_BYTES, dtype=torch.uint8, device="cpu")
             PhalanxProcessGroup.recv(self, [theirs], peer, _IDENTITY_TAG).wait()
-            sent.wait()
-            return torch.equal(mine, theirs)
+            return torch.equal(self._identity(device), theirs)
 
         return answer.get(compare)
 

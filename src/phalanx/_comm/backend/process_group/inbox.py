@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from phalanx._base.deadline import Deadline, timeout_ns
@@ -32,7 +34,22 @@ class ReceiveWork(PhalanxWork):
         receive = self.receive
         return receive is not None and receive.is_pending
 
+    def get_future(self) -> torch.futures.Future[Any]:
+        self._begin_timeout()
+        return super().get_future()
+
+    def _begin_timeout(self) -> None:
+        if (receive := self.receive) is not None:
+            receive.begin_timeout()
+
     def progress(self, deadline: Deadline | None) -> None:
+        """Receive messages until the work has completed or the deadline has passed.
+
+        Without a deadline the group's timeout begins now, and not when the receive was posted, which may be long before
+        anybody sends.
+        """
+        if deadline is None:
+            self._begin_timeout()
         self._inbox.wait_for(self, deadline or Deadline.after(None))
 
     def is_completed(self) -> bool:
