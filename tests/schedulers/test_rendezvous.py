@@ -13,7 +13,7 @@ from phalanx._job.agent.plan import JobPlan, Pinning
 from phalanx._job.agent.settings import refuse
 from phalanx._job.coordinator.rendezvous import Rendezvous
 from phalanx._job.launch import command
-from phalanx._job.launch.adopt import adopt, complete_rendezvous, find_node, has_own_endpoint, plan_node
+from phalanx._job.launch.adopt import adopt, complete_rendezvous, find_node, has_own_endpoint, plan_node, share_gpus
 from phalanx._job.launch.command_line import parse, read_settings
 from phalanx._job.schedulers.allocation import Allocation
 from phalanx._job.schedulers.rendezvous import find_rendezvous
@@ -162,6 +162,29 @@ def test_the_command_keeps_options_that_only_several_hosts_have(home, monkeypatc
     command._run(["--witness=h:1", "--rdzv-conf=join_timeout=5", __file__], {**MPI, **home}, old_launcher=False)
     rendezvous = plans[0].settings.rendezvous
     assert (rendezvous.witness, rendezvous.join_timeout_s, rendezvous.endpoint) == ("h:1", 5.0, "10.0.0.9:4711")
+
+
+@pytest.mark.parametrize(
+    ("environ", "num_gpus", "visible"),
+    [
+        ({}, 4, ["0,1", "2,3"]),
+        ({"CUDA_VISIBLE_DEVICES": "4,5,6,7"}, 4, ["4,5", "6,7"]),
+        ({"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b,GPU-c"}, 3, ["GPU-a", "GPU-b,GPU-c"]),
+        ({"CUDA_VISIBLE_DEVICES": "0,1,-1,2"}, 2, ["0", "1"]),  # CUDA reads the list up to -1
+        ({"CUDA_VISIBLE_DEVICES": "0,1,2,3", "SLURM_GPUS_ON_NODE": "4"}, 4, ["0,1", "2,3"]),
+        ({"CUDA_VISIBLE_DEVICES": "0,1", "SLURM_GPUS_ON_NODE": "4"}, 2, None),
+        ({"CUDA_VISIBLE_DEVICES": "0,1", "SLURM_GPUS_PER_TASK": "2"}, 2, None),
+        ({"CUDA_VISIBLE_DEVICES": "0,1", "SLURM_TRES_PER_TASK": "cpu=4,gres/gpu=2"}, 2, None),
+        ({"CUDA_VISIBLE_DEVICES": "0,1", "SLURM_TRES_PER_TASK": "cpu=4"}, 2, ["0", "1"]),
+        ({"CUDA_VISIBLE_DEVICES": "3,4,5", "JSM_NAMESPACE_RANK": "1"}, 3, None),
+        ({"CUDA_VISIBLE_DEVICES": "3"}, 1, None),
+        ({"CUDA_VISIBLE_DEVICES": ""}, 0, None),
+    ],
+)
+def test_nodes_on_one_host_share_the_gpus_that_all_of_them_see(environ, num_gpus, visible):
+    """Slurm gives every task all GPUs of the job: two tasks started eight ranks on four GPUs."""
+    shares = [share_gpus(environ, replace(TWO_HOSTS, local_node=i, num_local_nodes=2), num_gpus) for i in (0, 1)]
+    assert shares == ([{}, {}] if visible is None else [{"CUDA_VISIBLE_DEVICES": each} for each in visible])
 
 
 TRAINER = {

@@ -79,7 +79,9 @@ def adopt(settings: Settings, environ: Mapping[str, str], found: Allocation) -> 
     if not has_own_endpoint(settings, found):
         own = replace(own, run_id=settings.run_id or found.job)
         remaining.pop("PHALANX_KEY", None)  # only `complete_rendezvous` reads it; the ranks must not inherit it
-    return own, {**remaining, **_share_gpus(remaining, found)}
+    if found.num_local_nodes > 1:
+        remaining |= share_gpus(remaining, found, count_gpus(remaining))
+    return own, remaining
 
 
 def complete_rendezvous(plan: JobPlan, environ: Mapping[str, str], found: Allocation) -> JobPlan:
@@ -109,14 +111,23 @@ def _describe_place(rendezvous: Rendezvous) -> str:
     return f"at {rendezvous.endpoint}{', if that port is free' * bool(rendezvous.more_endpoints)}"
 
 
-def _share_gpus(environ: Mapping[str, str], found: Allocation) -> dict[str, str]:
-    """Return CUDA_VISIBLE_DEVICES for one of several nodes on this host, unless the variable is set."""
-    if found.num_local_nodes == 1 or "CUDA_VISIBLE_DEVICES" in environ:
+def share_gpus(environ: Mapping[str, str], found: Allocation, num_gpus: int) -> dict[str, str]:
+    """Return CUDA_VISIBLE_DEVICES for one of several nodes on this host; empty if nodes have GPUs of their own.
+
+    `num_gpus` of the host's GPUs are visible. Slurm sets the variable to the job's GPUs in every task, unless it binds
+    each task to some of them; jsrun always binds.
+    """
+    node, num_nodes = found.local_node, found.num_local_nodes
+    on_host = environ.get("SLURM_GPUS_ON_NODE", "")
+    is_bound = (
+        bool(environ.keys() & {"SLURM_GPUS_PER_TASK", "JSM_NAMESPACE_RANK"})
+        or "gpu" in environ.get("SLURM_TRES_PER_TASK", "")
+        or (on_host.isdecimal() and num_gpus < int(on_host))
+    )
+    if num_gpus < num_nodes or is_bound:
         return {}
-    gpus, node, num_nodes = count_gpus(environ), found.local_node, found.num_local_nodes
-    if gpus < num_nodes:
-        return {}
-    mine = range(gpus * node // num_nodes, gpus * (node + 1) // num_nodes)
+    visible = environ["CUDA_VISIBLE_DEVICES"].split(",") if "CUDA_VISIBLE_DEVICES" in environ else range(num_gpus)
+    mine = visible[num_gpus * node // num_nodes : num_gpus * (node + 1) // num_nodes]
     return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, mine))}
 
 
