@@ -127,6 +127,15 @@ def test_a_lost_pod_does_not_end_the_other_where_there_is_a_witness():
         assert job["spec"]["backoffLimit"] == most
 
 
+def test_a_lost_task_does_not_end_the_other_where_there_is_a_witness():
+    """--witness had no place: without --nnodes the job was one of one host, and --nnodes was to be left out."""
+    for words, kills in (((), True), (("--", "--witness", "h:29481"), False)):
+        code, text = manifest("slurm", "--nodes=2", *words, "train.py")
+        assert code == 0, text
+        assert f"srun {'' if kills else '--no-kill '}--kill-on-bad-exit={int(kills)} --wait=0" in text
+        assert ("#SBATCH --no-kill\n" in text) != kills
+
+
 def test_cores_without_gpus_say_how_many_ranks():
     """A pod that may use two cores' time sees all cores of the machine, and would start a rank on each."""
     container = kubernetes("--nodes=2", "--cpus=2", *IMAGE, "train.py")[2]["spec"]["template"]["spec"]["containers"][0]
@@ -156,6 +165,7 @@ def test_the_manifest_is_valid_by_the_schema_of_kubernetes(tmp_path, words):
         (("kubernetes", "--nodes=2", *IMAGE, "--name=My_Job", "train.py"), "--name 'My_Job': a name of Kubernetes has"),
         (("kubernetes", "--nodes=2", *IMAGE, "--memory=lots", "train.py"), "--memory 'lots': an amount of Kubernetes"),
         (("kubernetes", "--nodes=2", "--image", " ", "train.py"), "--image ' ': name the image"),
+        (("slurm", "--nodes=1", "--", "--witness", "h:1", "a.py"), "--witness: a job of one host cannot"),
         (("kubernetes", "--nodes=1", *IMAGE, "--", "--witness", "h:1", "a.py"), "--witness: a job of one host cannot"),
     ],
 )

@@ -101,6 +101,8 @@ def test_a_pod_of_an_indexed_job_finds_the_first_by_the_headless_service():
     told = kubernetes.find_indexed_job({**POD, "MASTER_ADDR": "first.example"}, "some-name")
     assert (told.first_host, told.variables[-1]) == ("first.example", "MASTER_ADDR")
     assert find_allocation({"PET_NNODES": "1", "JOB_COMPLETION_INDEX": "0"}) is None
+    # `phalanx doctor` reported 1 of 2, and `phalanx run` used 1 of 4.
+    assert kubernetes.find_indexed_job({**POD, "PET_NNODES": "2:4"}, FQDN).num_nodes == 4
 
 
 def test_a_pod_that_cannot_know_the_others_says_what_is_missing():

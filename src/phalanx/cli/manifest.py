@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,7 @@ def slurm(ctx: click.Context, /, time_limit: str, partition: str, log: str, **as
             program = [sys.executable, "-m", "phalanx"]
         return write_batch_script(request, program, time=time_limit, partition=partition, output=log)
 
-    _write(ctx, write, {}, **asked)
+    _write(ctx, write, **asked)
 
 
 @command.command("kubernetes", context_settings=_WORDS, short_help="A Job for `kubectl apply`.")
@@ -74,22 +74,20 @@ def kubernetes(
     from phalanx._job.manifests.kubernetes import KubernetesCluster, write_manifest
 
     cluster = KubernetesCluster(image, namespace, secret, folder, user, shm)
-    _write(ctx, lambda request: write_manifest(request, cluster), {"PET_NNODES": str(asked["nodes"])}, **asked)
+    _write(ctx, lambda request: write_manifest(request, cluster), **asked)
 
 
-def _write(
-    ctx: click.Context, write: Callable[[Any], str], variables: Mapping[str, str], output: str | None, **asked: Any
-) -> None:
+def _write(ctx: click.Context, write: Callable[[Any], str], output: str | None, **asked: Any) -> None:
     from phalanx._job.manifests.request import JobRequest, read_words
     from phalanx.errors import LaunchError
 
     words = tuple(asked["words"])
     try:
-        settings = read_words(words, variables)
+        settings = read_words(words, asked["nodes"])
         target = settings.target.name.rpartition("/")[2].removesuffix(".py")
         name = asked["name"] or re.sub(r"[^a-z0-9]+", "-", target.lower()).strip("-") or "phalanx"
         each = asked["cpus"] or 0, asked["gpus"] or 0, asked["memory"]
-        text = write(JobRequest(words, settings, asked["nodes"], name, *each, variables))
+        text = write(JobRequest(words, settings, asked["nodes"], name, *each))
     except LaunchError as error:
         click.echo(error, err=True)
         ctx.exit(error.exit_code)

@@ -1,4 +1,4 @@
-"""Plan one node of a job that a scheduler has started: the scheduler's variables complete the settings."""
+"""Plan one node of a job that a scheduler has started."""
 
 from __future__ import annotations
 
@@ -21,21 +21,20 @@ from phalanx._job.schedulers.slurm import find_unused_hosts
 _OF_ONE_PROCESS = ("PMI_", "PMIX_", "OMPI_COMM_WORLD_", "MPI_LOCAL", "HYDI_", "HYDRA_")
 
 
-def plan_node(settings: Settings, environ: Mapping[str, str], problems: list[str]) -> JobPlan:
-    """Return the plan of this node's part of the job, or of the whole job if there is only one node.
+def plan_node(settings: Settings, environ: Mapping[str, str], problems: list[str], found: Allocation | None) -> JobPlan:
+    """Return the plan of this node's part of the job, or of the whole job if it is not one of several nodes.
 
-    The node waits for the others only after it has checked that it can run its part. `problems` are the problems of the
-    command line.
+    The node waits for the others only after it has checked that it can run its part. `settings` were read with `found`,
+    and `problems` are the problems of the command line.
 
     Raises:
         LaunchError: lists all problems; or the first node cannot be found.
     """
-    found = find_node(settings, environ)
     if found is None:
         # Even if a pod is alone in its job, its RANK is no process's.
         own_environ = _without_process(environ, "Kubeflow") if is_kubeflow_pod(environ) else environ
         return plan_job(settings, own_environ, problems=problems)
-    own, remaining = adopt(settings, environ, found, problems)
+    own, remaining = adopt(settings, environ, found)
     plan = plan_job(own, remaining, problems=problems)
     return plan if has_own_endpoint(settings, found) else complete_rendezvous(plan, environ, found)
 
@@ -73,38 +72,16 @@ def has_own_endpoint(settings: Settings, found: Allocation) -> bool:
     return own != (join_endpoint(found.first_host, found.port), found.node, found.num_nodes, found.num_nodes)
 
 
-def adopt(
-    settings: Settings, environ: Mapping[str, str], found: Allocation, problems: list[str]
-) -> tuple[Settings, dict[str, str]]:
-    """Return the settings and the environment of node `found`; append contradictions to `problems`."""
+def adopt(settings: Settings, environ: Mapping[str, str], found: Allocation) -> tuple[Settings, dict[str, str]]:
+    """Return the settings and the environment of node `found`."""
     remaining = _without_process(environ, found.scheduler)
-    if has_own_endpoint(settings, found):
-        return settings, remaining
-    rendezvous = settings.rendezvous
-    if rendezvous is not None and not rendezvous.min_nodes <= found.num_nodes <= rendezvous.max_nodes:
-        problems.append(
-            f"--nnodes {rendezvous.max_nodes}, and {found.describe()} has {found.num_nodes}. "
-            "Leave out --nnodes, or start as many nodes."
-        )
-    remaining.pop("PHALANX_KEY", None)  # only `complete_rendezvous` reads it; the ranks must not inherit it
-    own = replace(
-        settings,
-        run_id=settings.run_id or found.job,
-        rendezvous=place_node(rendezvous or Rendezvous(), found),
-        share=(found.local_node, found.num_local_nodes),
-    )
-    return own, {**remaining, **_share_gpus(remaining, found)}
-
-
-def place_node(rendezvous: Rendezvous, found: Allocation) -> Rendezvous:
-    """Return the rendezvous of node `found`, still without its endpoint."""
-    return replace(
-        rendezvous,
-        leads=found.node == 0,
-        node_rank=found.node,
-        min_nodes=found.num_nodes,
-        max_nodes=found.num_nodes,
-    )
+    own = replace(settings, share=(found.local_node, found.num_local_nodes))
+    if not has_own_endpoint(settings, found):
+        own = replace(own, run_id=settings.run_id or found.job)
+        remaining.pop("PHALANX_KEY", None)  # only `complete_rendezvous` reads it; the ranks must not inherit it
+    if found.num_local_nodes > 1:
+        remaining |= share_gpus(remaining, found, count_gpus(remaining))
+    return own, remaining
 
 
 def complete_rendezvous(plan: JobPlan, environ: Mapping[str, str], found: Allocation) -> JobPlan:
@@ -116,6 +93,8 @@ def complete_rendezvous(plan: JobPlan, environ: Mapping[str, str], found: Alloca
     rendezvous = plan.settings.rendezvous
     assert rendezvous is not None
     found = replace(found, job=plan.run_id)
+    if rendezvous.endpoint.startswith(":"):  # --master-port, without an address
+        found = replace(found, port=int(rendezvous.endpoint[1:]))
     rendezvous, job = find_rendezvous(found, plan.settings.key_file, environ, rendezvous)
     if found.node == 0:
         hint = f". Start it on every host: {found.hint}" if found.hint else ""
@@ -132,14 +111,23 @@ def _describe_place(rendezvous: Rendezvous) -> str:
     return f"at {rendezvous.endpoint}{', if that port is free' * bool(rendezvous.more_endpoints)}"
 
 
-def _share_gpus(environ: Mapping[str, str], found: Allocation) -> dict[str, str]:
-    """Return CUDA_VISIBLE_DEVICES for one of several nodes on this host, unless the variable is set."""
-    if found.num_local_nodes == 1 or "CUDA_VISIBLE_DEVICES" in environ:
+def share_gpus(environ: Mapping[str, str], found: Allocation, num_gpus: int) -> dict[str, str]:
+    """Return CUDA_VISIBLE_DEVICES for one of several nodes on this host; empty if nodes have GPUs of their own.
+
+    `num_gpus` of the host's GPUs are visible. Slurm sets the variable to the job's GPUs in every task, unless it binds
+    each task to some of them; jsrun always binds.
+    """
+    node, num_nodes = found.local_node, found.num_local_nodes
+    on_host = environ.get("SLURM_GPUS_ON_NODE", "")
+    is_bound = (
+        bool(environ.keys() & {"SLURM_GPUS_PER_TASK", "JSM_NAMESPACE_RANK"})
+        or "gpu" in environ.get("SLURM_TRES_PER_TASK", "")
+        or (on_host.isdecimal() and num_gpus < int(on_host))
+    )
+    if num_gpus < num_nodes or is_bound:
         return {}
-    gpus, node, num_nodes = count_gpus(environ), found.local_node, found.num_local_nodes
-    if gpus < num_nodes:
-        return {}
-    mine = range(gpus * node // num_nodes, gpus * (node + 1) // num_nodes)
+    visible = environ["CUDA_VISIBLE_DEVICES"].split(",") if "CUDA_VISIBLE_DEVICES" in environ else range(num_gpus)
+    mine = visible[num_gpus * node // num_nodes : num_gpus * (node + 1) // num_nodes]
     return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, mine))}
 
 

@@ -59,9 +59,13 @@ def _run(words: Sequence[str], environ: Mapping[str, str], *, old_launcher: bool
         guarded(lambda: print(format_help()))
         return 0
     if any(name in environ for name in SIGNS):
-        from phalanx._job.launch.adopt import plan_node  # here, because most commands run without a scheduler
+        from phalanx._job.launch.adopt import find_node, plan_node  # here: most commands run without a scheduler
 
-        return run_job(plan_node(settings, environ, problems))
+        found = find_node(settings, environ)
+        if found is not None:  # read again, now with the scheduler's values as defaults
+            problems = []
+            settings = read_settings(words, environ, problems, old_launcher=old_launcher, found=found) or settings
+        return run_job(plan_node(settings, environ, problems, found))
     return run_job(plan_job(settings, environ, problems=problems))
 
 

@@ -6,11 +6,14 @@ The functions are pure: they do not inspect the machine, so that tests can cover
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from phalanx._job.agent.settings import Settings, refuse
 from phalanx._job.agent.target import JobTarget, Kind
 from phalanx._job.launch.options import OPTIONS, REFUSED, Option, explain_unknown, find_names
+
+if TYPE_CHECKING:
+    from phalanx._job.schedulers.allocation import Allocation
 
 SSH_OPTIONS = ("hosts", "hostfile", "ssh", "remote-dir", "remote-python", "detach")  # `phalanx._job.ssh` reads them
 _SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # torchrun reads it without --shutdown-timeout
@@ -31,7 +34,12 @@ def parse(
 
 
 def read_settings(
-    words: Sequence[str], environ: Mapping[str, str], problems: list[str], *, old_launcher: bool = False
+    words: Sequence[str],
+    environ: Mapping[str, str],
+    problems: list[str],
+    *,
+    old_launcher: bool = False,
+    found: Allocation | None = None,
 ) -> Settings | None:
     """Return the settings of the words after `phalanx run`, which override the PET_ variables in `environ`.
 
@@ -39,7 +47,7 @@ def read_settings(
     `problems`, and leave the default in its field; the name of the target is empty if it is unknown.
 
     `old_launcher`: the words are for torch.distributed.launch, which by default starts one rank, and passes the local
-    rank as an argument.
+    rank as an argument. `found`: the scheduler's allocation, which the options of the rendezvous override.
     """
     given: dict[str, Any] = {}
     rest = _read_words(words, given, problems)
@@ -70,12 +78,12 @@ def read_settings(
         if kinds == ["program"] and fields["local_rank_argument"]:
             problems.append("--no-python: a program gets no --local-rank. Add --use-env, or use `phalanx run`")
     rendezvous = None
-    if given.keys() & {"nnodes", "rdzv-backend", "node-rank", "witness"}:
+    if found is not None or given.keys() & {"nnodes", "rdzv-backend", "node-rank", "witness"}:
         from phalanx._job.launch.rendezvous_options import (
             decide_rendezvous,  # here, because a job on one host does not need it
         )
 
-        rendezvous = decide_rendezvous(given, problems)
+        rendezvous = decide_rendezvous(given, problems, found)
     name, *arguments = rest or [""]
     target = JobTarget(kinds[0] if kinds else "script", name, tuple(arguments))
     return Settings(target, rendezvous=rendezvous, **fields)

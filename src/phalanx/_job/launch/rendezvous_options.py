@@ -4,27 +4,35 @@
     --nnodes 2 --node-rank R --master-addr H --master-port P at H:P, led by node 0               (backend static)
     --nnodes 2 --rdzv-backend c10d --rdzv-endpoint H:P       at H:P, led by the host with address H
 
+Under a scheduler, its allocation has the number of hosts, this host's number, and an address if no option names one.
+
 The functions are pure: they do not inspect the machine.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from phalanx._job.coordinator.rendezvous import Rendezvous, join_endpoint, split_endpoint
+
+if TYPE_CHECKING:
+    from phalanx._job.schedulers.allocation import Allocation
 
 STATIC_PORT = 29500  # torchrun's --master-port
 C10D_PORT = 29400  # torchrun's --rdzv-endpoint without a port
 _ETCD = ("etcd", "etcd-v2")
 
 
-def decide_rendezvous(fields: Mapping[str, Any], problems: list[str]) -> Rendezvous | None:
+def decide_rendezvous(
+    fields: Mapping[str, Any], problems: list[str], found: Allocation | None = None
+) -> Rendezvous | None:
     """Return the rendezvous that the options `fields`, by name, describe; None for a job on one host.
 
-    Append contradictions and impossible values to `problems`.
+    The options override `found`, the scheduler's allocation. Append contradictions and impossible values to `problems`.
     """
-    low, high = fields.get("nnodes", (1, 1))
+    num_nodes, node = (1, 0) if found is None else (found.num_nodes, found.node)
+    low, high = fields.get("nnodes", (num_nodes, num_nodes))
     backend = fields.get("rdzv-backend", "static")
     if backend in _ETCD:
         problems.append(
@@ -36,6 +44,14 @@ def decide_rendezvous(fields: Mapping[str, Any], problems: list[str]) -> Rendezv
     if backend not in ("static", "c10d"):
         problems.append(
             f"--rdzv-backend: must be static or c10d, got {backend!r}. Other backends exist only in torchrun"
+        )
+        return None
+    has_address = bool(fields.keys() & {"rdzv-endpoint", "master-addr"})
+    if found is not None and not low <= num_nodes <= high and (high == 1 or not has_address):
+        nnodes = f"{low}" if low == high else f"{low}:{high}"
+        problems.append(
+            f"--nnodes {nnodes}, and {found.describe()} has {num_nodes}. Leave out --nnodes, or start as many nodes; "
+            "--standalone makes each a job of its own."
         )
         return None
     if high == 1:
@@ -59,28 +75,30 @@ def decide_rendezvous(fields: Mapping[str, Any], problems: list[str]) -> Rendezv
     if "witness" in fields:
         common["witness"] = fields["witness"]
     endpoint = fields.get("rdzv-endpoint", "")
+    # The hosts of an elastic job are numbered in the order of joining.
+    number = node if found is not None and low == high else None
     if backend == "c10d":
         if not endpoint:
-            return Rendezvous(leads=True, **common)
+            return Rendezvous(leads=node == 0, node_rank=number, **common)
         host, port = split_endpoint(endpoint, C10D_PORT)
         return Rendezvous(join_endpoint(host, port), _read_bool(conf.get("is_host"), problems), **common)
-    if low != high and ("master-addr" in fields or endpoint or "node-rank" in fields):
+    if low != high and (has_address or "node-rank" in fields):
         problems.append(
             f"--nnodes {low}:{high} with --node-rank or --master-addr: the number of hosts must be fixed if hosts "
             "have numbers. Give --nnodes N, or --rdzv-backend c10d --rdzv-endpoint HOST:PORT"
         )
-    node_rank = fields.get("node-rank")
+    node_rank = fields.get("node-rank", number)
     if node_rank is not None and node_rank >= high:
         problems.append(f"--node-rank: hosts are numbered from 0 to {high - 1} with --nnodes {high}, got {node_rank}")
-    if not endpoint and "master-addr" not in fields:
-        if node_rank:
+    if not has_address:
+        if fields.get("node-rank", node) != node:
             problems.append(
                 f"--node-rank {node_rank}: needs the address of node 0. Give --master-addr HOST and --master-port "
                 "PORT; or type the line that `phalanx run --nnodes N` prints on the first host"
             )
         if "master-port" in fields:
             endpoint = f":{fields['master-port']}"
-        return Rendezvous(endpoint, leads=True, node_rank=node_rank, **common)
+        return Rendezvous(endpoint, leads=node == 0, node_rank=node_rank, **common)
     if endpoint:
         host, port = split_endpoint(endpoint, STATIC_PORT)
     else:

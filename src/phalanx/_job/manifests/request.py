@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from phalanx._job.agent.settings import USAGE_EXIT_CODE, Settings
 from phalanx._job.launch.command_line import parse, split_options
@@ -15,8 +15,7 @@ from phalanx.errors import LaunchError
 class JobRequest:
     """A `JobRequest` is a job of `nodes` nodes with resources for each; 0 and "" leave them to the scheduler.
 
-    `settings`: the settings that `phalanx run` reads from `words`. `variables`: the environment variables by which the
-    file sets the number of nodes.
+    `settings`: the settings that `phalanx run` reads from `words`.
     """
 
     words: tuple[str, ...]
@@ -26,7 +25,6 @@ class JobRequest:
     cpus: int = 0
     gpus: int = 0
     memory: str = ""
-    variables: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def run_words(self) -> tuple[str, ...]:
@@ -42,8 +40,8 @@ class JobRequest:
         return "" if self.settings.rendezvous is None else self.settings.rendezvous.witness
 
 
-def read_words(words: Sequence[str], variables: Mapping[str, str]) -> Settings:
-    """Return the settings that `phalanx run` reads from the words, with these variables in the environment.
+def read_words(words: Sequence[str], nodes: int) -> Settings:
+    """Return the settings that `phalanx run` reads from the words on `nodes` nodes.
 
     Raises:
         LaunchError: `phalanx run` would refuse the words, or they set a value that the scheduler decides.
@@ -57,7 +55,7 @@ def read_words(words: Sequence[str], variables: Mapping[str, str]) -> Settings:
             "find their numbers and the rendezvous themselves.",
             exit_code=USAGE_EXIT_CODE,
         )
-    settings = parse(words, variables)
+    settings = parse(words, {"PET_NNODES": str(nodes)})
     if settings is None:
         raise LaunchError("phalanx manifest: nothing to run, only --help", exit_code=USAGE_EXIT_CODE)
     return settings

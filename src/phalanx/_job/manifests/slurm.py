@@ -11,6 +11,8 @@ def write_batch_script(
     request: JobRequest, program: Sequence[str], *, time: str = "", partition: str = "", output: str = "%x-%j.log"
 ) -> str:
     """Return the script for `sbatch`. `program` starts `phalanx` on every host; the hosts share the file system."""
+    # With a witness the other node continues if one fails or is lost.
+    at_failure = "--no-kill --kill-on-bad-exit=0" if request.witness else "--kill-on-bad-exit=1"
     options = [
         f"--job-name={request.name}",
         f"--nodes={request.nodes}",
@@ -20,6 +22,7 @@ def write_batch_script(
         *([f"--mem={request.memory}"] if request.memory else []),
         *([f"--partition={partition}"] if partition else []),
         *([f"--time={time}"] if time else []),
+        *(["--no-kill"] if request.witness else []),
         f"--output={output}",
     ]
     cores = f"--cpus-per-task={request.cpus}" if request.cpus else "--cpu-bind=none"
@@ -34,7 +37,7 @@ def write_batch_script(
         "# (~/.config/phalanx/key), where the first node makes it if it is not there; the nodes share that folder.",
         "# Where they do not: `phalanx key FILE` once, FILE to every node, and: export PHALANX_KEY_FILE=FILE",
         "",
-        f"exec srun --kill-on-bad-exit=1 --wait=0 {cores} \\",
+        f"exec srun {at_failure} --wait=0 {cores} \\",
         f"    {quote([*program, 'run', *request.run_words])}",
     ]
     return "\n".join(lines) + "\n"

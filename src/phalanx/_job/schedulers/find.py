@@ -70,7 +70,7 @@ def _find_mpi(environ: Mapping[str, str]) -> Allocation | None:
         launch.world_size,
         job,
         _MPI_VARIABLES[launch.launcher],
-        first_host=address,
+        first_host=address or ("localhost" if is_on_one_host else ""),
         port=port,
         asks_mpi=not is_named and not is_on_one_host,
         local_node=launch.local_rank,

@@ -125,8 +125,8 @@ def _compare(environ: Mapping[str, str]) -> None:
 
 
 def _count(environ: Mapping[str, str], name: str) -> int:
-    """Return a number of nodes; of MIN:MAX the smaller one, with which the job may begin."""
-    text = environ[name].partition(":")[0]
+    """Return a number of nodes; of MIN:MAX the greater one, because pods are numbered up to it."""
+    text = environ[name].rpartition(":")[2]
     if not text.isdecimal() or int(text) < 1:
         raise LaunchError(
             f"phalanx run: {name}={environ[name]} in the environment: must be a number of nodes", exit_code=2
