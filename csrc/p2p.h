@@ -51,8 +51,7 @@ int plx_send_now(struct plx_group *g, struct plx_wait *w, const struct plx_origi
 int plx_post(struct plx_group *g, const struct plx_origin *o, struct plx_receive *r);
 /* Wait until `r` or any other posted receive is over, or w's deadline passes, which ends nothing. */
 int plx_progress(struct plx_group *g, struct plx_wait *w, struct plx_receive *r);
-
-/* The group ends if the posted receive is not over at `deadline_ns`. */
+/* End the group if the posted receive is not over at `deadline_ns`. */
 void plx_set_deadline(struct plx_group *g, struct plx_receive *r, uint64_t deadline_ns);
 /* Return the receives that are over since the last call and were to be handed over, the first to end first, by `next`. */
 struct plx_receive *plx_take_ended(struct plx_group *g);

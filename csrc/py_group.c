@@ -135,8 +135,7 @@ static PyObject *py_group_get_oversubscribed(PyObject *self, void *unused) {
 static PyMethodDef group_methods[] = {
     FAST(barrier), FAST(all_reduce), FAST(broadcast), FAST(broadcast_buffers), FAST(reduce_scatter), FAST(gather),
     FAST(scatter),
-    FAST(all_to_all), FAST(send), FAST(send_now), FAST(post), FAST(set_timeout),
-    FAST(progress),
+    FAST(all_to_all), FAST(send), FAST(send_now), FAST(post), FAST(progress), FAST(set_timeout),
     {"poll", (PyCFunction)py_group_poll, METH_NOARGS, NULL},
     {"progress_thread", (PyCFunction)py_group_progress_thread, METH_NOARGS, NULL},
     {"stop_progress_thread", (PyCFunction)py_group_stop_progress_thread, METH_NOARGS, NULL},

@@ -107,7 +107,7 @@ PyObject *py_group_post(PyGroup *self, PyObject *const *a, Py_ssize_t n) {
   return PyLong_FromLong(code);
 }
 
-/* set_timeout(receive, timeout_ns): the group ends if the receive is not over by then. */
+/* set_timeout(receive, timeout_ns): end the group if the receive is not over by then. */
 PyObject *py_group_set_timeout(PyGroup *self, PyObject *const *a, Py_ssize_t n) {
   uint64_t timeout_ns;
   if (py_want(n, 2, "set_timeout") != 0 || py_to_u64(a[1], &timeout_ns) != 0) return NULL;

@@ -423,7 +423,7 @@ def test_only_code_that_can_return_nothing_but_none_returns_nothing(function, no
 
 
 class Merging(nn.Linear):
-    """As loralib's: `train` merges or splits weights, beside setting the flag."""
+    """A layer like loralib's merges or splits its weights in `train`, which also sets the flag."""
 
     merged = False
 

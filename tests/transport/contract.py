@@ -31,7 +31,7 @@ BITWISE = (OP.BAND, OP.BOR, OP.BXOR)
 
 
 def brings(rank, count, dtype, salt=0, op=None):
-    """What `rank` brings: whole numbers from 1 to 3, or the type's largest for a mean of integers; of bools, both."""
+    """Return the input of `rank`: numbers from 1 to 3, or the type's largest for a mean of integers; both bools."""
     numbers = (torch.arange(count) * 7 + rank * 5 + salt) % 3 + (dtype != torch.bool)
     if op == OP.AVG and dtype in INTEGERS and dtype.itemsize < 8:
         numbers += torch.iinfo(dtype).max - 3
