@@ -66,10 +66,12 @@ docs: $(DOCS_VENV)/docs.stamp ## Build the documentation into build/site, withou
 wheels: $(WHEELS_VENV)/wheels.stamp ## Build what a release publishes, into dist/, and try it without a compiler
 	@PYTHON=$(PYTHON) TORCH_INDEX=$(TORCH_INDEX) .ci/wheels
 
-lint: setup $(ACTIONLINT) ## Check style, format, types, and the forge's workflows
+lint: setup $(ACTIONLINT) ## Check style, format, types, imports, docstrings, and the forge's workflows
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
+	@$(BIN)/python -m pytest -m lint tests/test_architecture.py tests/test_docstrings.py \
+	    tests/test_slow_tests.py tests/test_torch_names.py
 	@$(ACTIONLINT) '.github/workflows/*.yml'
 
 bench: setup ## Run every benchmark, one after another, in three rounds each

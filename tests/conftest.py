@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import signal
 import sys
@@ -41,13 +42,14 @@ def pytest_configure_node(node: Any) -> None:
     node.workerinput["slow"] = node.config.option.slow
 
 
-_not_chosen = pytest.StashKey[int]()  # how many tests were left out because they are slow
+_LEFT_OUT = {"slow": "make test-all", "lint": "make lint"}  # markers, and what runs the tests that have them
+_not_chosen = pytest.StashKey[dict[str, int]]()  # how many tests were left out, by marker
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
     """Take over from a worker of pytest-xdist what it left out; every worker has collected the same tests."""
-    node.config.stash[_not_chosen] = getattr(node, "workeroutput", {}).get("slow", 0)
+    node.config.stash[_not_chosen] = getattr(node, "workeroutput", {}).get("left out", {})
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
@@ -57,7 +59,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         for report in terminalreporter.stats.get("skipped", ())
         if isinstance(report.longrepr, tuple)
     )
-    reasons["marked as slow: `make test-all` runs them"] += config.stash.get(_not_chosen, 0)
+    for marker, count in config.stash.get(_not_chosen, {}).items():
+        reasons[f"marked as {marker}: `{_LEFT_OUT[marker]}` runs them"] += count
     if lines := [f"{count:6,}  {' '.join(reason.split())}" for reason, count in (+reasons).most_common()]:
         terminalreporter.section("not run, and why")
         for line in lines:
@@ -82,20 +85,21 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what is marked as slow, unless it is wanted."""
+    """Leave out what is marked as slow or as lint, unless it is wanted."""
     if config.option.slow:
         return
-    slow = [item for item in items if is_slow(item)]
-    config.hook.pytest_deselected(items=slow)
-    config.stash[_not_chosen] = len(slow)
+    left_out = {marker: [item for item in items if is_marked(item, marker)] for marker in _LEFT_OUT}
+    config.stash[_not_chosen] = {marker: len(items) for marker, items in left_out.items()}
     if hasattr(config, "workeroutput"):
-        config.workeroutput["slow"] = len(slow)
-    items[:] = [item for item in items if item not in set(slow)]
+        config.workeroutput["left out"] = config.stash[_not_chosen]
+    unwanted = set(itertools.chain.from_iterable(left_out.values()))
+    config.hook.pytest_deselected(items=list(unwanted))
+    items[:] = [item for item in items if item not in unwanted]
 
 
-def is_slow(item: pytest.Item) -> bool:
-    """Whether a test is marked as slow, and not with parameters that are to run every time."""
-    mark = item.get_closest_marker("slow")
+def is_marked(item: pytest.Item, marker: str) -> bool:
+    """Whether a test has this marker, and not with parameters that are to run every time."""
+    mark = item.get_closest_marker(marker)
     called = item.name.partition("[")[2].rstrip("]")
     return mark is not None and called not in mark.kwargs.get("but", ())
 

@@ -106,6 +106,7 @@ def mark_descendants() -> None:
     os.environ[MARK] = str(os.getpid())
 
 
+_KERNEL_THREAD = 0x200000  # PF_KTHREAD of Linux's include/linux/sched.h
 # Others' processes, as of the last look: their environments are read once. Two looks at each of 150 took 10 ms a test.
 _foreign: set[str] = set()
 
@@ -119,6 +120,9 @@ def _processes() -> dict[int, str]:
     for entry in running - _foreign:
         try:
             stat = read_stat(entry)
+            if stat and int(stat[6]) & _KERNEL_THREAD:  # its environment cannot be read
+                _foreign.add(entry)
+                continue
             ours = stat[1:2] == [me] or (
                 mark is not None and mark in Path(f"/proc/{entry}/environ").read_bytes().split(b"\0")
             )

@@ -16,6 +16,7 @@ from tests.sources import tree
 
 import phalanx
 
+pytestmark = pytest.mark.lint
 T = TypeVar("T")
 PACKAGE = Path(__file__).parents[1] / "src" / "phalanx"
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.lint  # of our own tools, and no promise of the product
 CONFTEST = Path(__file__).with_name("conftest.py")
 
 
-@pytest.mark.slow(but=("words0-2", "words2-3"))
 @pytest.mark.parametrize(
     ("words", "num_run"), [((), 2), (("--slow",), 3), (("test_some.py",), 3), (("-k", "slow"), 2), (("-m", "slow"), 2)]
 )

@@ -236,6 +236,7 @@ def is_patch(where: str) -> bool:
     return "/torch_integration/" in where
 
 
+@pytest.mark.lint
 def test_each_private_name_is_looked_up_where_it_can_be_missing():
     """An import, or an attribute, of a name that a later torch lacks takes with it whatever stands in the same file."""
     taken = [f"{where}: {path}" for where, path, name in used_names() if path and name != path and not is_patch(where)]
@@ -357,6 +358,7 @@ def test_a_group_of_a_newer_torch_works_and_says_so_once():
     assert len(run.stderr.splitlines()) == 1
 
 
+@pytest.mark.lint
 def test_the_walk_finds_names_in_every_form():
     """Attributes, imports, names in strings and in getattr: a walk that found none would pass."""
     found = {path for _, path, _ in used_names()}
@@ -370,5 +372,6 @@ def test_the_walk_finds_names_in_every_form():
     assert len(found) > 60
 
 
+@pytest.mark.lint
 def test_each_entry_of_the_tables_is_still_used():
     assert {*OWNERS, *SAVED, *OTHERS} - {name for _, _, name in used_names()} == set()

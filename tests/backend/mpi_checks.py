@@ -41,13 +41,19 @@ def join_as_two_hosts():
     return join()
 
 
-def everything():
+def a_sum_and_a_message():
     """Both of the below in one job: starting one takes longer than any of it."""
+    seen = on_one_host(wrapper=phalanx.DistributedDataParallel)
+    return seen, on_two_hosts(_a_sum_and_a_message)
+
+
+def everything():
+    """The same, with every collective and message between hosts."""
     seen = on_one_host()
-    return seen, on_two_hosts()
+    return seen, on_two_hosts(_every_call)
 
 
-def on_one_host():
+def on_one_host(wrapper=torch.nn.parallel.DistributedDataParallel):
     """All that the backend's name makes of a job on one host."""
     rank, _ = join()
     group = dist.group.WORLD
@@ -59,7 +65,7 @@ def on_one_host():
         "local": raised(lambda: dist.new_group([rank], backend="mpi", use_local_synchronization=True)),
         "options": raised(lambda: dist.new_group(backend="mpi", pg_options=object())),
     }
-    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 1, bias=False))
+    model = wrapper(torch.nn.Linear(3, 1, bias=False))
     model(torch.full((1, 3), float(rank))).sum().backward()
     seen["ddp"] = model.module.weight.grad[0, 0].item()
     dist.destroy_process_group()
@@ -69,16 +75,33 @@ def on_one_host():
     return seen
 
 
-def on_two_hosts():
-    """All collectives and messages, in the group of all ranks and in one of two."""
-    rank, world_size = join_as_two_hosts()
+def _a_sum_and_a_message(rank, world_size):
+    tensor = torch.full((50_000,), float(rank))
+    dist.all_reduce(tensor)
+    assert tensor.tolist() == [sum(range(world_size))] * 50_000
+    if rank == 0:
+        dist.send(tensor, dst=world_size - 1)
+    elif rank == world_size - 1:
+        received = torch.empty_like(tensor)
+        dist.recv(received, src=0)
+        assert torch.equal(received, tensor)
+
+
+def _every_call(rank, world_size):
     reductions(rank, world_size)
     moves(rank, world_size)
     messages(rank, world_size)
-    pair = dist.new_group([0, 2])
+
+
+def on_two_hosts(call):
+    """`call(rank, world_size)` in the group of all ranks, then one broadcast in a group of two."""
+    rank, world_size = join_as_two_hosts()
+    call(rank, world_size)
+    first, last = 0, world_size - 1
+    pair = dist.new_group([first, last])
     tensor = torch.tensor([float(rank)])
-    if rank != 1:
-        dist.broadcast(tensor, src=2, group=pair)
+    if rank in (first, last):
+        dist.broadcast(tensor, src=last, group=pair)
     for _ in range(20):
         group = dist.new_group()
         dist.barrier(group)

@@ -51,7 +51,7 @@ def explore(objects, tmp_path_factory):
     return run
 
 
-@pytest.mark.slow(but=("CCB DDB", "-d -c CC CC"))
+@pytest.mark.slow(but=("-d -c CC CC",))
 @pytest.mark.parametrize("arguments", ["RS SR", "-c RB RB", "-d R R", "-d -c B B", "CR RC", "CCB DDB", "-d -c CC CC"])
 def test_every_order_of_two_short_programs(explore, arguments):
     assert "states" in explore(*arguments.split())

@@ -12,19 +12,22 @@ from tests.on_ranks import on_ranks
 from phalanx.testing import run_ranks
 
 
-@pytest.mark.slow(but=("mpich",))
+@pytest.mark.slow(but=("mpich-a_sum_and_a_message-2",))
+@pytest.mark.parametrize(("checks", "world_size"), [(mpi_checks.a_sum_and_a_message, 2), (mpi_checks.everything, 3)])
 @pytest.mark.parametrize("mpi", ["mpich", "openmpi"])
-def test_the_ranks_of_one_host_share_memory_and_mpi_carries_everything_between_hosts(mpi):
-    results = mpi_job(mpi_checks.everything, 3, mpi=mpi).results()  # those between hosts are checked in the ranks
+def test_the_ranks_of_one_host_share_memory_and_mpi_carries_everything_between_hosts(mpi, checks, world_size):
+    results = mpi_job(checks, world_size, mpi=mpi).results()  # those between hosts are checked in the ranks
     for rank, (seen, _) in enumerate(results):
         assert seen["names"] == ("mpi", True, True)
         assert (seen["memory"], seen["mpi"]) == ((True, True), False)
         assert '"mpi" cannot be joined with other backends in one group' in seen["joined"]
         assert seen["local"].startswith("ValueError: MPI backend doesn't support use_local_synchronization")
         assert seen["options"].startswith("TypeError: init_process_group: backend 'phalanx' takes pg_options=")
-        assert seen["ddp"] == 1.0
-        assert seen["again"] == seen["init"] == (rank, 3)
-    assert [between for _, between in results] == [("mpi", 2.0), ("mpi", 1.0), ("mpi", 2.0)]
+        assert seen["ddp"] == (world_size - 1) / 2
+        assert seen["again"] == seen["init"] == (rank, world_size)
+    last = world_size - 1.0
+    received = [last, *range(1, world_size - 1), last]  # from the last rank, by the first and itself
+    assert [between for _, between in results] == [("mpi", value) for value in received]
 
 
 @pytest.mark.slow

@@ -169,6 +169,7 @@ def _random_messages(rank, world_size, seed):
     return None
 
 
+@pytest.mark.slow(but=("0",))
 @pytest.mark.parametrize("seed", range(2))
 def test_messages_in_any_order_of_sending_and_posting_arrive_as_over_gloo(seed):
     assert_same_as_gloo(_random_messages, 3, seed)

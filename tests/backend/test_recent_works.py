@@ -3,11 +3,13 @@
 import gc
 import weakref
 
+import pytest
 import torch
 import torch.distributed as dist
 from tests.on_ranks import on_ranks
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_thousands_of_works_at_once_keep_their_results(rank):
     """Works older than the 4,096 latest lost the tensors that their owner still wanted."""

@@ -75,6 +75,7 @@ def _describe(value):
     return kind, coalesced, tuple(value.shape), value.detach().to_dense().tolist()
 
 
+@pytest.mark.slow(but=("2",))
 @pytest.mark.parametrize("world_size", [1, 2])
 @on_ranks()
 def test_sparse_and_nested_tensors_come_back_from_either_form(world_size, tmp_path):
@@ -141,6 +142,7 @@ def _hold_itself(dice):
     return state, f"{path}[{key!r}] is {target_path} itself, so the state has no end"
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_a_state_that_holds_itself_is_refused_by_name(rank, tmp_path):
     """The error was Python's: maximum recursion depth exceeded."""
@@ -154,6 +156,7 @@ def test_a_state_that_holds_itself_is_refused_by_name(rank, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 @on_ranks(1)
 def test_a_state_that_is_nested_too_deeply_is_refused_in_little_memory(tmp_path):
     """The names of all its containers took 15 GB: the test's process was killed, or forked slowly from then on."""

@@ -209,6 +209,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[str,
         files.rm(f"memory://test-formats-{tmp_path.name}", recursive=True)
 
 
+@pytest.mark.slow(but=("at an address-None", "at an address-columns1", "here-columns1"))
 @pytest.mark.parametrize("columns", [None, ["number"]])
 def test_rows_of_parquet_files_are_those_of_pyarrow(place, columns):
     folder, files = place
@@ -225,6 +226,7 @@ def test_rows_of_parquet_files_are_those_of_pyarrow(place, columns):
     assert [stream[i] for i in ALL] == theirs
 
 
+@pytest.mark.slow(but=("at an address-", "at an address-.gz", "here-.gz"))
 @pytest.mark.parametrize("suffix", ["", ".gz"])
 def test_lines_of_json_files_are_those_of_datasets(place, suffix):
     datasets = pytest.importorskip("datasets")

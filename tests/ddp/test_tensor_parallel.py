@@ -3,6 +3,7 @@
 The constructor failed in `torch.cat` of tensors and DTensors. PyTorch's wrapper over Gloo is the reference.
 """
 
+import pytest
 import torch
 from tests.parity.beside_gloo import compare
 from torch import nn
@@ -31,6 +32,7 @@ def _train(rank, world_size, wrapper):
     return losses, {name: parameter.detach().clone() for name, parameter in ddp.named_parameters()}
 
 
+@pytest.mark.slow
 def test_a_tensor_parallel_model_trains_as_under_pytorchs_wrapper_over_gloo():
     ours = run_ranks(_train, 4, phalanx.DistributedDataParallel)
     theirs = run_ranks(_train, 4, nn.parallel.DistributedDataParallel, backend="gloo")

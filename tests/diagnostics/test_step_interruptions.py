@@ -168,7 +168,7 @@ class Interrupt:
         return self
 
 
-@pytest.mark.slow(but=("2",))
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_interrupted_at_any_line_no_step_is_lost_and_none_counts_twice(tmp_path, monkeypatch, seed):
     """A hundred steps were told as 117: the next look began with the events that had been taken already.

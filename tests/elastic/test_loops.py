@@ -144,17 +144,18 @@ def train_loop(job: Job, is_ahead: bool) -> dict[str, Any]:
 
 
 STRIKES = {
-    False: (
+    "few": (Strike(0, "behind the update", 1), Strike(1, "buffer", 5), Strike(0, "end of epoch", 8)),
+    "many": (
         Strike(1, "second update", 0), Strike(0, "behind the update", 1), Strike(1, "validation", 3),
         Strike(0, "buffer", 5), Strike(1, "end of epoch", 8), Strike(0, "backward", 10), Strike(0, "end of epoch", 16),
     ),
-    True: (Strike(1, "backward", 3), Strike(0, "backward", 6), Strike(1, "backward", 15)),
+    "ahead": (Strike(1, "backward", 3), Strike(0, "backward", 6), Strike(1, "backward", 15)),
 }  # fmt: skip
 
 
-@pytest.mark.slow(but=("False",))
-@pytest.mark.parametrize("is_ahead", [False, True])
-def test_what_a_loop_does_behind_its_update_is_done_once_for_each_step(is_ahead: bool, tmp_path: Path) -> None:
+@pytest.mark.slow(but=("few",))
+@pytest.mark.parametrize("strikes", STRIKES)
+def test_what_a_loop_does_behind_its_update_is_done_once_for_each_step(strikes: str, tmp_path: Path) -> None:
     """A step that was past an update when a rank was lost counted as done, although the rest of it was missing.
 
     So a GAN's second update was, or a scheduler's step, an average of the model, a value; a scheduler that stepped at
@@ -168,7 +169,7 @@ def test_what_a_loop_does_behind_its_update_is_done_once_for_each_step(is_ahead:
     its rank alone. A loop that took batches ahead lost those that it had not used.
     """
 
-    expected, ended = run_twice(train_loop, 2, Job("", STRIKES[is_ahead]), is_ahead, folder=tmp_path)
+    expected, ended = run_twice(train_loop, 2, Job("", STRIKES[strikes]), strikes == "ahead", folder=tmp_path)
     job = Job(str(tmp_path / "struck"))
     assert_equal(ended.results, expected.results)
     assert [sorted(used) for used in job.samples_of_epochs()] == [list(range(job.samples))] * job.epochs

@@ -73,7 +73,7 @@ def test_what_workers_have_read_ahead_is_neither_lost_nor_seen_twice(
     check(Job("", strikes, workers=2, persistent=persistent), 2, tmp_path, undisturbed, losses=2)
 
 
-@pytest.mark.slow(but=("rebind",))
+@pytest.mark.slow
 @pytest.mark.parametrize("point", ["lost", "leave", "form", "agree", "rebind", "transfer", "restore"])
 def test_a_rank_that_is_lost_while_the_others_recover_makes_them_recover_again(
     point: str, tmp_path: Path, undisturbed: Any
@@ -82,7 +82,7 @@ def test_a_rank_that_is_lost_while_the_others_recover_makes_them_recover_again(
     check(Job("", strikes, samples=96), 3, tmp_path, undisturbed)
 
 
-@pytest.mark.slow(but=("transfer",))
+@pytest.mark.slow
 @pytest.mark.parametrize("point", ["form", "agree", "rebind", "transfer", "restore"])
 def test_a_replacement_that_is_lost_before_it_has_the_state_is_replaced(
     point: str, tmp_path: Path, undisturbed: Any
@@ -119,7 +119,7 @@ def test_an_optimizer_in_shards_loses_the_owner_of_a_slice_and_no_bit(
     check(Job("", (Strike(0, "backward", 6), *others), optimizer=optimizer), 2, tmp_path, undisturbed, losses=3)
 
 
-@pytest.mark.slow(but=("restore",))
+@pytest.mark.slow
 @pytest.mark.parametrize("point", ["", "lost", "leave", "form", "agree", "rebind", "transfer", "restore"])
 def test_an_update_in_shards_that_all_have_made_is_taken_back_where_none_has_committed_it(
     point: str, tmp_path: Path, undisturbed: Any

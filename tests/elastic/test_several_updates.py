@@ -156,7 +156,7 @@ def _train_and_read_the_log(job: Job, loop: Loop) -> int:
     return sum("a scheduler has stepped between state.commit() and the next backward" in line for line in lines)
 
 
-@pytest.mark.slow(but=("behind",))
+@pytest.mark.slow
 @pytest.mark.parametrize("schedules", ["update", "commit", "behind"])
 def test_a_scheduler_that_steps_behind_the_commit_is_told_of_once(schedules: str, tmp_path: Path) -> None:
     """After a loss its latest step was missing, and nothing said so."""

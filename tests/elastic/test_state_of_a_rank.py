@@ -60,7 +60,7 @@ LOSSES = {
 }
 
 
-@pytest.mark.slow(but=("each rank", "late"))
+@pytest.mark.slow(but=("each rank",))
 @pytest.mark.parametrize("loss", LOSSES)
 def test_state_of_every_kind_is_after_a_loss_what_it_would_have_been(
     loss: str, tmp_path: Path, undisturbed: Any

@@ -65,7 +65,7 @@ def train_stream(
         return {"weights": copy_state(ddp), "step": state.step}
 
 
-@pytest.mark.slow(but=("torch",))
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 @pytest.mark.parametrize("loader_of", ["torch", "torchdata"])
 def test_a_run_over_a_stream_that_loses_a_rank_ends_with_the_bits_of_one_that_loses_none(

@@ -65,7 +65,7 @@ def _accumulate(job: Job, wrapper: str) -> dict[str, Tensor]:
         return {**copy_state(ddp), "means": torch.tensor(state.means)}
 
 
-@pytest.mark.slow(but=("torch",))
+@pytest.mark.slow
 @pytest.mark.parametrize("wrapper", ["phalanx", "torch"])
 def test_buffers_are_sent_after_a_loss_only_where_they_would_have_been(wrapper: str, tmp_path: Path) -> None:
     """Behind a forward in `no_sync` the next one takes no buffers of rank 0. After a loss at an epoch's begin it took

@@ -12,6 +12,7 @@ from tests.examples.commands import ALONE, PHALANX_RUN, run
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_words_of_the_standard_library_are_counted_as_a_counter_does(tmp_path):
     library = Path(sysconfig.get_paths()["stdlib"])
     files = [*sorted(library.glob("json/*.py")), *sorted(library.glob("asyncio/*.py")), *library.glob("LICENSE.txt")]

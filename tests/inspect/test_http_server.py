@@ -131,6 +131,7 @@ def strangers(port, said, *, addresses=40, each=12):
     return found
 
 
+@pytest.mark.slow(but=("secret",))
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, and connects from addresses that are nobody's")
 @pytest.mark.parametrize("token", ["", "secret"])
 def test_a_flood_costs_few_threads_descriptors_and_bytes_and_a_scraper_is_served(token):

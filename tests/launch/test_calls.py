@@ -118,14 +118,15 @@ def test_a_result_that_cannot_be_pickled_is_named_with_its_rank():
         phalanx.launch(work, nproc_per_node=2)
 
 
-def test_variables_are_given_as_a_dict_or_as_the_command_takes_them():
+@pytest.mark.slow(but=("a dict",))
+@pytest.mark.parametrize("given", [{"ONE": "1", "TWO": "a b"}, ["ONE=1", "TWO=a b"]], ids=["a dict", "words"])
+def test_variables_are_given_as_a_dict_or_as_the_command_takes_them(given):
     """A dict and a list were accepted, and set nothing."""
 
     def work():
         return os.environ.get("ONE"), os.environ.get("TWO")
 
-    for given in ({"ONE": "1", "TWO": "a b"}, ["ONE=1", "TWO=a b"]):
-        assert phalanx.launch(work, nproc_per_node=1, env=given) == [("1", "a b")]
+    assert phalanx.launch(work, nproc_per_node=1, env=given) == [("1", "a b")]
     with pytest.raises(ValueError, match="env=: must be a dict of variables, NAME=VALUE, or a list of those, got 3"):
         phalanx.launch(work, env=3)
 

@@ -57,7 +57,7 @@ def all_of(rank, world_size, folder):
     return found
 
 
-@pytest.mark.slow(but=("gloo",))
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["phalanx", "gloo"])
 def test_results_do_not_depend_on_the_number_of_ranks(tmp_path, backend):
     rng = random.Random(11)
@@ -282,7 +282,7 @@ def hoarding_large_values(rank, world_size, combine):
     return held[0] >> 10, sum(one for _, one in result)
 
 
-@pytest.mark.slow(but=("combined",))
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's count of what a process holds")
 @pytest.mark.parametrize("combine", [None, operator.add], ids=["listed", "combined"])
 def test_a_rank_holds_no_more_than_it_may_of_values_of_a_mb_each(combine):

@@ -89,7 +89,7 @@ def test_rounds_of_the_shuffle_stay_within_their_share_of_the_memory():
             assert 2 * world_size * chunk <= memory // 8
 
 
-@pytest.mark.slow(but=("1-True", "30000-False"))
+@pytest.mark.slow(but=("30000-False",))
 @pytest.mark.parametrize("listed", [False, True])
 @pytest.mark.parametrize("limit_bytes", [1, 30_000, 1 << 30])
 def test_groups_are_sorted_and_keep_the_order_of_values(limit_bytes, listed):

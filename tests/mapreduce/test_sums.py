@@ -38,6 +38,7 @@ def fold(sums, records, limit=1 << 40):
     return progress
 
 
+@pytest.mark.slow(but=("str",))
 @pytest.mark.parametrize("kind", [str, bytes])
 def test_sums_are_those_of_a_dict_in_python_s_order(kind):
     rng = random.Random(4)
@@ -191,6 +192,7 @@ VALUES = {
 }
 
 
+@pytest.mark.slow(but=("1048576-large", "1048576-ones"))
 @pytest.mark.parametrize("name", VALUES)
 @pytest.mark.parametrize("memory_bytes", [1 << 20, pytest.param(1 << 26, marks=pytest.mark.slow)])
 def test_a_job_gives_the_same_with_and_without_it(monkeypatch, name, memory_bytes):
@@ -300,6 +302,7 @@ for ask in (sums.pack, sums.items):
 """
 
 
+@pytest.mark.slow
 def test_an_order_for_which_there_was_no_memory_is_none():
     """The places of the order before were still valid, in memory that nobody had written."""
     done = subprocess.run([sys.executable, "-c", OUT_OF_MEMORY], capture_output=True, text=True, timeout=600)

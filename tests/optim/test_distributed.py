@@ -260,6 +260,7 @@ def _two_trainers(rank: int, folder: str) -> None:
         assert sorted(rpc.rpc_sync("w1", _take_found)) == [1.0] * 40 + [10.0] * 40
 
 
+@pytest.mark.slow
 def test_steps_and_passes_that_use_grad_at_once_keep_their_gradients_apart():
     """A pass through a leaf with a hook added its gradient to the one that a step of another trainer had put there."""
     run_workers(_two_trainers, 2)

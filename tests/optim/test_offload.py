@@ -223,6 +223,7 @@ def test_gradients_changed_by_what_pytorch_does_not_count_are_what_the_update_ta
     assert [all_equal(result[n], results[0][n]) for result in results[1:] for n in range(2)] == [True] * 4
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_parameters_changed_by_what_pytorch_does_not_count_stay_changed(rank, monkeypatch):
     """What a broadcast, a DDP that was built after the optimizer, or a write through .data left in a parameter was put
@@ -459,6 +460,7 @@ def test_a_checkpoint_in_shards_holds_the_masters_for_any_number_of_ranks(tmp_pa
         assert all(all_equal(weights, expected) for weights in run_ranks(load, world_size))
 
 
+@pytest.mark.slow
 @on_ranks(4)
 def test_each_host_may_update_all_parameters_with_its_own_group(rank):
     """Two groups of two stand for two hosts; the gradients are the mean of all four."""

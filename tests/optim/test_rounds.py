@@ -193,6 +193,7 @@ def test_an_exception_ends_the_block_without_a_round(rank):
     assert (rounds.local_steps, rounds.num_rounds) == (1, 0)
 
 
+@pytest.mark.slow
 def test_ranks_that_stand_at_different_rounds_after_a_loss_go_on_from_the_later_one():
     """A rank died at the very end of a round: one survivor had it done, the other had not.
 

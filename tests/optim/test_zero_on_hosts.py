@@ -136,7 +136,7 @@ def _joins(rank, world_size, machines, offload):
         train(model, optimizer, rank, STEPS - (rank == world_size - 1))
 
 
-@pytest.mark.slow(but=("True",))
+@pytest.mark.slow
 @pytest.mark.parametrize("offload", [False, True])
 def test_a_rank_that_runs_out_of_data_is_refused_by_name(offload):
     """Ranks of a host that had left changed no parameter in later steps, those of the other host did, and all went on;
@@ -154,6 +154,7 @@ def _offloads(rank, world_size, machines):
     assert all_equal(train(sharded, optimizer, rank, STEPS), expected)
 
 
+@pytest.mark.slow
 def test_offloaded_it_trains_to_the_same_bits():
     on_hosts((2, 2), _offloads)
 

@@ -38,7 +38,7 @@ def test_fully_shard_ends_with_the_weights_of_gloo_and_of_one_process(world_size
         torch.testing.assert_close(weights, alone, rtol=0, atol=1e-5)
 
 
-@pytest.mark.slow(but=("offloaded",))
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [

@@ -37,6 +37,7 @@ def _train(group, rank, world_size, *, from_group):
     return losses, [p.full_tensor() for p in model.parameters()]
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_fsdp_trains_in_memory_of_the_group_as_it_does_over_gloo(rank, world_size):
     gloo = dist.new_group(backend="gloo")

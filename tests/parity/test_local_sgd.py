@@ -59,6 +59,7 @@ def test_post_local_sgd_ends_with_the_weights_of_gloo(make_averager):
     assert_equal(ended[0], ended[1])  # a pair holds the same at every step
 
 
+@pytest.mark.slow
 def test_its_step_counter_survives_a_checkpoint():
     def fn(rank, world_size):
         straight, _ = _train_locally(rank, _periodic, 0, 7, phalanx.DistributedDataParallel)

@@ -66,5 +66,6 @@ def test_every_overload_does_what_it_does_with_gloo(world_size):
     _assert_as_gloo(run_ranks(_every_call, world_size), world_size)
 
 
+@pytest.mark.slow
 def test_every_overload_with_tensors_of_a_device_through_the_host(tmp_path):
     _assert_as_gloo(run_ranks(_staged, 2, str(tmp_path / "s"), init=False), 2)

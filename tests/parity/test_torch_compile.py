@@ -192,6 +192,7 @@ def test_joining_does_not_import_dynamo():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
 
 
+@pytest.mark.slow
 def test_the_code_of_a_decorator_is_not_ours_to_mark():
     """`torch.no_grad()` wraps every function in the same code: marked, no such function would be compiled any more."""
 

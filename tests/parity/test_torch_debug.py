@@ -50,6 +50,7 @@ def _work(rank, world_size, level, folder):
     return *results, sorted(call.split(" ")[0] for call in caught.value.calls.values())
 
 
+@pytest.mark.slow
 def test_training_groups_and_errors_are_what_they_are_without(tmp_path):
     detail, info, off = (
         run_ranks(_work, 2, level, str(tmp_path), init=False)

@@ -171,6 +171,7 @@ def _interrupt(rank, world_size, interrupted):
     return error, [float(pipe.step(x, target=x)) for _ in range(2)]
 
 
+@pytest.mark.slow(but=("1",))
 @pytest.mark.parametrize("interrupted", [0, 1, 2])
 def test_over_gloo_an_interrupted_rank_leaves_a_usable_group(interrupted):
     """What Gloo receives for memory that is gone it never takes from the connection, nor what comes behind it."""

@@ -173,6 +173,7 @@ def _die(*_):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.slow(but=("_wire.share",))
 @pytest.mark.parametrize("place", ["_outcome._sum", "_tied.add", "_replicas.average", "_wire.share"])
 def test_other_pipelines_detect_a_rank_lost_after_its_part_of_a_step(place, tmp_path):
     """Who saw it told no replica once its own part was done: one that had no group with the lost rank, and whose peers

@@ -3,6 +3,7 @@
 import contextlib
 import random
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -175,6 +176,7 @@ def draw_rows(seed):
     return torch.randn(2, ROWS, WIDTH, generator=generator, dtype=torch.float64).unbind()
 
 
+@pytest.mark.slow
 def test_buffers_that_a_step_changes_are_the_first_replicas_on_all():
     """Each replica kept its own running mean, so that replicas were different models."""
     ways, steps = ("in place", "data", "replaced"), 3

@@ -230,6 +230,7 @@ def test_a_trainer_asks_the_launcher_for_its_report(tmp_path):
     assert measured.loss[-1][1] < measured.loss[0][1]
 
 
+@pytest.mark.slow
 def test_a_loop_of_ones_own_without_a_launcher_marks_its_steps(tmp_path):
     environ = {name: value for name, value in os.environ.items() if not name.startswith("PHALANX")}
     done = subprocess.run([sys.executable, "-c", OWN], cwd=tmp_path, env=environ, capture_output=True, text=True)

@@ -171,6 +171,7 @@ def _comes_home_early():
     _wait_until_free("w0", "w1")
 
 
+@pytest.mark.slow
 def test_a_reference_may_come_home_before_the_request_that_makes_its_object():
     """Its entry was given up with the first use, and the object was put into another one: the next use hung."""
     run_caller(_comes_home_early, 2, options=dict(rpc_timeout=20))

@@ -140,6 +140,7 @@ def _forks():
     until(lambda: rpc.rpc_sync("w1", _lent) == 0)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_forked_child_has_tensors_of_its_own():
     """It saw the next tensors of other calls in them, and its parent what it wrote."""

@@ -56,6 +56,7 @@ def test_an_end_that_was_closed_before_the_first_word_is_gone_and_no_error(pipes
     channel.close()
 
 
+@pytest.mark.slow
 def test_a_login_shell_that_prints_for_ever_ends_the_channel(pipes: tuple[int, int, int, int]) -> None:
     here, to_there, there, to_here = pipes
     channel = PipeChannel(here, to_there, marks=False)

@@ -81,6 +81,7 @@ def test_the_exit_code_is_that_of_the_command_there(two: SshHosts) -> None:
     assert "10.77.0.77" in lost.stderr
 
 
+@pytest.mark.slow
 def test_a_host_without_that_python_says_so(two: SshHosts) -> None:
     done = look(two, 0, "top", "--remote-python", "no python")
     assert done.returncode == 127
@@ -102,6 +103,7 @@ def test_a_name_arrives_as_it_was_typed_whatever_the_login_shell(tmp_path: Path,
     assert f"is called {name}." in done.stderr
 
 
+@pytest.mark.slow
 def test_without_a_terminal_standard_input_is_left_to_who_has_it(two: SshHosts) -> None:
     """In `while read host`, ssh swallowed the other hosts."""
     line = f"{shlex.join(words_on(two, 0, 'top'))} 2>/dev/null; cat"

@@ -144,6 +144,7 @@ def test_a_host_whose_ranks_fail_as_they_start_is_sent_away_and_the_job_goes_on(
     assert "ValueError: no data here" in first.out
 
 
+@pytest.mark.slow
 def test_a_job_that_has_grown_knows_its_hosts_and_ranks(tmp_path: Path) -> None:
     """Ctrl-Z stopped the first host of a job that had begun alone, and at the end rank 1 of 1 had failed."""
     with cluster(tmp_path, 1, nnodes="1:2", spare=1, options=("--rdzv-conf", "last_call_timeout=0")) as made:
@@ -159,6 +160,7 @@ def test_a_job_that_has_grown_knows_its_hosts_and_ranks(tmp_path: Path) -> None:
     assert "First failure: rank 1 of 2" in first.out
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_hosts_are_awaited_ends_the_job(tmp_path: Path) -> None:
     with cluster(tmp_path, 2, 1, nnodes="2", env={"WAIT_S": "600"}, options=("--shutdown-timeout", "2")) as made:
         made.kill(1)

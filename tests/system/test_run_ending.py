@@ -27,7 +27,7 @@ signal.pause()
 """
 
 
-@pytest.mark.slow(but=("9", "15"))
+@pytest.mark.slow(but=("15",))
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_nothing_survives_the_end_of_the_agent(tmp_path: Path, number: int) -> None:
     script = write_script(tmp_path, FAMILY)
@@ -207,6 +207,7 @@ def stopped(running: Running) -> list[int]:
     return [pid for pid in running.survivors() if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2][1] == "T"]
 
 
+@pytest.mark.slow(but=("9",))
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_stopped_zygote_keeps_nothing_alive(tmp_path: Path, number: int) -> None:
     # It was told what to do and could not hear it: two SIGTERMs of the command did nothing, and after its SIGKILL the
@@ -226,6 +227,7 @@ def test_a_stopped_zygote_keeps_nothing_alive(tmp_path: Path, number: int) -> No
         assert running.process.returncode == (-number if number == signal.SIGKILL else 128 + number)
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_hears_that_the_job_is_to_end(tmp_path: Path) -> None:
     # The signal waited for a SIGCONT that nobody sent; after the grace period the rank was killed without a word.
     script = write_script(

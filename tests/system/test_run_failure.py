@@ -37,7 +37,7 @@ time.sleep(600)
 """
 
 
-@pytest.mark.slow(but=("raise-1-words0", "kill-137-words5", "exit-7-words1"))
+@pytest.mark.slow(but=("kill-137-words5", "raise-1-words0"))
 @pytest.mark.parametrize(
     ("how", "code", "words"),
     [
@@ -111,6 +111,7 @@ def test_a_rank_that_hangs_after_its_exception_does_not_hang_the_job(tmp_path: P
     assert "ValueError: then hang at script.py:4 (did not exit by itself and was killed)" in finished.err
 
 
+@pytest.mark.slow
 def test_a_child_that_the_script_forked_does_not_speak_for_its_rank(tmp_path: Path) -> None:
     script = write_script(
         tmp_path,
@@ -144,6 +145,7 @@ def test_all_ranks_start_again_until_the_restarts_are_used_up(tmp_path: Path) ->
     assert fails.by_rank == [(rank, f"attempt {count} of 1") for rank in range(2) for count in range(2)]
 
 
+@pytest.mark.slow
 def test_all_ranks_start_again_also_where_the_zygote_did_not_end_them_in_time(tmp_path: Path) -> None:
     """The job ended with the failed rank's exit code, and not a word about the restart that it was to have."""
     script = write_script(
@@ -163,6 +165,7 @@ def test_all_ranks_start_again_also_where_the_zygote_did_not_end_them_in_time(tm
     assert "starting all 1 ranks again (once more)" in finished.err
 
 
+@pytest.mark.slow
 def test_every_attempt_has_a_store_of_its_own(tmp_path: Path) -> None:
     script = write_script(
         tmp_path,
@@ -206,6 +209,7 @@ def test_what_cannot_run_is_refused_before_anything_starts(words: list[str], env
     assert finished.out == ""
 
 
+@pytest.mark.slow
 def test_text_that_is_no_text_is_told_all_the_same_and_the_ranks_start_again(tmp_path: Path) -> None:
     # Half a surrogate pair in a message, or a file name that is not UTF-8, ended the agent with a UnicodeEncodeError:
     # no first failure was told and nothing was started again.
@@ -220,6 +224,7 @@ def test_text_that_is_no_text_is_told_all_the_same_and_the_ranks_start_again(tmp
     assert "starting all 1 ranks again" in finished.err
 
 
+@pytest.mark.slow
 def test_what_is_no_report_is_ignored(tmp_path: Path) -> None:
     # Deeply nested JSON on the descriptor for reports, or at the agent's socket, ended the job with a RecursionError.
     script = write_script(
@@ -257,6 +262,7 @@ def test_what_is_no_report_is_ignored(tmp_path: Path) -> None:
     assert "sys.exit(5)" in finished.err
 
 
+@pytest.mark.slow
 def test_a_report_never_goes_into_a_file_of_the_user(tmp_path: Path) -> None:
     # A script that closes what it has not opened, as daemons do, got the report of its failure into its own file.
     for number in ("64", "os.sysconf('SC_OPEN_MAX')"):
@@ -280,6 +286,7 @@ def test_a_report_never_goes_into_a_file_of_the_user(tmp_path: Path) -> None:
         assert not any(path.stat().st_size for path in mine)
 
 
+@pytest.mark.slow
 def test_exit_code_256_is_a_success_and_said_to_be_one(tmp_path: Path) -> None:
     # sys.exit(256), of a script that passes on what os.system returned, was a failure "with exit code 0".
     finished = run("--no-preload", "--nproc-per-node", "1", write_script(tmp_path, "import sys; sys.exit(256)"))
@@ -295,6 +302,7 @@ def test_a_rank_that_failed_and_ends_with_0_has_failed(tmp_path: Path) -> None:
     assert "ValueError: x at script.py:3 (exit code 0)" in finished.err
 
 
+@pytest.mark.slow
 def test_a_syntax_error_in_an_imported_file_is_placed_there(tmp_path: Path) -> None:
     # The failure was placed at the import.
     (tmp_path / "broken.py").write_text("def f():\n    x = 1\n  y = 2\n")

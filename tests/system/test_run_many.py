@@ -51,6 +51,7 @@ def with_limit(kind: int, soft: int, hard: int) -> tuple[str, ...]:
     return ("-c", f"import resource\nresource.setrlimit({kind}, ({soft}, {hard}))\n{UNLIMITED}")
 
 
+@pytest.mark.slow
 def test_few_open_files_are_raised_for_the_agent_and_kept_for_the_ranks() -> None:
     python = with_limit(resource.RLIMIT_NOFILE, 100, 2000)
     with start("run", "--nproc-per-node", "30", "--no-python", "sh", "-c", "ulimit -Sn", python=python) as running:

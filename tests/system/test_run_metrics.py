@@ -82,6 +82,7 @@ def test_what_cannot_be_served_is_refused_before_a_rank_starts(tmp_path: Path, g
     assert "started" not in finished.out
 
 
+@pytest.mark.slow
 def test_a_port_that_is_taken_is_told(tmp_path: Path) -> None:
     import socket
 

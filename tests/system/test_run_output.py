@@ -71,6 +71,7 @@ def test_a_slow_reader_loses_nothing(tmp_path: Path) -> None:
     assert finished.lines[-1].startswith("[0] 59999 ")
 
 
+@pytest.mark.slow
 def test_ctrl_c_works_while_nobody_reads_the_output(tmp_path: Path) -> None:
     script = write_script(tmp_path, "print('start')\nwhile True: print('x' * 1000)")
     with start("run", "--no-preload", "--shutdown-timeout", "0.2", "--nproc-per-node", "1", script) as running:
@@ -241,6 +242,7 @@ _ENV = {"PHALANX_KEY": str(Key(bytes(32)))}
 _GROWS = ("--nnodes", "1:2", "--rdzv-conf", "last_call_timeout=0", "--rdzv-backend", "c10d", "--rdzv-endpoint")
 
 
+@pytest.mark.slow
 def test_an_elastic_job_that_begins_with_one_host_writes_its_logs(tmp_path: Path) -> None:
     # Neither the screen nor the disk had what its ranks printed.
     logs = tmp_path / "logs"
@@ -251,6 +253,7 @@ def test_an_elastic_job_that_begins_with_one_host_writes_its_logs(tmp_path: Path
     assert [path.read_text() for path in logs.glob("*/attempt_0/0/stdout.log")] == ["hi\n"]
 
 
+@pytest.mark.slow(but=("hosts0",))
 @pytest.mark.parametrize("hosts", [(), (*_GROWS, "localhost:0")])
 def test_a_log_that_cannot_be_created_is_refused_before_anything_starts(tmp_path: Path, hosts: tuple[str, ...]) -> None:
     # A job on several hosts ended with the agent's own traceback.

@@ -32,6 +32,7 @@ print(json.dumps({
 """
 
 
+@pytest.mark.slow(but=("flags0",))
 @pytest.mark.parametrize("flags", [[], ["-O"]])
 def test_a_script_sees_what_it_sees_without_us(tmp_path: Path, flags: list[str]) -> None:
     script = write_script(tmp_path, WHAT_A_SCRIPT_SEES)
@@ -70,6 +71,7 @@ def test_the_end_of_a_script_is_the_interpreters_own(tmp_path: Path) -> None:
     assert finished.lines == ["[0] end of script", "[0] thread joined", "[0] atexit"]
 
 
+@pytest.mark.slow
 def test_standard_input_that_is_a_terminal_or_nothing_reads_as_empty(tmp_path: Path) -> None:
     script = write_script(tmp_path, "import sys; print(repr(sys.stdin.read()))")
     assert run("--no-preload", "--nproc-per-node", "2", script).by_rank == [(0, "''"), (1, "''")]
@@ -167,6 +169,7 @@ def test_a_script_for_torchrun_runs_unchanged_and_ranks_do_not_share_random_numb
     assert len(set(numbers)) == 9
 
 
+@pytest.mark.slow
 def test_the_store_is_a_file_without_a_name_that_all_ranks_open(tmp_path: Path) -> None:
     script = write_script(
         tmp_path,
@@ -213,6 +216,7 @@ def test_the_agent_imports_no_torch_and_no_click(tmp_path: Path) -> None:
     assert launched.stdout == "[]\n", launched.stderr
 
 
+@pytest.mark.slow
 def test_ps_shows_the_command_that_a_rank_is(tmp_path: Path) -> None:
     # It showed `python -B -c import sys…`, of every rank of every job.
     script = write_script(
@@ -322,6 +326,7 @@ def test_ranks_on_one_host_import_nothing_of_phalanx_to_join_their_group(tmp_pat
     assert {line.partition("] ")[2] for line in run("--nproc-per-node", "2", script).lines} == {"[]"}
 
 
+@pytest.mark.slow
 def test_env_is_there_when_torch_and_modules_are_imported(tmp_path: Path) -> None:
     """The variables were set in the forks of a process that had imported torch long before, with one thread."""
     (tmp_path / "modules").mkdir()
@@ -353,7 +358,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.slow(but=("source", "archive"))
+@pytest.mark.slow(but=("source",))
 @pytest.mark.parametrize("form", ["source", "bytecode", "bytecode by another name", "folder", "archive", "link"])
 def test_every_form_of_a_script_runs_as_python_runs_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str

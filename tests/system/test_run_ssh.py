@@ -153,7 +153,7 @@ def test_the_key_is_in_no_command_line_and_in_no_environment(two: SshHosts, fold
         assert running.finish().code == 130
 
 
-@pytest.mark.slow(but=("SIGINT", "SIGHUP"))
+@pytest.mark.slow(but=("SIGINT",))
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP", "SIGKILL"])
 def test_a_signal_at_the_terminal_ends_the_job_on_all_hosts(two: SshHosts, folder: Path, name: str) -> None:
     script = write_script(folder, _WAITS)
@@ -284,6 +284,7 @@ def test_a_full_disk_on_a_host_is_told_and_the_job_goes_on(folder: Path, tmp_pat
     assert "No space left on device" in err
 
 
+@pytest.mark.slow
 def test_the_exit_code_is_that_of_the_rank_that_failed_first(two: SshHosts, folder: Path) -> None:
     script = write_script(
         folder,
@@ -297,6 +298,7 @@ def test_the_exit_code_is_that_of_the_rank_that_failed_first(two: SshHosts, fold
     assert err.count("First failure") == 1
 
 
+@pytest.mark.slow
 def test_all_problems_of_all_hosts_come_in_one_table_and_nothing_is_started(folder: Path, tmp_path: Path) -> None:
     work = folder / "work"
     work.mkdir()
@@ -497,6 +499,7 @@ def test_the_first_host_may_be_the_one_where_the_command_is_typed(two: SshHosts,
         assert [each["GROUP_RANK"] for each in told(finished.out)] == ["0", "0", "1", "1"]
 
 
+@pytest.mark.slow
 def test_one_machine_under_two_names_is_refused(two: SshHosts, folder: Path) -> None:
     script = write_script(folder, "print('never')")
     words = two.words(script, hosts=f"{two.hosts[0].address},localhost")

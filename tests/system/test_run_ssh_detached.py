@@ -134,6 +134,7 @@ def test_the_lines_that_it_prints_show_the_job_and_end_it_on_all_hosts(two: SshH
     wait_end(two, 130)
 
 
+@pytest.mark.slow
 def test_the_key_of_a_detached_job_is_in_no_command_line_no_environment_and_no_log(two: SshHosts, folder: Path) -> None:
     script = write_script(folder, _WAITS)
     key = str(Key(bytes(range(32))))

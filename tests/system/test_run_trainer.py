@@ -94,7 +94,7 @@ def _serve_and_train(rank, world_size, store, folder, epochs):
     return trainer.epoch, trainer.step, trainer.metrics["loss"]
 
 
-@pytest.mark.slow(but=("2",))
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_training_on_servers_resumes_as_if_it_had_not_ended(tmp_path, num_ranks):
     """The second start refused the checkpoint; and one trainer alone waited for the servers to load it.

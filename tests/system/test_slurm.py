@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from tests.system.slurm import Cluster, cluster, why_not
 
-pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "Slurm is here")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(why_not()), reason=why_not() or "Slurm is here")]
 PHALANX = (sys.executable, "-m", "phalanx")
 SCRIPT = """
 import os, sys, json, torch, torch.distributed as dist, phalanx
@@ -178,7 +178,6 @@ class Hosts:
         assert told.returncode == 0, told.stderr
 
 
-@pytest.mark.slow
 def test_hosts_of_an_elastic_job_that_are_preempted_leave_and_requeued_they_come_back_into_it(
     slurm: Cluster, home, tmp_path
 ):
@@ -206,7 +205,7 @@ def test_hosts_of_an_elastic_job_that_are_preempted_leave_and_requeued_they_come
 
 def test_the_examples_of_the_documentation_run_as_they_stand(slurm: Cluster, home):
     text = (Path(__file__).parents[2] / "docs" / "how-to" / "slurm.md").read_text()
-    (block,) = re.findall(r"```bash\n(srun -N 2.*?)```", text, re.DOTALL)
+    (block,) = re.findall(r"```bash\n((?:# [^\n]*\n)*srun -N 2.*?)```", text, re.DOTALL)
     search = f"{Path(sys.executable).parent}:{slurm.environment['PATH']}"
     ended = slurm.run("bash", "-ec", block, PATH=search, **home)
     assert ended.returncode == 0, ended.stdout + ended.stderr

@@ -53,6 +53,7 @@ def jump(two: SshHosts, folder: Path) -> Iterator[str]:
     subprocess.run([*route, "del", "blackhole", behind], check=True)
 
 
+@pytest.mark.slow
 def test_a_host_behind_a_jump_host_takes_part(two: SshHosts, folder: Path, jump: str) -> None:
     script = write_script(folder, _SAYS)
     assert_both_ran(run(two, jump, *_RANKS, script))

@@ -276,6 +276,7 @@ def test_the_ranks_of_all_hosts_are_shown_on_the_first_and_no_job_is_said(tmp_pa
                 assert job.finish().code == 0
 
 
+@pytest.mark.slow
 def test_a_name_with_escape_codes_is_shown_as_text(tmp_path: Path) -> None:
     """It cleared the screen of whoever asked."""
     script = tmp_path / "clear\x1b[2J\x1b]0;title\x07.py"

@@ -97,6 +97,7 @@ def test_a_running_job_and_its_report_so_far_are_a_page_for_who_has_the_token(tm
             assert "has ended" in top.stdout.read()
 
 
+@pytest.mark.slow
 def test_a_hang_is_shown_with_who_does_not_come_until_ctrl_c_and_a_port_that_is_taken_is_told(
     tmp_path: Path,
 ) -> None:

@@ -89,7 +89,7 @@ def fit(kind, strategy, folder=None, *, most=None, seed=5):
     return model.seen, copy_parameters(trainer.strategy.bare_model)
 
 
-@pytest.mark.slow(but=("shuffle", "workers"))
+@pytest.mark.slow(but=("shuffle",))
 @pytest.mark.parametrize("kind", [*OWN, *DIVIDED])
 def test_a_fit_that_ended_anywhere_goes_on_with_the_rest_of_its_order(kind, tmp_path):
     """The loader drew another order, from the random state in the middle of the epoch: of the samples that were left

@@ -32,6 +32,7 @@ def run(rank, world_size, script, folder):
     return weights, said.getvalue()
 
 
+@pytest.mark.slow(but=("2",))
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_loop_by_hand_and_the_trainer_that_takes_its_place_end_with_the_same_bits(tmp_path, world_size):
     """Nobody had run the diff: it lacked imports, called functions that were not there, and validated nothing."""

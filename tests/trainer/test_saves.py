@@ -211,7 +211,7 @@ def test_the_options_of_a_manager_are_not_given_twice(tmp_path):
     assert str(train(manager, keep=_KEEP).best_checkpoint).endswith("-step-12")
 
 
-@pytest.mark.slow(but=("False",))
+@pytest.mark.slow
 @pytest.mark.parametrize("dry_run", [False, True])
 @on_ranks(2)
 def test_a_bucket_that_is_not_there_is_reported_before_the_first_step(s3, dry_run):

@@ -226,6 +226,7 @@ def _from_threads(rank, world_size, machines):
     map_in_threads(exchange, [number for number in range(len(groups)) if rank in members[number]])
 
 
+@pytest.mark.slow
 def test_overlapping_groups_count_their_objects_apart_in_threads_of_their_own():
     on_hosts((1, 1, 1), _from_threads)
 
