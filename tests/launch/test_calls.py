@@ -260,5 +260,8 @@ def test_the_example_of_the_documentation_runs_as_it_stands(tmp_path):
     script = tmp_path / "example.py"
     script.write_text(block)
     done = run([sys.executable, str(script)], tmp_path)
-    assert (done.code, sorted(done.output.splitlines())) == (0, ["[0, 1]", "[0-1] trained for 3 steps"])
+    assert done.code == 0, done.output
+    *trained, returned = sorted(done.output.splitlines(), key=lambda line: line == "[0, 1]")
+    assert returned == "[0, 1]"
+    assert trained in (["[0-1] trained for 3 steps"], [f"[{rank}] trained for 3 steps" for rank in (0, 1)])
     assert done.warnings == []
