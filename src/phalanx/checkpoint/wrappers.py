@@ -26,6 +26,13 @@ def wrapper_prefixes(module: nn.Module) -> list[str]:
     ]
 
 
+def unwrap(module: nn.Module) -> nn.Module:
+    """Return the module inside the wrappers around the whole `module`."""
+    while attribute := _wraps_as(module):
+        module = getattr(module, attribute)
+    return module
+
+
 def unwrap_key(key: str, prefixes: Sequence[str]) -> str:
     """Remove the wrappers' prefixes from a parameter's name."""
     for prefix in reversed(prefixes):  # the innermost prefix comes first: outer ones are still in the key

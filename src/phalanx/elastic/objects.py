@@ -7,7 +7,7 @@ import itertools
 import sys
 import types
 from collections.abc import Iterator, Mapping
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,8 +20,8 @@ from torch.utils.data import Sampler
 
 from phalanx._base.partition.owners import owner_of
 from phalanx._comm.backend.skeleton import split
+from phalanx.checkpoint.wrappers import unwrap
 from phalanx.data import DistributedSampler
-from phalanx.ddp import DistributedDataParallel
 from phalanx.elastic.rebind import averaging_modules, find_wrappers_outside
 from phalanx.elastic.state_transfer import ModulePart, OptimizerPart, StatefulPart, StatePart
 from phalanx.optim import ZeroRedundancyOptimizer
@@ -178,7 +178,7 @@ class Objects:
             if isinstance(thing, DistributedSampler):
                 continue
             if isinstance(thing, nn.Module):
-                states[name] = _bare(thing).state_dict()
+                states[name] = unwrap(thing).state_dict()
             elif (pipe := _pipeline_of(thing)) is not None:
                 states[name] = pipe.optimizer_state_dict(thing)
             elif isinstance(thing, ZeroRedundancyOptimizer):
@@ -201,7 +201,7 @@ class Objects:
             if (pipe := _pipeline_of(thing)) is not None:
                 pipe.load_optimizer_state_dict(thing, saved)
             else:
-                (_bare(thing) if isinstance(thing, nn.Module) else thing).load_state_dict(saved)
+                (unwrap(thing) if isinstance(thing, nn.Module) else thing).load_state_dict(saved)
 
 
 def has_state(thing: Any) -> bool:
@@ -247,12 +247,6 @@ def _is_constant(held: object) -> bool:
 def _is_of_torch_in_shards(thing: object) -> bool:
     module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
     return module is not None and isinstance(thing, module.ZeroRedundancyOptimizer)
-
-
-def _bare(module: nn.Module) -> nn.Module:
-    """Return the module inside a gradient-averaging wrapper."""
-    wrapped = isinstance(module, (DistributedDataParallel, TorchDistributedDataParallel))
-    return cast(nn.Module, module.module) if wrapped else module
 
 
 def _pipeline_of(thing: Any) -> Pipeline | None:
