@@ -1,13 +1,17 @@
 import errno
 import os
 import resource
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
 from phalanx._job.output.display import Writer
-from phalanx._job.output.logs import LogFile
+from phalanx._job.output.logs import NO_STREAMS, LogFile, Logs, Streams
 from phalanx._job.output.standard import encode, show
+from phalanx.errors import LaunchError
 
 
 @contextmanager
@@ -71,3 +75,11 @@ def test_text_never_fails() -> None:
     assert not show(write, "nobody reads")
     os.close(write)
     assert not show(write, "nobody is there")
+
+
+def test_streams_without_a_folder_are_refused_under_their_own_options(monkeypatch):
+    """The message began with "--log-dir None"."""
+    monkeypatch.setattr(tempfile, "tempdir", "/dev/null")
+    both = Streams(3)
+    with pytest.raises(LaunchError, match=r"run: --redirects, --tee: cannot write /dev/null/\S+: .* Give --log-dir"):
+        Logs(None, "job", redirects=both, tee=NO_STREAMS, local_ranks_filter=None)

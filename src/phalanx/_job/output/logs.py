@@ -140,11 +140,12 @@ class Logs:
         return (*self._by_rank.values(), *self._by_stream.values())
 
     def _refuse(self, error: OSError) -> LaunchError:
-        return LaunchError(
-            f"phalanx run: --log-dir {self._folder}: cannot write {error.filename}: {error.strerror}. "
-            "Choose a directory to which you can write.",
-            exit_code=2,
-        )
+        if self._folder is None:
+            option, advice = "--redirects, --tee", "Give --log-dir a directory to which you can write."
+        else:
+            option, advice = f"--log-dir {self._folder}", "Choose a directory to which you can write."
+        fact = f"cannot write {error.filename}: {error.strerror}" if error.filename else error.strerror
+        return LaunchError(f"phalanx run: {option}: {fact}. {advice}", exit_code=2)
 
     def shows(self, rank: int, stream: int) -> bool:
         """Return whether the screen shows this rank's stream."""
