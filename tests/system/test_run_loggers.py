@@ -69,6 +69,31 @@ def test_when_the_rank_that_writes_is_lost_another_goes_on_in_the_same_table(tmp
     assert sorted(path.name for path in logs.iterdir()) == ["hyperparameters.json", "metrics.csv"]
 
 
+SWEEP = """
+import sys, phalanx
+from phalanx.loggers import CSVLogger
+
+for name, loss in (("a", 1.0), ("b", 2.0)):
+    folder = f"{sys.argv[1]}/{name}"
+    phalanx.report.begin(folder + "/report", logger=CSVLogger(folder + "/logs"), hyperparameters={"run": name})
+    phalanx.report.step(samples=4, loss=loss)
+    phalanx.report.log({"twice": 2 * loss})
+"""
+
+
+def test_each_report_of_a_process_has_its_own_loggers(tmp_path: Path) -> None:
+    """All runs of a sweep were logged into the table of the first."""
+    done = subprocess.run(
+        [sys.executable, write_script(tmp_path, SWEEP), str(tmp_path)], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    for name, loss in (("a", 1.0), ("b", 2.0)):
+        logs = tmp_path / name / "logs"
+        values = [(row["twice"], row["train/loss"]) for row in rows_of(logs)]
+        assert values == [(f"{2 * loss}", ""), ("", f"{loss}")]
+        assert (logs / "report.html").exists()
+
+
 @pytest.mark.slow
 def test_a_loop_of_ones_own_logs_its_metrics_its_losses_and_its_report(tmp_path: Path) -> None:
     script = write_script(tmp_path, LOOP)

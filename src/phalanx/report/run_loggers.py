@@ -17,9 +17,9 @@ from phalanx.loggers.resolve import resolve
 
 
 class RunLoggers:
-    """`RunLoggers` are the loggers that rank 0 writes to until its process ends; every rank creates them.
+    """`RunLoggers` are the loggers that rank 0 writes to until the report ends; every rank creates them.
 
-    When the process ends, they get the curve of the loss and the report's page so far. The page that the launcher
+    When the process ends, or begins another report, they get the curve of the loss and the report's page so far. The page that the launcher
     writes into the report's folder afterwards is the complete one.
     """
 
@@ -32,6 +32,7 @@ class RunLoggers:
         # Registered after the loggers' own exit functions, so that this runs first.
         self._pid = os.getpid()
         atexit.register(self._finish)
+        recording.before_end(self._finish)
 
     @staticmethod
     def _writes() -> bool:
@@ -48,7 +49,10 @@ class RunLoggers:
         self._status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
 
     def _finish(self) -> None:
-        """Log the final values at the end of the process; forked children do nothing."""
+        """Log the final values, once; forked children do nothing."""
+        if self not in _run_loggers:
+            return
+        _run_loggers.remove(self)
         if os.getpid() != self._pid or not self._writes():
             return
         folder = recording.current_folder()
@@ -65,11 +69,11 @@ class RunLoggers:
         self._loggers.finalize(self._status)
 
 
-_run_loggers: list[RunLoggers] = []  # this process's loggers: one, or none
+_run_loggers: list[RunLoggers] = []  # the loggers of this process's report: one, or none
 
 
 def begin_loggers(given: Any, hyperparameters: Mapping[str, Any] | None) -> None:
-    """Begin the loggers, once per process: a further call begins no new ones."""
+    """Begin the loggers, once per report: a further call begins no new ones."""
     if given is not None and not _run_loggers:
         _run_loggers.append(RunLoggers(given, dict(hyperparameters or {})))
 

@@ -30,6 +30,7 @@ from phalanx._job.report.records import find_other_run, remove_old_records
 _recorder: StepRecorder | None = None
 _folder = ""  # the folder of the report for which this process records
 _is_given = False  # the folder comes from the launcher, whatever the program passes
+_before_end: list[Callable[[], None]] = []  # called before recording ends
 _writers: list[Callable[[], None]] = []  # at most one: writes the report at exit, in a job without a launcher of ours
 
 
@@ -41,6 +42,11 @@ def current() -> StepRecorder | None:
 def current_folder() -> str:
     """Return the folder of the report for which this process records; empty if it records nothing."""
     return _folder if _recorder is not None else ""
+
+
+def before_end(call: Callable[[], None]) -> None:
+    """Call `call` before recording ends: at the end of the process, or when another report begins."""
+    _before_end.append(call)
 
 
 def begin_in_rank(folder: str) -> StepRecorder:
@@ -268,12 +274,15 @@ def _forget() -> None:
         _recorder.forget()
         _recorder = None
     _is_given = False
+    _before_end.clear()
     _writers.clear()
 
 
 def _end() -> None:
     """End recording, and write the report if no launcher of ours does."""
     global _recorder
+    while _before_end:
+        _before_end.pop()()
     try:
         if _recorder is not None:
             step_notes.stop_listening()
