@@ -19,8 +19,8 @@ from phalanx.loggers.resolve import resolve
 class RunLoggers:
     """`RunLoggers` are the loggers that rank 0 writes to until the report ends; every rank creates them.
 
-    When the process ends, or begins another report, they get the curve of the loss and the report's page so far. The page that the launcher
-    writes into the report's folder afterwards is the complete one.
+    When the process ends, or begins another report, they get the curve of the loss and the report's page so far. The
+    page that the launcher writes into the report's folder afterwards is the complete one.
     """
 
     def __init__(self, given: Any, hyperparameters: Mapping[str, Any]) -> None:
