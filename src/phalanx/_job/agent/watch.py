@@ -257,7 +257,7 @@ _MIN_OPERATIONS = 50  # with fewer operations no rank is called slow
 
 @dataclass(frozen=True)
 class SilentProcess:
-    """A `SilentProcess` is a process for which the processes `waiting` wait in `operation`, for `silent_s` seconds."""
+    """A `SilentProcess` makes the processes `waiting` wait in `operation`, for `silent_s` seconds so far."""
 
     pid: int
     silent_s: float
