@@ -49,7 +49,7 @@ def begin_in_rank(folder: str) -> StepRecorder:
     Recording begins once per process: a further call returns the same recorder.
 
     Raises:
-        OSError: its file can't be made.
+        OSError: its file cannot be created.
     """
     global _is_given
     recorder = _recorder or _record(folder)
@@ -58,14 +58,14 @@ def begin_in_rank(folder: str) -> StepRecorder:
 
 
 def begin(folder: str | os.PathLike[str]) -> StepRecorder:
-    """Record this process's steps for a report in `folder`; every rank calls it, before its first step.
+    """Record this process's steps for a report in `folder`; every rank must call this before its first step.
 
     Under `phalanx run` the launcher writes the report at the end, even if ranks have died. Under another launcher, or
     none, rank 0 writes it when its process ends or begins another report. `phalanx run --report` overrides `folder`.
 
     Raises:
         ValueError: the folder has no name.
-        OSError: its file can't be made, or another job that is running writes its report there.
+        OSError: its file cannot be created, or another running job writes its report there.
     """
     name = os.fspath(folder)
     if not name:
@@ -261,7 +261,7 @@ def _memory_bytes() -> int:
 
 
 def _forget() -> None:
-    """Cancel, in a child of a rank, the work at the rank's end: the child is not a rank."""
+    """Cancel recording, and the work at exit, in a forked child: the child is not a rank."""
     global _recorder, _is_given
     if _recorder is not None:
         step_notes.stop_listening()
