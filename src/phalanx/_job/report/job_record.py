@@ -60,7 +60,7 @@ class JobRecord:
 
 
 def _printable(value: Any) -> Any:
-    r"""Return `value` with `\udcff` for characters that a page cannot hold: bytes of names that are not UTF-8."""
+    r"""Return `value` with `\udcff` for characters that a page cannot contain: bytes of names that are not UTF-8."""
     if isinstance(value, str):
         return _SURROGATES.sub(lambda found: f"\\u{ord(found[0]):04x}", value)
     if isinstance(value, dict):

@@ -30,7 +30,7 @@ from phalanx._job.report.records import find_other_run, remove_old_records
 _recorder: StepRecorder | None = None
 _folder = ""  # the folder of the report for which this process records
 _is_given = False  # the folder comes from the launcher, whatever the program passes
-_writers: list[Callable[[], None]] = []  # at most one: writes the report at exit, in a job without a launcher of ours
+_writers: list[Callable[[], None]] = []  # at most one: writes the report at exit, in a job without Phalanx's launcher
 
 
 def current() -> StepRecorder | None:
@@ -122,7 +122,7 @@ def _see_end_and_forks() -> None:
 
 
 def _make_way(folder: str) -> None:
-    """Prepare the folder, on rank 0 only, since no launcher of ours has prepared it."""
+    """Prepare the folder, on rank 0 only, because Phalanx's launcher has not prepared it."""
     if _find_place(os.environ)[0]:
         return
     other = find_other_run(folder)
@@ -157,7 +157,7 @@ def _run_id(environ: Mapping[str, str], world_size: int) -> str:
 
 
 def _write_at_end(folder: str, recorder: StepRecorder) -> None:
-    """Write the report when this process ends, since the job has no launcher of ours."""
+    """Write the report when this process ends, because Phalanx's launcher does not write it."""
     from phalanx._job.report.write import write_report
 
     begun = time.monotonic()
@@ -272,7 +272,7 @@ def _forget() -> None:
 
 
 def _end() -> None:
-    """End recording, and write the report if no launcher of ours does."""
+    """End recording, and write the report unless Phalanx's launcher does."""
     global _recorder
     try:
         if _recorder is not None:

@@ -172,7 +172,7 @@ def _with_idle(times: Times, processor_ns: int) -> Times:
 
 
 def _reaches_back(member: MemberSnapshot) -> int:
-    """Return the time since which the process's operations in the group are completely known."""
+    """Return the time since which all of the process's operations in the group are known."""
     return member.operations[0].enter_ns if len(member.operations) >= MAX_OPERATIONS else 0
 
 
