@@ -30,7 +30,7 @@ from phalanx._job.report.records import find_other_run, remove_old_records
 _recorder: StepRecorder | None = None
 _folder = ""  # the folder of the report for which this process records
 _is_given = False  # the folder comes from the launcher, whatever the program passes
-_writers: list[Callable[[], None]] = []  # at most one: writes the report at exit, in a job without Phalanx's launcher
+_writers: list[Callable[[], None]] = []  # at most one: writes the report at exit, in a job without a launcher of ours
 
 
 def current() -> StepRecorder | None:
@@ -272,7 +272,7 @@ def _forget() -> None:
 
 
 def _end() -> None:
-    """End recording, and write the report unless Phalanx's launcher does."""
+    """End recording, and write the report if no launcher of ours does."""
     global _recorder
     try:
         if _recorder is not None:
