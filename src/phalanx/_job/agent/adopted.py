@@ -32,11 +32,11 @@ class AdoptedExit:
 
 
 class AdoptedRanks:
-    """`AdoptedRanks` maps the processes of adopted ranks to the ranks that they were started as."""
+    """`AdoptedRanks` maps the process of each adopted rank to the rank it was started with."""
 
     def __init__(self) -> None:
         self._ranks: dict[int, int] = {}
-        self._sessions: dict[int, set[int]] = {}  # by zygote, which names the session: its live ranks
+        self._sessions: dict[int, set[int]] = {}  # by zygote, whose pid names the session: the pids of its live ranks
         self.used = False  # whether a zygote has died; from then on this process adopts orphans
 
     @property
@@ -80,7 +80,7 @@ class AdoptedRanks:
             return
         for session, living in list(self._sessions.items()):
             living.discard(pid)
-            if not living:  # no rank of this session is left: kill the processes that its ranks started
+            if not living:  # no rank of this session is left: kill the processes that its ranks have started
                 kill_sessions([session])
                 del self._sessions[session]
         yield AdoptedExit(rank, pid, status, time.monotonic())

@@ -113,14 +113,14 @@ class Attempt:
         self.link.end(self)
 
     def become_leader(self, plan: JobPlan, link: HostLink, state: Supervision, elastic: Elastic) -> None:
-        """Continue as the attempt of the leading host, because the previous leader is lost."""
+        """Lead the job from now on, because the previous leader is lost."""
         self.plan, self.link, self.state, self.elastic = plan, link, state, elastic
         self.numbers.exchange_link(link)
         self.ranks.exchange_deciders(state, elastic)
         link.attach(self)
 
     def _make_loop(self) -> EventLoop:
-        """Return the loop. The order of its sources matters: a rank's reports and messages come before its exit."""
+        """Return the loop. Its sources are in order: a rank's reports and messages are handled before its exit."""
         host, links = self.host, self.links
         return EventLoop(
             host.watch_signals(self.on_signal),
@@ -254,7 +254,7 @@ class Attempt:
 
     def on_exit(self, exit: Exit) -> None:
         """Process the exit of a rank on any host, after reading its last messages."""
-        # Read these first: otherwise the last known owner of the state may exit before others report that they have it.
+        # Read messages first: otherwise the last known owner of the state may exit before others report having it.
         self.receive_from_ranks()
         for pid in self.ranks.processes.pids.values():
             progress = self.pages.read(pid)
@@ -266,7 +266,7 @@ class Attempt:
         if actions is None:
             if self.elastic.has_trained:  # the others no longer need this rank; they may be saving, which takes time
                 self.state.report_grace_s = self.state.shutdown_timeout_s
-            if exit.rank in self._loss_reports:  # the job survives no loss since that report
+            if exit.rank in self._loss_reports:  # since that report, the job no longer survives losses
                 self.do(self.state.on_report(self._loss_reports.pop(exit.rank), time.monotonic()))
             self.do(self.state.on_exit(exit))
             return
@@ -431,7 +431,7 @@ class Attempt:
             self.links.send(rank, message)
 
     def send_signal(self, signum: int, ranks: tuple[int, ...], *, group: bool, is_relayed: bool = False) -> None:
-        """Send a signal to ranks of any host; skip ranks that have received a relayed signal themselves."""
+        """Send a signal to ranks of any host; skip ranks that received a relayed signal directly."""
         delay_s = decide_delay_s(signum, received_here=signum in self.host.received) if is_relayed else None
         self.ranks.send_signal(signum, ranks, group=group, delay_s=delay_s)
         if not is_relayed or signum in ENDING_SIGNALS:  # other relayed signals concern only the host that received them
@@ -457,7 +457,7 @@ class Attempt:
 
     @property
     def ended_ns(self) -> dict[int, int]:
-        """Return when the ranks exited, by pid, on CLOCK_MONOTONIC."""
+        """Return the exit time of each rank, by pid, in nanoseconds of CLOCK_MONOTONIC."""
         own = {end.pid: int(end.at * 1e9) for end in self.state.exits.values()}
         return {**self.ranks.processes.lost_ns, **own, **self.link.ended_ns}
 
@@ -507,7 +507,7 @@ class Pages:
         return None if fd is None else read_page(fd)
 
     def drop(self, pid: int) -> None:
-        """Close the page of a process that has exited: an elastic job may lose a thousand."""
+        """Close the page of a process that has exited; an elastic job may lose a thousand ranks."""
         fd = self._fds.pop(pid, None)
         if fd is not None:
             os.close(fd)
@@ -523,7 +523,7 @@ _MAX_ENDED = 64  # the most logs kept of groups whose memory is closed
 
 
 class Flights:
-    """`Flights` owns the flight recorders of `MAX_OBSERVED` groups, and keeps the logs of some older groups."""
+    """`Flights` owns the flight recorders of at most `MAX_OBSERVED` groups, and keeps the logs of some older groups."""
 
     def __init__(self) -> None:
         self._observed: list[Observer] = []
@@ -570,7 +570,7 @@ class Flights:
         self._ended.clear()
 
     def _close_ended(self, lost: Collection[int]) -> None:
-        """Unmap the memory of groups that have ended, to make room for one more."""
+        """Unmap ended groups, and the oldest group if there is no room for one more; keep their logs."""
         kept = []
         for index, observer in enumerate(self._observed):
             has_lost = any(pid in lost for pid in observer.group_info.pids)

@@ -12,8 +12,8 @@
     any phase   a rank finishes its training ───────▶ FINISHED: an ordinary job from now on
                 no rank has the state, or replacements would not help ──▶ GIVEN_UP: an ordinary failure
 
-A process is identified by its slot, the rank as which it was started (`agent.generation`), and its pid; a replacement
-has the slot of the process that it replaces, and another pid.
+A process is identified by its slot, the rank it was started with (`agent.generation`), and its pid; a replacement has
+the slot of the process that it replaces, and another pid.
 """
 
 from __future__ import annotations
@@ -294,7 +294,7 @@ class Elastic:
         return actions
 
     def evict(self, slot: int, why: str, now: float) -> list[ElasticAction]:
-        """Kill the process in a slot, unless no other has the state; the exit is processed like any loss."""
+        """Kill the process in a slot, unless it alone has the training state; its exit is processed like any loss."""
         member = self.members.get(slot)
         if member is None:
             return []
@@ -409,7 +409,7 @@ class Elastic:
                 self._set_due(other.slot, now + span_s, why)
 
     def _on_waiting(self, member: ElasticRank, generation: int, now: float) -> list[ElasticAction]:
-        """Answer a rank that waits for the generation after `generation`: it begins, may begin, or never will."""
+        """Answer a rank that waits for the generation after `generation`, which has begun, may begin, or never will."""
         if generation < self.generation.number and not self._exits:
             return [SendGeneration(member.slot)]
         if why := self._find_no_generation():
@@ -440,7 +440,7 @@ class Elastic:
         if not any(member.holds_state for member in self.members.values()):
             why = "no remaining rank has the training state"
             said = Print(f"phalanx run: the job ends: {why}. Start again from a checkpoint.")
-            return [*([said] if self.losses else []), *self._fail(why)]  # without earlier losses, the ranks say why
+            return [*([said] if self.losses else []), *self._fail(why)]  # without earlier losses, the ranks report why
         if why := self._repetition.find_futile(self._exits, self.rank_of):
             return [Print(f"phalanx run: {why}"), *self._fail(why)]
         living = frozenset(self.members) | self._forking
@@ -482,7 +482,7 @@ class Elastic:
         return [*refusals, self.give_up()]
 
     def silence_s(self, slot: int) -> float:
-        """Return for how long the process in a slot may make the others wait."""
+        """Return how long the process in a slot may make the others wait."""
         return SILENT_RANK_S
 
     def plan_refills(self, living: frozenset[int]) -> dict[int, bool]:
@@ -584,7 +584,7 @@ class Repetition:
         self._losses = 0
         self._disagreements = 0
         self._disagreement = ""  # the last disagreement, as reported by a rank
-        self._raised: dict[tuple[tuple[str, ...], str, int], int] = {}  # how often each was raised at each step
+        self._raised: dict[tuple[tuple[str, ...], str, int], int] = {}  # how often an exception was raised at a step
 
     def on_step(self, step: int) -> None:
         if step > self.best_step:
@@ -602,7 +602,7 @@ class Repetition:
         self._disagreement = error
 
     def find_repeated(self, reports: Mapping[int, ExceptionReport]) -> int | None:
-        """Return a slot whose exception in `reports` was raised before at the same step; None if there is none."""
+        """Count the exceptions in `reports`; return a slot whose exception was raised at this step before, or None."""
         alike = {
             (report.types, report.place): slot
             for slot, report in reports.items()
@@ -616,7 +616,7 @@ class Repetition:
         return None
 
     def find_futile(self, exits: Sequence[tuple[Exit, ExceptionReport | None]], rank_of: Callable[[int], int]) -> str:
-        """Return why replacing the ranks that exited would not help; empty if it may."""
+        """Return why replacing the ranks that exited would not help; empty if it may help."""
         reports = {exit.rank: report for exit, report in exits if report is not None}
         slot = self.find_repeated(reports)
         if slot is not None:
@@ -624,7 +624,7 @@ class Repetition:
         return self.describe()
 
     def describe(self) -> str:
-        """Return why the job makes no progress; empty if it may."""
+        """Return why the job makes no progress; empty if it may still make some."""
         if self._disagreements >= _MAX_DISAGREEMENTS:
             return f"the ranks have disagreed {self._disagreements} times at the same step: {self._disagreement}"
         if self._losses > _MAX_WITHOUT_STEP:

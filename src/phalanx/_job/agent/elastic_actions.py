@@ -13,7 +13,7 @@ from phalanx._job.agent.generation import Generation, HostPart, HostSlots
 
 @dataclass(frozen=True)
 class LostRank:
-    """A `LostRank` is a rank that was lost in `generation`: the cause, the time, and its last complete step."""
+    """A `LostRank` is a rank that was lost in `generation`: why, when (`at`), and the job's newest known step then."""
 
     slot: int
     rank: int
@@ -40,7 +40,7 @@ class BeginGeneration:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> BeginGeneration:
-        """Read what `to_json` has written.
+        """Return the action that `to_json` has encoded.
 
         Raises:
             KeyError, TypeError, ValueError: the data is invalid.
@@ -120,7 +120,7 @@ class Print:
 
 @dataclass(frozen=True)
 class PrepareHost:
-    """Start the ranks of a host that joins; `begun` assigns their ranks, and may never begin."""
+    """Start the ranks of a host that joins; `begun` assigns their ranks; that generation may never begin."""
 
     slots: HostSlots
     begun: BeginGeneration
@@ -175,11 +175,11 @@ def plan_message(
     }
 
 
-LEAVE = {"kind": "leave"}  # sent to a rank that is no longer part of the job; it ends successfully
+LEAVE = {"kind": "leave"}  # for a rank that is no longer part of the job; the rank ends successfully
 
 
 def refuse(slot: int, why: str) -> SendToRank:
-    """Return the message to a rank that waits for a generation: none will begin."""
+    """Return the message to a waiting rank that no other generation will begin."""
     return SendToRank(slot, {"kind": "no generation", "why": why})
 
 

@@ -68,7 +68,7 @@ class ElasticLinks:
             self._links[fd].channel.send_some()
 
     def read(self, fd: int) -> list[tuple[int, int, dict[str, Any]]]:
-        """Return the messages that have arrived on `fd`, each with its slot and process; close a connection at its end.
+        """Return the messages that have arrived on `fd`, each with its slot and process; close an ended connection.
 
         Malformed messages, which a script may send if it finds the descriptor, are ignored.
         """

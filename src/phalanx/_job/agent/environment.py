@@ -1,4 +1,4 @@
-"""Plan the environment variables that a rank sees: torchrun's, and a few of ours."""
+"""Plan the environment variables of a rank: torchrun's, and a few of ours."""
 
 from __future__ import annotations
 

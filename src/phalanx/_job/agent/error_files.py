@@ -19,7 +19,7 @@ from phalanx._job.agent.failure import ExceptionReport
 
 VARIABLE = "TORCHELASTIC_ERROR_FILE"
 _ATTEMPT = "attempt_"
-_MAX_BYTES = 1 << 24  # read no more: a script may write anything
+_MAX_BYTES = 1 << 24  # more is not read: a script may write anything
 
 
 class ErrorFiles:

@@ -129,7 +129,7 @@ def decide_failures(
     sent: Mapping[int, float],
     lost: Mapping[int, HostLoss] | None = None,
 ) -> list[RankFailure]:
-    """Return the failed ranks, the first cause in front.
+    """Return the failed ranks, the first cause first.
 
     Arguments:
         exits: the exits by rank.

@@ -1,8 +1,8 @@
 """Create the job's temporary folder, so that sockets of killed ranks are removed.
 
-TMPDIR is left to the user: a script may want to keep its files there, and compilers keep their caches there. The folder
-is only for the sockets of Python's multiprocessing, which removes them unless its process is killed, and for our own,
-which have a name only while they are created: a rank that is killed at that moment leaves the name.
+TMPDIR is not changed: a script may want to keep its files there, and compilers keep their caches there. The folder has
+the sockets of Python's multiprocessing, which removes them unless its process is killed; our own sockets, whose names
+remain only if a rank is killed while it creates them; and, without a log folder, the ranks' error files.
 
 The agent removes the folder at the end; if the agent was killed, the zygote does; if both were, this user's next job.
 """
@@ -18,16 +18,16 @@ from collections.abc import Mapping
 
 from phalanx._job.agent.error_files import is_attempt, remove_empty
 
-# With the digits as long as Python's `pymp-` and eight letters: a socket's path is limited to 107 bytes.
+# With its digits as long as Python's `pymp-` with eight letters: a socket's path is limited to 107 bytes.
 _PREFIX = "phalanx-"
 _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 _RANDOM_DIGITS = 5
-_MARK = ".phalanx-job"  # a file in each job's folder; no other folder is ever removed
+_MARK = ".phalanx-job"  # a file in each job's folder; a folder without it is never removed
 _MAX_TRIES = 100
 
 
 class JobFolder:
-    """A `JobFolder` is created and locked at construction. If that fails, `path` is empty: the job has no folder."""
+    """A `JobFolder` is the locked folder of a job. If it cannot be created or locked, `path` is empty."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self.path, self._lock = "", -1

@@ -1,12 +1,12 @@
 """Plan the membership of an elastic job after ranks are lost or added, and the rank of each process, as pure data.
 
-A process is identified by its slot: the rank as which it was started. The slot never changes; a replacement gets the
-slot of the process that it replaces, and a host that joins gets the slots of a lost host of the same size. The rank in
-a generation is the position of the slot among the occupied slots:
+A process is identified by its slot: the rank it was started with. The slot never changes; a replacement gets the slot
+of the process that it replaces, and a host that joins gets the slots of a lost host of the same size. The rank in a
+generation is the position of the slot among the occupied slots:
 
     slots      0 1 | 2 3 | 4 5          hosts a, b, c
     b is lost  0 1         2 3          ranks of generation 1: survivors keep their order
-    d joins    0 1 | 2 3 | 4 5          generation 2: d gets the slots of b, and every rank is as in the beginning
+    d joins    0 1 | 2 3 | 4 5          generation 2: d gets the slots of b, and all ranks are as at the start
 
 So when the job has all its ranks again, each process has its original rank again, and sums are bitwise equal.
 """
@@ -101,7 +101,7 @@ class Generation:
 
 @dataclass(frozen=True)
 class Limits:
-    """`Limits` are the fewest and the most hosts, and the fewest ranks."""
+    """`Limits` are the minimum and maximum number of hosts, and the minimum number of ranks."""
 
     min_hosts: int = 1
     max_hosts: int = 1
@@ -110,7 +110,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class SlotPlan:
-    """A `SlotPlan` is the hosts of the job with their slots, and the vacated slots of former hosts."""
+    """A `SlotPlan` has the hosts of the job with their slots, and the vacated slots of former hosts."""
 
     hosts: tuple[HostSlots, ...]
     vacated: tuple[HostSlots, ...] = ()
@@ -177,7 +177,7 @@ def choose_candidates(slot_plan: SlotPlan, candidates: Sequence[ArrivedHost], li
 
 
 def plan_generation(number: int, slot_plan: SlotPlan) -> Generation:
-    """Return the generation that assigns ranks to all occupied slots; hosts without any have no part."""
+    """Return the generation that assigns ranks to all occupied slots; a host without occupied slots has no part."""
     hosts = [host for host in sorted(slot_plan.hosts, key=lambda each: each.first_slot) if host.occupied]
     world_size = sum(len(host.occupied) for host in hosts)
     in_role: dict[str, int] = {}

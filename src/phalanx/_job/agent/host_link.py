@@ -2,7 +2,7 @@
 
 HostLink       the job has no other host                   here
 LeaderLink     this is the first host, which decides       `phalanx._job.hosts.leader`
-FollowerLink   another host, which executes its orders     `phalanx._job.hosts.follower`
+FollowerLink   another host, which executes the orders     `phalanx._job.hosts.follower`
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class HostLink:
         """Receive from the ready descriptors; called in each turn of the loop."""
 
     def create_store(self) -> tuple[int | None, str]:
-        """Create the store for the ranks' rendezvous; return its descriptor, to be owned, and PHALANX_STORE."""
+        """Create the store for the ranks' rendezvous; return its descriptor, which the caller owns, and its address."""
         store = create_store()
         return store, "" if store is None else f"/proc/{os.getpid()}/fd/{store}"
 

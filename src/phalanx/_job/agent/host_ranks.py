@@ -52,7 +52,7 @@ class ProcessListener(Protocol):
 
 
 class HostRanks:
-    """`HostRanks` manages the processes of the ranks of `place`, by the rank as which each was started."""
+    """`HostRanks` manages the processes of the ranks of `place`, by the rank that each was started with."""
 
     def __init__(
         self,
@@ -161,7 +161,7 @@ class HostRanks:
         self.zygote_killed = self.zygote_lost = True
 
     def sweep(self) -> bool:
-        """Kill every process of the job on this host; return False if this has begun before."""
+        """Kill every process of the job on this host; return False if a sweep has already begun."""
         if self._sweep_due is not None:
             return False
         self._sweep_due = time.monotonic() + SWEEP_S
@@ -176,7 +176,7 @@ class HostRanks:
         return True
 
     def _sweep_without_zygote(self) -> None:
-        """Kill every process of the job on this host, and replace the zygote, which has not done it in time."""
+        """Kill every process of the job on this host, and replace the zygote, which has not done so in time."""
         zygote = self._host.zygote
         reaped = kill_descendants([zygote.pid])
         zygote.close(reaped)
@@ -191,7 +191,7 @@ class HostRanks:
             self._host.display.print(f"phalanx run: the ranks cannot be started again: {limits.explain(error)}")
 
     def on_time(self, now: float) -> None:
-        """Sweep instead of a zygote that has not done it in time, and find exits that were not reported yet."""
+        """Sweep if the zygote has not done so in time, and find exits that were not reported yet."""
         if self._checks_exits:
             self._find_exits()
         if self.sweep_due is not None and now > self.sweep_due:

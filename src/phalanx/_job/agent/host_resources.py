@@ -64,10 +64,10 @@ class HostResources:
 
 
 def raise_if_ending(number: int, when: str = "before the job began") -> None:
-    """End the command because of a signal that ends a job; ignore other signals.
+    """Raise LaunchError if the signal `number` ends a job; ignore other signals.
 
     Raises:
-        LaunchError: `number` is such a signal; `when` ends the message.
+        LaunchError: the signal ends a job; `when` ends the message.
     """
     if number in ENDING_SIGNALS:
         raise LaunchError(f"phalanx run: stopped by {name_signal(number)} {when}", exit_code=128 + number)

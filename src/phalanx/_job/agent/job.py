@@ -40,15 +40,15 @@ if TYPE_CHECKING:
 
 
 LOST_OUTPUT_EXIT_CODE = 120  # as Python's, for output that cannot be written
-_OVERDUE_EXIT_CODE = 124  # as that of the command `timeout`
-# the restarts of an elastic job before all ranks have begun to train; they lose no progress
+_OVERDUE_EXIT_CODE = 124  # as from the command `timeout`
+# the most restarts of an elastic job before all ranks have begun to train; they lose no progress
 _MAX_EARLY_RESTARTS = 3
 _HANG_S = 1.0  # when the user stops the job, report ranks that have waited longer than this
 
 
 @dataclass(frozen=True)
 class Flight:
-    """A `Flight` is the flight records of an attempt's ranks, and the times of their exits by pid."""
+    """A `Flight` has the flight records of an attempt's ranks, and the times of their exits by pid."""
 
     groups: list[GroupLog]
     ended_ns: dict[int, int]
@@ -138,8 +138,8 @@ def run_attempts(
 ) -> int:
     """Run attempts until the job has succeeded or may not be restarted, print its result, and return the exit code.
 
-    `begin` creates the attempt with a number. If this host has taken over the lead during an attempt, that attempt is
-    `led`, and comes first. A requested report is written, whatever the result.
+    `begin` creates the attempt with the given number. If this host has taken over the lead during an attempt, that
+    attempt is `led`, and comes first. A requested report is written, whatever the result.
 
     Raises:
         LaunchError: the report's folder cannot be written.
@@ -203,7 +203,7 @@ def _run_attempts(
         has_run = led is not None
         attempt = begin(restart_count) if led is None else led.attempt
         led = None
-        if folder is not None and not reports:  # a job that has moved may record there
+        if folder is not None and not reports:  # not earlier: a job that continues elsewhere may record there
             try:
                 reports.append(_make_report(plan, folder))
             except LaunchError:
@@ -211,7 +211,7 @@ def _run_attempts(
                 raise
         if left is not None:
             attempt.elastic.max_replacements = left
-        if times:  # here, because only now the number of hosts is known
+        if times:  # here, because the number of hosts is known only now
             host.display.print(f"phalanx run: starting all {attempt.state.world_size} ranks again ({times})")
         try:
             if not has_run:

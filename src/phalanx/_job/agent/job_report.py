@@ -33,7 +33,7 @@ class JobReport:
     """
 
     def __init__(self, plan: JobPlan, folder: str, *, is_new: bool = True) -> None:
-        """Begin the report of a job. If the report `is_new`, the folder has no records of this run."""
+        """Begin the report of a job. If it `is_new`, the folder has no records of this run yet."""
         self._folder = os.path.abspath(folder)
         self._begun = plan.begun
         self._events: list[RunEvent] = []

@@ -1,4 +1,4 @@
-"""A `JobResult` is the result of a job, which the agent writes for a program that has started it."""
+"""A `JobResult` is the result of a job, which the agent writes for the program that has started the job."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class JobPlan:
         settings: the job as requested.
         num_ranks: the number of ranks on this host.
         pinning: the cores and the number of threads of each of these ranks.
-        columns: the width of the terminal to which this command prints; 0 if stdout is no terminal.
+        columns: the width of the terminal to which this command prints; 0 if stdout is not a terminal.
         command_environment: the environment of this command.
         environment: the environment that the ranks of this host inherit.
         launcher_variables: the launcher's variables for all ranks, besides torchrun's.
@@ -95,7 +95,7 @@ def find_free_port() -> int:
 
 
 def read_terminal_columns() -> int:
-    """Return the width of the terminal on stdout; 0 if stdout is no terminal, or its width is unknown."""
+    """Return the width of the terminal on stdout; 0 if stdout is not a terminal, or its width is unknown."""
     try:
         return os.get_terminal_size(1).columns if os.isatty(1) else 0
     except OSError:

@@ -18,7 +18,7 @@ from phalanx._job.agent.plan import JobPlan, find_free_port
 class RankNumbers:
     """`RankNumbers` maps the slots of this host to ranks in the current generation.
 
-    A slot is the rank as which a process was started; parameters named `rank` are slots.
+    A slot is the rank that a process was started with; parameters named `rank` are slots.
     """
 
     def __init__(self, plan: JobPlan, host: HostResources, restart_count: int, link: HostLink) -> None:

@@ -16,7 +16,7 @@ from phalanx._job.inspect.stacks.job_snapshot import JobSnapshot, answer
 if TYPE_CHECKING:
     from phalanx._job.agent.attempt import Attempt
 
-# requests that only ranks may send, which have the token
+# requests that need the token, which only ranks have
 _ONLY_FROM_RANKS = ("group", PROGRESS_PAGE, "elastic", "store", REPORT)
 _MAX_EARLY = 256  # the most connections of processes that the zygote has not reported yet
 

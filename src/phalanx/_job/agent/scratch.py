@@ -23,7 +23,7 @@ def create_scratch(name: str) -> int:
 
 
 def create_store() -> int | None:
-    """Return an anonymous file, which the ranks open through this process; it needs no port, and disappears with us.
+    """Return an anonymous file, which the ranks open through this process. It needs no port, and disappears with us.
 
     The number of its descriptor is never reused except for stores: the destructor of torch's FileStore, which garbage
     collection may delay by several generations, opens the path once more to decrement its count. If the path then led

@@ -84,7 +84,7 @@ class Supervision:
     next_due: float | None = None
     _first_end: float | None = None
     _last_end: float = 0.0
-    _num_reports: int = 0  # the reports of the remaining ranks since the last exit
+    _num_reports: int = 0  # the number of reports about the remaining ranks since the last exit
     _running_rank: int = 0  # a rank that was running at the last check
 
     @property
@@ -111,7 +111,7 @@ class Supervision:
 
     @property
     def failures(self) -> list[RankFailure]:
-        """Return the failed ranks, the first cause in front."""
+        """Return the failed ranks, the first cause first."""
         return decide_failures(self.exits, self.reports, self.sent, self.lost)
 
     def is_stopped_by_user(self, report: ExceptionReport) -> bool:

@@ -29,7 +29,7 @@ _NEAR = 0.75  # a ratio of difflib: two swapped letters in a name of five
 
 @dataclass(frozen=True)
 class JobTarget:
-    """A script's path, a module's name or a program, with its arguments."""
+    """A `JobTarget` is a script's path, a module's name or a program, with its arguments."""
 
     kind: Kind
     name: str
@@ -37,7 +37,7 @@ class JobTarget:
 
     @property
     def command(self) -> tuple[str, ...]:
-        """Return the command that would start the target without us."""
+        """Return the command that would start the target without Phalanx."""
         if self.kind == "program":
             return (self.name, *self.arguments)
         return (sys.executable, *(("-m",) if self.kind == "module" else ()), self.name, *self.arguments)
@@ -45,7 +45,7 @@ class JobTarget:
 
 @dataclass(frozen=True)
 class RankSetup:
-    """A `RankSetup` is what one rank's process applies before it runs the target, from the agent through the zygote."""
+    """A `RankSetup` has the settings that a rank applies before it runs the target; the agent sends them."""
 
     rank: int
     environment: dict[str, str]

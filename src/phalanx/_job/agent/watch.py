@@ -257,7 +257,7 @@ _MIN_OPERATIONS = 50  # with fewer operations no rank is called slow
 
 @dataclass(frozen=True)
 class SilentProcess:
-    """A `SilentProcess` is a process for which the processes `waiting` wait in `operation`, for `silent_s` seconds."""
+    """A `SilentProcess` makes the processes `waiting` wait in `operation`, for `silent_s` seconds so far."""
 
     pid: int
     silent_s: float
@@ -440,7 +440,7 @@ def describe_stragglers(
 ) -> str:
     """Return a line for each of `ranks`. `pids` are their processes by rank, `groups` their logs.
 
-    The line for a rank outside `local_ranks` says only that the rank is on another host.
+    The line for a rank outside `local_ranks` reports only that the rank is on another host.
     """
     gone = world_size - len(ranks)
     lines = [f"phalanx run: {gone} of {world_size} ranks have exited; still running {waited_s:.1f} s later:"]

@@ -11,8 +11,8 @@ A signal may be sent to the agent alone (`docker stop`, Ctrl-C) or to every proc
 zygote survives the signal, and so can distinguish the two: nobody signals the zygote alone. It relays the agent's
 signal, unless it receives the same signal itself, because then the ranks do, too.
 
-A rank is identified by its slot, the rank as which it was started. In an elastic job the replacement of a lost rank has
-the same slot, and the ranks survive the zygote: the agent adopts them, and a new zygote forks later ranks.
+A rank is identified by its slot, the rank it was started with. In an elastic job the replacement of a lost rank has the
+same slot, and the ranks survive the zygote: the agent adopts them, and a new zygote forks later ranks.
 
 Commands:  target {target, local_rank_flag, folder}: what the ranks run; sent once, before the first fork;
            fork {setup: {rank, environment, cpus}}, with descriptors stdout, stderr, reports, dump, stacks;
@@ -89,7 +89,8 @@ def main(
         sessions: the sessions of earlier zygotes that still have live ranks.
         reports_death: if the agent is killed, even during the import of torch, notify the first host.
     """
-    # nothing polls the socket during the import of torch, and without these nothing needs to be cleaned up
+    # Nothing polls the socket during the import of torch. Without old sessions and a first host to notify, the kernel's
+    # signal is enough.
     if not sessions and not reports_death:
         die_with_parent(agent)
     adopt_orphans()
@@ -203,7 +204,7 @@ class _Zygote:
         poll.register(signals, select.POLLIN)
         while True:
             ready = [fd for fd, _ in poll.poll(self._wait_ms())]
-            # Read even if poll() has not reported it: a signal sent before a command must be processed first.
+            # Read signals even if poll() has reported none: a signal sent before a command must be processed first.
             for number in read_signals(signals):
                 self._on_signal(number)
             self._relay_due()

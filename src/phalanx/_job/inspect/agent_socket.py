@@ -33,7 +33,7 @@ _MAX_PENDING = 64  # accepted connections without a whole message; with more, th
 
 @dataclass(frozen=True)
 class ClientRequest:
-    """A `ClientRequest` is a client's message, its descriptors, and the channel for the answer. Its reader owns all."""
+    """A `ClientRequest` is a client's message, its descriptors, and the channel for the answer. The reader owns all."""
 
     message: dict[str, Any]
     fds: tuple[int, ...]
@@ -47,7 +47,7 @@ class ClientRequest:
 
 
 class AgentSocket:
-    """An `AgentSocket` listens from construction on. Only on Linux; elsewhere `address` is empty."""
+    """An `AgentSocket` listens from its construction on. It works only on Linux; elsewhere `address` is empty."""
 
     def __init__(self) -> None:
         self.address = ""

@@ -65,7 +65,7 @@ def _describe_group(group: GroupLog, ended_ns: Mapping[int, int], waited_s: floa
         ending = how if how != "." else ""
         if len(numbers) > 1:
             where = where.replace("was ", "were ", 1) if where.startswith("was ") else where
-        lines.append(printable(f"  {name_ranks(numbers)} {where}{span}{ending}"))  # a file name may hold anything
+        lines.append(printable(f"  {name_ranks(numbers)} {where}{span}{ending}"))  # a file name may have any characters
     if len(lines) > _MAX_LINES:
         lines[_MAX_LINES:] = [f"  … and {len(lines) - _MAX_LINES} lines more; --log-dir keeps all"]
     return "\n".join([f"Last in group {group.name!r} (flight recorder):", *lines])

@@ -86,7 +86,7 @@ class HTTPServer:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether only this machine reaches the address."""
+    """Return whether only this machine can reach the address."""
     try:
         return host == "localhost" or ip_address(host).is_loopback
     except ValueError:
@@ -103,7 +103,7 @@ class _Request(NamedTuple):
 
     @classmethod
     def parse(cls, head: bytes) -> _Request:
-        """Return the request that has this head.
+        """Return the request with this head.
 
         Raises:
             ValueError: `head` is not the head of a request.

@@ -31,7 +31,7 @@ def plan_node(settings: Settings, environ: Mapping[str, str], problems: list[str
         LaunchError: lists all problems; or the first node cannot be found.
     """
     if found is None:
-        # Even if a pod is alone in its job, its RANK is no process's.
+        # Kubeflow sets RANK to a pod's number, not a process's, even in a job of one pod.
         own_environ = _without_process(environ, "Kubeflow") if is_kubeflow_pod(environ) else environ
         return plan_job(settings, own_environ, problems=problems)
     own, remaining = adopt(settings, environ, found)
@@ -107,7 +107,7 @@ def _describe_place(rendezvous: Rendezvous) -> str:
         return "on this host, without a port"
     if rendezvous.endpoint.startswith(":"):
         return f"at port {rendezvous.endpoint[1:]} of this host"
-    # The coordinator listens on the first free one of the job's ports.
+    # The coordinator listens on the first of the job's ports that is free.
     return f"at {rendezvous.endpoint}{', if that port is free' * bool(rendezvous.more_endpoints)}"
 
 

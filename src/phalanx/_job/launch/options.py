@@ -22,7 +22,7 @@ class Option:
 
     `field` is the field of `Settings` that the flag sets: `not:FIELD` sets it to False, `kind:KIND` sets the kind of
     target. The field is empty for options of the rendezvous (`phalanx._job.launch.rendezvous_options`), and None for
-    options that set none.
+    options that set no field.
     """
 
     name: str

@@ -4,7 +4,7 @@
     --nnodes 2 --node-rank R --master-addr H --master-port P at H:P, led by node 0               (backend static)
     --nnodes 2 --rdzv-backend c10d --rdzv-endpoint H:P       at H:P, led by the host with address H
 
-Under a scheduler, its allocation has the number of hosts, this host's number, and an address if no option names one.
+Under a scheduler, its allocation provides the number of hosts, this host's number, and an address without an option.
 
 The functions are pure: they do not inspect the machine.
 """

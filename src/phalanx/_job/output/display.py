@@ -73,7 +73,7 @@ class Display:
 
     @property
     def lost(self) -> OSError | None:
-        """Return the error that lost lines on our stdout, such as a full disk; None if none was lost."""
+        """Return why lines on our stdout were lost, such as a full disk; None if no line was lost."""
         return self._out.problem
 
     @property
@@ -133,7 +133,7 @@ class Display:
             self.print(text)
 
     def expect(self, rank: int, traceback: str, *, quiet: bool = False) -> None:
-        """Buffer `traceback`, which `rank` is about to print, until `release`; forever if `quiet`. Logs have it."""
+        """Buffer `traceback`, which `rank` is about to print, until `release`; forever if `quiet`. Logs get it."""
         self._tracebacks.expect(rank, traceback, quiet=quiet)
 
     def hide(self, rank: int) -> None:

@@ -26,7 +26,7 @@ NO_STREAMS = Streams()
 
 
 class LogFile:
-    """A `LogFile` is a file of lines. While it cannot be created or written, lines are lost; it reports that later."""
+    """A `LogFile` is a file of lines. If it cannot be created or written, lines are lost; a later line reports that."""
 
     def __init__(self, path: str) -> None:
         self.path = path

@@ -157,7 +157,7 @@ class LineSplitter:
         batch  45%_        at the cursor
         part   80%         below: drawn before the cursor moved up
 
-    Plain text without a line end is shown after `PARTIAL_S` without output. That time doubles each time within a line.
+    Plain text without a line end is shown after `PARTIAL_S` without output. Within a line, the time doubles each time.
     """
 
     def __init__(self) -> None:

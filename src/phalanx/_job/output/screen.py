@@ -28,7 +28,7 @@ def format_prefix(ranks: Iterable[int], *, colour: bool, host: str = "") -> byte
 
 
 def wants_colour(environ: Mapping[str, str], terminal: bool) -> bool:
-    """Return whether to use colours: on a terminal, unless NO_COLOR is set or TERM is dumb; FORCE_COLOR wins."""
+    """Return whether to use colours: on a terminal without NO_COLOR and TERM=dumb, or with FORCE_COLOR anywhere."""
     if environ.get("FORCE_COLOR"):
         return True
     return terminal and not environ.get("NO_COLOR") and environ.get("TERM") != "dumb"

@@ -77,7 +77,7 @@ _TAG = re.compile(rb"\[rank\d+\]: $")
 
 
 class Echo:
-    """An `Echo` filters the lines of a rank's stderr, and holds lines of `text` until a different line arrives."""
+    """An `Echo` filters the lines of a rank's stderr, and buffers lines of `text` until a different line arrives."""
 
     def __init__(self, text: bytes) -> None:
         self.text = text

@@ -41,7 +41,7 @@ class Row:
 
 
 def load(folder: str) -> Measurements:
-    """Return the run whose report is in `folder`; write the report first if only the ranks' records are there.
+    """Return the run whose report is in `folder`; write the report first if there are records that it lacks.
 
     Raises:
         ValueError: the folder has neither.
@@ -105,7 +105,7 @@ def _row(
 
 
 def judge(row: Row, number: int) -> tuple[str, str]:
-    """Return the text after the value in a cell, `-19 %`, and whether it is good, bad or neutral."""
+    """Return the text before the value in a cell, `-19 %`, and whether it is good, bad or neutral."""
     ratio = row.ratios[number] if number and row.ratios else None
     if ratio is None or abs(ratio - 1) < _MARKED or row.name.startswith("  "):
         return "", ""
@@ -116,7 +116,7 @@ def judge(row: Row, number: int) -> tuple[str, str]:
 
 
 def print_comparison(console: Console, names: Sequence[str], rows: Sequence[Row]) -> None:
-    """Print a column for each run, with the ratio to the first run's value after each value."""
+    """Print a column for each run, with the difference from the first run's value before each value."""
     from rich.table import Table
     from rich.text import Text
 
@@ -218,7 +218,7 @@ def _curves(names: Sequence[str], runs: Sequence[Measurements]) -> str:
 
 
 def _steps(names: Sequence[str], runs: Sequence[Measurements]) -> str:
-    """Return the mean step of each run as a bar, all of one scale."""
+    """Return the mean step of each run as a bar, all on one scale."""
     bars = [
         StepBar(label, *mean_step(ranks))
         for label, run in zip(_short(names), runs, strict=True)

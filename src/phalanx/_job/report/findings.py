@@ -248,7 +248,7 @@ _OTHER_SHARE = 0.15
 _UPDATE_SHARE = 0.30
 _COMMUNICATION_SHARE = 0.20
 _WAITING_SHARE = 0.20
-_LATE_OFTEN, _LATE_SHARE = 0.6, 0.05  # the least shares of collectives and of step time for which a rank is late
+_LATE_OFTEN, _LATE_SHARE = 0.6, 0.05  # a late rank has at least these shares of collectives and of step time
 _SLICE_S = 0.004  # how long a preempted rank usually waits for its core
 _MOST_NOISE = 0.2  # the largest share of a step by which preemption can explain a late rank
 
@@ -342,7 +342,7 @@ def _stragglers(run: Measurements) -> Iterator[ReportFinding]:
 
 
 def _excess(slow: RankRun, others: Sequence[RankRun]) -> dict[str, float]:
-    """Return how much longer a step of this rank takes than theirs, by activity."""
+    """Return how much longer a step of this rank takes than the others' median, by activity."""
     own = ("data", "forward", "backward", "update", "other")
     return {part: slow.parts[part] - median(rank.parts[part] for rank in others) for part in own}
 
@@ -422,7 +422,7 @@ def _parts_of_one(run: Measurements) -> Iterator[ReportFinding]:
 
 def _processors(run: Measurements) -> Iterator[ReportFinding]:
     ranks = [rank for rank in _timed(run) if rank.cpu_share is not None]
-    crowded: dict[tuple[int, int, int], list[str]] = {}  # by threads, cores, and what to set: hosts
+    crowded: dict[tuple[int, int, int], list[str]] = {}  # by threads, cores, and threads to set: hosts
     starved: dict[str, list[RankRun]] = {}
     for host in sorted({rank.host for rank in ranks}):
         here = [rank for rank in ranks if rank.host == host]
@@ -473,7 +473,7 @@ def _computing_share(rank: RankRun) -> float:
 def _not_seen(run: Measurements) -> Iterator[ReportFinding]:
     ranks = run.last_attempt
     backends = {str(rank.facts.get("backend", "none")) for rank in ranks}
-    known = any("phalanx" in backend for backend in backends)  # its ranks have run no collectives in the steps
+    known = any("phalanx" in backend for backend in backends)  # then the ranks have run no collectives in the steps
     if len(ranks) > 1 and run.steps and not run.num_matched and not known:
         yield ReportFinding(
             "note",

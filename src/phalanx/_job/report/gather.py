@@ -38,7 +38,7 @@ def find_job(folder: str, files: Sequence[RankFile]) -> JobRecord:
 
 
 def of_ranks(job: JobRecord, files: Sequence[RankFile]) -> list[RankFile]:
-    """Return the files of this run; of a rank with a process that has trained, without processes that have not."""
+    """Return the files of this run; if a process of a rank has trained, leave out its processes that have not."""
     files = [file for file in files if is_of_run(job, file)]
     trains = {(_attempt(file), file.facts.get("rank")) for file in files if file.steps_done}
     return [file for file in files if file.steps_done or (_attempt(file), file.facts.get("rank")) not in trains]
@@ -191,7 +191,7 @@ def _parts(steady: Sequence[StepRecord], split: Split, num: float) -> Mapping[st
         seconds = sum(getattr(record, phase) for record in steady) / num
         waiting, moving = split.waiting.get(phase, 0.0), split.moving.get(phase, 0.0)
         inside = waiting + moving
-        share = min(1.0, seconds / inside) if inside else 0.0  # operations beside the program may outlast the phase
+        share = min(1.0, seconds / inside) if inside else 0.0  # asynchronous operations may outlast the phase
         parts["waiting"] += waiting * share
         parts["communication"] += moving * share
         parts[phase] = seconds - inside * share
@@ -216,7 +216,7 @@ def _thin(records: Sequence[StepRecord]) -> list[StepRecord]:
 
 
 def _loss_curve(files: Sequence[RankFile]) -> Curve:
-    """Return by step the mean loss of the ranks that have one; for a repeated step, the last one.
+    """Return the mean loss by step, over the ranks that have a loss; for a repeated step, the last loss.
 
     If the newest attempt's first step is unknown, only that attempt is drawn. An earlier attempt whose first step is
     unknown is left out, with all attempts before it.
@@ -236,7 +236,7 @@ def _loss_curve(files: Sequence[RankFile]) -> Curve:
 
 
 def _mean_loss(files: Sequence[RankFile]) -> Curve:
-    """Return the mean loss of one attempt. Records may differ in length: all within the longest are combined."""
+    """Return the mean loss of one attempt by step. Records within the length of the longest record are combined."""
     # if a step was repeated, its last record counts
     once = [{record.first: record for record in _thin(file.steps)} for file in files]
     records = [record for those in once for record in those.values() if record.num_losses]
@@ -252,7 +252,7 @@ def _mean_loss(files: Sequence[RankFile]) -> Curve:
 
 
 def _broken(files: Sequence[RankFile]) -> tuple[int | None, bool]:
-    """Return the first step whose loss is not finite, and whether all later losses of that rank are not, either."""
+    """Return the first step whose loss is not finite, and whether no later loss of that rank is finite."""
     broken = [file.first_broken for file in files if file.first_broken is not None]
     first = min(broken, default=None)
     return first, any(file.first_broken == first and file.last_finite < (first or 0) for file in files)

@@ -1,6 +1,6 @@
 """A `JobRecord` is the launcher's record of a job, in the file `job.json`.
 
-The file is written when the job begins, so that a killed command leaves it, and again when the job ends.
+The file is written when the job begins, so that even a killed command leaves it, and again when the job ends.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SURROGATES = re.compile("[\ud800-\udfff]")
 
 @dataclass(frozen=True)
 class JobRecord:
-    """A `JobRecord` has times of CLOCK_MONOTONIC; `end` is one of `measurements.ENDS`."""
+    """A `JobRecord` has times in seconds of CLOCK_MONOTONIC; `end` is one of `measurements.ENDS`."""
 
     name: str
     command: str
@@ -60,7 +60,7 @@ class JobRecord:
 
 
 def _printable(value: Any) -> Any:
-    r"""Return `value` with `\udcff` for characters that a page cannot hold: bytes of names that are not UTF-8."""
+    r"""Return `value` with `\udcff` for characters that a page cannot contain: bytes of names that are not UTF-8."""
     if isinstance(value, str):
         return _SURROGATES.sub(lambda found: f"\\u{ord(found[0]):04x}", value)
     if isinstance(value, dict):

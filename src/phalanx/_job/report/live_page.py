@@ -68,9 +68,9 @@ class LivePage:
         self._latest: JobView | None = None
         self._sampled_at = 0.0
         self._began_at = clock()  # a job's own time begins again when it restarts
-        # seconds since then, and samples or steps a second
+        # seconds since `_began_at`, and samples or steps a second
         self._paces: deque[tuple[float, float]] = deque(maxlen=_MOST_POINTS)
-        self._memory: deque[tuple[float, float]] = deque(maxlen=_MOST_POINTS)  # the memory of all ranks
+        self._memory: deque[tuple[float, float]] = deque(maxlen=_MOST_POINTS)  # and the memory of all ranks in bytes
         self._report, self._reported_at = "", 0.0
 
     @property

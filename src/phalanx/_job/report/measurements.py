@@ -68,7 +68,7 @@ class CollectiveTimes:
     duration_s: float  # median time from the last rank's entry to the end
     waiting_s: float  # mean time for which a rank waits for the last one
     bandwidth: float | None
-    overlapped: bool = False  # most of it was done before that, during the backward
+    overlapped: bool = False  # most of the work was done earlier, during the backward
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Lateness:
 
 @dataclass(frozen=True)
 class RunEvent:
-    """An event is something that happened to the job: `kind` is loss, failure, host lost, stopped, signal or restart.
+    """A `RunEvent` is an event of the job: `kind` is loss, failure, host lost, stopped, signal or restart.
 
     For a loss, `pid` is the lost process, and `host` the name and address of its host if the host is lost, too.
     """
@@ -111,8 +111,8 @@ class Measurements:
     max_restarts: int
     ranks: tuple[RankRun, ...] = ()
     loss: Curve = ()  # step, mean over the ranks
-    broken_step: int | None = None  # the first whose loss is not finite
-    stays_broken: bool = False  # and all later losses are not finite, either
+    broken_step: int | None = None  # the first step whose loss is not finite
+    stays_broken: bool = False  # whether no later loss is finite
     throughput: Curve = ()  # time, samples per second of all ranks
     has_samples: bool = False
     collectives: tuple[CollectiveTimes, ...] = ()

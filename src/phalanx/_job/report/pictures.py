@@ -17,8 +17,8 @@ from phalanx._job.report.units import percent, rate, seconds, size
 _MAX_LINES = 8  # the most ranks that a chart can distinguish
 _MAX_DOT_LABELS = 8
 MANY_RANKS = 16  # with more ranks, ranks that are alike are shown as one
-_ALIKE = 0.05  # two steps that differ by this part are the same to a reader
-_MOST_LETTERS = 24  # the most letters before a bar
+_ALIKE = 0.05  # two steps that differ by at most this share look the same to a reader
+_MOST_LETTERS = 24  # the most letters in a bar's label
 _ON_DARK = ("backward", "update", "waiting")
 
 
@@ -47,7 +47,7 @@ def loss_picture(run: Measurements) -> str:
 
 
 def loss_axis(losses: Sequence[float]) -> tuple[bool, Axis]:
-    """Return whether losses are shown by their logarithm, and the axis."""
+    """Return whether the axis for these losses is logarithmic, and the axis."""
     is_log = min(losses) > 0 and max(losses) > 50 * min(losses)
     return is_log, logarithmic(losses) if is_log else linear(losses)
 
@@ -142,7 +142,7 @@ class StepBar:
 def part_bars(run: Measurements) -> str:
     """Return a bar for each rank: its step, divided into activities.
 
-    With many ranks, those that differ come first, and one bar stands for all equal ones.
+    With many ranks, the ranks that differ come first, and one bar represents all others.
     """
     different, alike = _divide_alike([rank for rank in run.last_attempt if rank.step_s > 0])
     bars = [StepBar(f"rank {rank.rank}", rank.parts, rank.step_s) for rank in different]
@@ -166,7 +166,7 @@ def mean_step(ranks: Sequence[RankRun]) -> tuple[dict[str, float], float]:
 
 
 def _divide_alike(ranks: Sequence[RankRun]) -> tuple[list[RankRun], list[RankRun]]:
-    """Return the ranks to show one by one, if many the most different first, and the ranks to show as one."""
+    """Return the ranks to show one by one (of many ranks, the most different first), and the ranks to show as one."""
     if len(ranks) <= MANY_RANKS:
         return list(ranks), []
     usual = {part: median(rank.parts[part] for rank in ranks) for part in PARTS}
@@ -181,7 +181,7 @@ def _divide_alike(ranks: Sequence[RankRun]) -> tuple[list[RankRun], list[RankRun
 
 
 def step_bars(bars: Sequence[StepBar]) -> str:
-    """Return steps as bars of one scale, below a legend."""
+    """Return steps as bars on one scale, below a legend."""
     longest = max(bar.step_s for bar in bars)
     shown = [part for part in PARTS if any(bar.parts[part] > 0.001 * longest for bar in bars)]
     legend = "".join(f"<li><i style='background:var(--{part})'></i>{part}</li>" for part in shown)

@@ -55,7 +55,7 @@ def begin_in_rank(folder: str) -> StepRecorder:
     Recording begins once per process: a further call returns the same recorder.
 
     Raises:
-        OSError: its file can't be made.
+        OSError: its file cannot be created.
     """
     global _is_given
     recorder = _recorder or _record(folder)
@@ -64,14 +64,14 @@ def begin_in_rank(folder: str) -> StepRecorder:
 
 
 def begin(folder: str | os.PathLike[str]) -> StepRecorder:
-    """Record this process's steps for a report in `folder`; every rank calls it, before its first step.
+    """Record this process's steps for a report in `folder`; every rank must call this before its first step.
 
     Under `phalanx run` the launcher writes the report at the end, even if ranks have died. Under another launcher, or
     none, rank 0 writes it when its process ends or begins another report. `phalanx run --report` overrides `folder`.
 
     Raises:
         ValueError: the folder has no name.
-        OSError: its file can't be made, or another job that is running writes its report there.
+        OSError: its file cannot be created, or another running job writes its report there.
     """
     name = os.fspath(folder)
     if not name:
@@ -128,7 +128,7 @@ def _see_end_and_forks() -> None:
 
 
 def _make_way(folder: str) -> None:
-    """Prepare the folder, on rank 0 only, since no launcher of ours has prepared it."""
+    """Prepare the folder, on rank 0 only, because Phalanx's launcher has not prepared it."""
     if _find_place(os.environ)[0]:
         return
     other = find_other_run(folder)
@@ -163,7 +163,7 @@ def _run_id(environ: Mapping[str, str], world_size: int) -> str:
 
 
 def _write_at_end(folder: str, recorder: StepRecorder) -> None:
-    """Write the report when this process ends, since the job has no launcher of ours."""
+    """Write the report when this process ends, because Phalanx's launcher does not write it."""
     from phalanx._job.report.write import write_report
 
     begun = time.monotonic()
@@ -267,7 +267,7 @@ def _memory_bytes() -> int:
 
 
 def _forget() -> None:
-    """Cancel, in a child of a rank, the work at the rank's end: the child is not a rank."""
+    """Cancel recording, and the work at exit, in a forked child: the child is not a rank."""
     global _recorder, _is_given
     if _recorder is not None:
         step_notes.stop_listening()

@@ -1,4 +1,4 @@
-"""List the ranks' files in a report's folder, and remove files no longer needed. Other files stay."""
+"""List the ranks' files in a report's folder, and remove those that are no longer needed. Other files stay."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from phalanx._base.processes import read_stat
 from phalanx._comm.diagnostics.step_file import RankFile, read_rank_file
 from phalanx._job.report.job_record import RANKS, JobRecord
 
-_CLOCK_SET_S = 60.0  # the most by which a host's clock may have been set since
+_CLOCK_SET_S = 60.0  # the most by which a host's clock may have been adjusted in the meantime
 
 
 def list_records(folder: str) -> Iterator[tuple[Path, RankFile]]:
@@ -25,7 +25,7 @@ def list_records(folder: str) -> Iterator[tuple[Path, RankFile]]:
 
 
 def run_of(file: RankFile) -> str:
-    """Return the id of the file's run; empty if the rank knew none."""
+    """Return the id of the file's run; empty if the rank had none."""
     return str(file.facts.get("run", ""))
 
 
@@ -65,7 +65,7 @@ def is_running(job: JobRecord) -> bool:
 
 
 def is_alive(pid: int, since: float) -> bool:
-    """Return whether the process `pid`, started at Unix time `since`, is alive; its number may be reused."""
+    """Return whether process `pid`, which was running at Unix time `since`, is alive; the pid may have been reused."""
     if pid <= 0:
         return False
     try:

@@ -37,7 +37,7 @@ def part_table(run: Measurements) -> str:
 
 
 def collective_table(run: Measurements) -> str:
-    """Return the collectives by kind and size, the costliest in front."""
+    """Return the collectives by kind and size, the costliest first."""
     rows = [
         [
             row.name.replace("_", " "),
@@ -118,7 +118,7 @@ def machine_table(run: Measurements) -> str:
 
 
 def _on_a_core(rank: RankRun, share: float) -> str:
-    """Return the share of the rank's time in which it used a core; if it mostly waits, the reason."""
+    """Return the share of the rank's time in which it used a core; if the rank waits much, also the reason."""
     if rank.step_s <= 0:
         return percent(share)
     waits = {

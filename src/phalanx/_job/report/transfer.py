@@ -17,7 +17,7 @@ from phalanx._job.report.records import list_records, run_of
 _NAME = re.compile(r"[\w.-]{1,200}\.steps")
 
 
-_GOT = "got-"  # the prefix of files from other hosts, which have removed theirs
+_GOT = "got-"  # the prefix of files from other hosts, which remove theirs once they are sent
 
 
 def pack_files(folder: str, run: str, since: float) -> Iterator[tuple[str, str]]:

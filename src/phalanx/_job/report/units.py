@@ -34,7 +34,7 @@ def rate(value: float) -> str:
 
 
 def three_digits(value: float) -> str:
-    """Return a number as text: `1.23`, `12.3`, `123`, `1,234`; a thousandth has `0.001`."""
+    """Return a number as text: `1.23`, `12.3`, `123`, `1,234`; a thousandth is `0.001`."""
     magnitude = abs(value)
     if magnitude >= 1e12:
         return f"{value:.3g}"

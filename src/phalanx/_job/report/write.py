@@ -27,7 +27,7 @@ PAGE, DATA, TRACE = "report.html", "report.json", "trace.json"
 
 
 def write_report(folder: str, *, keep_records: bool = False) -> Measurements:
-    """Write the page and its companions into `folder`; remove the ranks' records, which report.json contains.
+    """Write the page, the numbers and the trace into `folder`; remove the ranks' records, which report.json contains.
 
     Raises:
         OSError: the folder cannot be written.

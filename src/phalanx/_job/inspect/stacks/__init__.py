@@ -1,4 +1,4 @@
-"""`phalanx stacks` shows where each rank of a running job is, without stopping it.
+"""`phalanx stacks` shows where each rank of a running job is, without stopping the rank.
 
     jobs          which jobs of this user run on this host, and the choice of one of them
     job_snapshot  the exchange with a job's agent: the ranks, their recorders, the files of their stacks

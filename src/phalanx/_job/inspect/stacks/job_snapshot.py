@@ -28,7 +28,7 @@ _MAX_DESCRIPTION_BYTES = 1 << 24
 
 @dataclass(frozen=True)
 class JobSnapshot:
-    """A `JobSnapshot` is a running job: its agent, target, living ranks (number and process), and their groups."""
+    """A `JobSnapshot` describes a running job: its agent, target, living ranks (number and process) and groups."""
 
     agent: int
     target: str
@@ -100,7 +100,7 @@ def answer(
 
 @contextmanager
 def _file(data: bytes) -> Iterator[int]:
-    """Yield a file in memory that holds `data`, which may be longer than a socket takes at once."""
+    """Yield an in-memory file with `data`, which may be longer than a socket accepts at once."""
     fd = create("phalanx-snapshot")
     try:
         os.write(fd, data)

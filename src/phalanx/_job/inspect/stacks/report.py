@@ -180,8 +180,8 @@ def _status(pid: int) -> dict[str, str]:
 
 @contextmanager
 def _one_at_a_time(fd: int) -> Iterator[None]:
-    """Let only one command ask at a time, since two would mix up their answers; lock the first rank's file."""
-    # opened anew, because a lock belongs to an open file, and the received one is shared
+    """Lock the first rank's file, so that only one command asks at a time: two would mix up their answers."""
+    # opened anew, because a lock belongs to an open file, and the agent and all commands share the received one
     own = os.open(f"/proc/self/fd/{fd}", os.O_RDWR)
     try:
         fcntl.flock(own, fcntl.LOCK_EX)

@@ -20,7 +20,7 @@ from phalanx.errors import LaunchError
 
 COMMAND = "phalanx top"
 TIMEOUT_S = 5.0
-MAX_OPERATIONS = 64  # enough operations of a rank in a group for the last seconds, and quickly sent
+MAX_OPERATIONS = 64  # of a rank in a group: enough to cover the last seconds, few enough to send quickly
 
 
 class RankOperation(NamedTuple):
@@ -45,7 +45,7 @@ class MemberSnapshot:
 
 @dataclass(frozen=True)
 class GroupSnapshot:
-    """A `GroupSnapshot` is a group; `members` are on this host."""
+    """A `GroupSnapshot` has the members of a group that are on this host."""
 
     name: str
     world_size: int

@@ -14,7 +14,7 @@ _KEPT = 4096
 
 @dataclass(frozen=True)
 class Memory:
-    """`Memory` is in bytes.
+    """`Memory` is the memory of a process in bytes.
 
     If `is_pss`, shared pages are divided among their processes; otherwise each process counts them in full.
     """

@@ -70,7 +70,7 @@ class Looker:
 
 
 class _Screen:
-    """`_Screen` draws the rows."""
+    """`_Screen` draws the latest view, in the order and from the row that the user has chosen."""
 
     def __init__(self, console: Console) -> None:
         self.console = console

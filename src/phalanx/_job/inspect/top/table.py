@@ -31,7 +31,7 @@ _STATES = {
 
 @dataclass(frozen=True)
 class _Column:
-    """A `_Column` has a rank's `text`. A narrow terminal first drops the column with the largest `leaves`; 0: never."""
+    """A `_Column` shows a rank's `text`. If space is short, the largest `leaves` is dropped first; 0: never."""
 
     title: str
     text: Callable[[RankView], str]
@@ -96,7 +96,7 @@ def summary(job: JobView) -> list[Text]:
 def table(job: JobView, width: int | None, *, slowest_first: bool = False) -> tuple[Text, list[Text]]:
     """Return the heading and the rows: one for each rank, and above them one for each host if there are several.
 
-    No line is wider than `width`; columns in which no rank has anything are left out.
+    No line is wider than `width`; columns that are empty for every rank are left out.
     """
     ranks = sorted(job.ranks, key=_least_waiting) if slowest_first else job.ranks
     cells = [[column.text(rank) for column in _COLUMNS] for rank in ranks]

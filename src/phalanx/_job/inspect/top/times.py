@@ -54,7 +54,7 @@ class LatenessOfRank:
 
 @dataclass(frozen=True)
 class Stuck:
-    """`Stuck` is an operation in which processes wait for others that have not entered it, for `waited_ns` at most."""
+    """`Stuck` is an operation in which processes wait, the longest for `waited_ns`, for others to enter."""
 
     group: str
     label: str
@@ -66,7 +66,7 @@ class Stuck:
 
 @dataclass(frozen=True)
 class OperationTimes:
-    """`OperationTimes` is the time between two snapshots. All ranks of a group entered `num_operations` operations."""
+    """`OperationTimes` covers the time between two snapshots. `num_operations`: those that a whole group entered."""
 
     span_ns: int
     times: dict[HostPid, Times]
@@ -93,10 +93,10 @@ def measure(
     before: Mapping[HostPid, int] = types.MappingProxyType({}),
     longest_ns: int = LONGEST_NS,
 ) -> OperationTimes:
-    """Divide the time from `since_ns` to the snapshots.
+    """Divide the time of each process from `since_ns` to the snapshots.
 
-    Begin later if that is longer than `longest_ns`, or if the recorders do not reach that far back. `before` is the CPU
-    time of each process at `since_ns`.
+    Begin later if that time is longer than `longest_ns`, or if the recorders do not reach that far back. `before` is
+    the CPU time of each process at `since_ns`.
     """
     now_ns = min((host.at_ns for host in hosts), default=0)
     members = [
@@ -135,7 +135,7 @@ def measure(
 
 
 def add(several: Iterable[OperationTimes]) -> OperationTimes | None:
-    """Return the sum of `several`, for the processes in the last one, whose `stuck` it has; None if there are none."""
+    """Return the sum of `several` for the processes of the last one, with its `stuck`; None if `several` is empty."""
     list_ = list(several)
     if not list_:
         return None
@@ -172,7 +172,7 @@ def _with_idle(times: Times, processor_ns: int) -> Times:
 
 
 def _reaches_back(member: MemberSnapshot) -> int:
-    """Return the time since which the process's operations in the group are completely known."""
+    """Return the time since which all of the process's operations in the group are known."""
     return member.operations[0].enter_ns if len(member.operations) >= MAX_OPERATIONS else 0
 
 
@@ -180,7 +180,7 @@ def _match(hosts: Sequence[HostSnapshot]) -> list[_Call]:
     """Return the collectives, each with the processes known to have called it."""
     calls: dict[tuple[str, int, int, int, int], list[_Call]] = defaultdict(list)
     for host in hosts:
-        # When the ranks form a new group, it has the old one's name. Counted from the newest, hosts agree on it.
+        # A new group of the ranks has the old group's name. Hosts agree on its number, counted from the newest group.
         later: dict[tuple[str, int], int] = defaultdict(int)
         for group in reversed(host.groups):
             number = later[group.name, group.world_size]

@@ -37,7 +37,7 @@ SHARES = ("computing", "idle", "computing_or_idle", "waiting", "communicating")
 
 @dataclass(frozen=True)
 class RankView:
-    """A `RankView` is a rank; its shares of time are from 0 to 1, None if unknown, and add up to 1."""
+    """A `RankView` shows a rank; its shares of time are from 0 to 1, None if unknown, and add up to 1."""
 
     rank: int
     host: str
@@ -91,7 +91,7 @@ class LostView:
 
 @dataclass(frozen=True)
 class JobView:
-    """A `JobView` is a job. `notes` are sentences on missing data, `report` the folder to which its ranks record."""
+    """A `JobView` shows a job. `notes` are sentences on missing data, `report` the folder to which its ranks record."""
 
     pid: int
     target: str
@@ -218,7 +218,7 @@ def _pace(rank: RankSnapshot, operations: Sequence[Sequence[RankOperation]], now
 
 
 def _recent(times: Sequence[int], now_ns: int) -> int:
-    """Return the index in `times`, oldest first, from which times count: at least two, if there are two."""
+    """Return the index of the first recent time in `times`, oldest first. At least two are recent, if there are two."""
     begin = next((i for i, at in enumerate(times) if at >= now_ns - RECENT_NS), len(times))
     return max(0, min(begin, len(times) - 2))
 

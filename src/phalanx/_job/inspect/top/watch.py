@@ -21,7 +21,7 @@ _MIN_MORE_SAMPLES, _MAX_MORE_SAMPLES, _PAUSE_S = 3, 8, 0.1
 class JobWatch:
     """A `JobWatch` samples one job.
 
-    Times and shares are of the last ten seconds; with `since_previous`, of the time since the previous sample.
+    Times and shares cover the last ten seconds; with `since_previous`, the time since the previous sample.
     """
 
     def __init__(self, job: RunningJob, *, since_previous: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Run as a rank, `python -m phalanx._job.launch.calls FOLDER`, the call that the caller has written to FOLDER."""
+"""Execute the call in FOLDER as a rank: `python -m phalanx._job.launch.calls FOLDER`."""
 
 from __future__ import annotations
 

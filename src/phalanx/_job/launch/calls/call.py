@@ -104,7 +104,7 @@ def _opened_folder() -> Iterator[str]:
         folder.close()
 
 
-_MODULE = "phalanx._job.launch.calls"  # what the ranks run
+_MODULE = "phalanx._job.launch.calls"  # the program of the ranks
 _OF_A_SCRIPT = ("module", "no_python", "run_path", "use_env", "help")
 _OF_SEVERAL_HOSTS = (
     "nnodes",
@@ -276,7 +276,7 @@ def _is(stream: TextIO, fd: int) -> bool:
 
 
 def _show(agent: subprocess.Popen[bytes], pipes: Sequence[_Pipe]) -> None:
-    """Copy output until the pipes end."""
+    """Copy the agent's output to the streams until the pipes end."""
     with selectors.DefaultSelector() as selector:
         for pipe in pipes:
             if pipe.own_end is not None:

@@ -67,7 +67,7 @@ def encode_surroundings() -> bytes:
 
 
 def restore_surroundings(data: bytes) -> None:
-    """Give this rank the module search path, arguments and `__main__` of the caller."""
+    """Use the caller's module search path, arguments and `__main__` in this rank."""
     surroundings = pickle.loads(data)
     sys.path[:] = surroundings["path"]
     sys.argv[:] = surroundings["argv"]

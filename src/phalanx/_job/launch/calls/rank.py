@@ -13,7 +13,7 @@ PAYLOAD, SURROUNDINGS, SETTINGS, RESULT = "call", "surroundings", "settings", "r
 
 
 def run(folder: str) -> None:
-    """Execute the call in `folder`, and raise its exception, which the agent reports."""
+    """Execute the call in `folder`, write its outcome, and raise its exception, which the agent reports."""
     rank = int(os.environ["RANK"])
     path = outcome_path(folder, rank)
     path.unlink(missing_ok=True)  # left by an earlier attempt
