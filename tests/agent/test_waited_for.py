@@ -109,7 +109,15 @@ def test_a_rank_that_comes_last_and_costs_time_is_slower_than_the_others() -> No
     assert slow is not None
     assert (slow.pid, slow.times, slow.num_operations) == (101, 150, 150)
     assert 0.27 < slow.share < 0.30  # 0.28 s of each second
-    assert "rank 1 (pid 101) is slower than the others: in 148 s it entered 150 of 150" in describe_slow(slow, 1)
+    assert "rank 1 (pid 101) is slower than the others: in 149 s it entered 150 of 150" in describe_slow(slow, 1)
+
+
+def test_the_time_between_two_checks_counts_too() -> None:
+    """With one operation in each check the span was 0 s, and a delay of 20 µs was 100,000 % of it."""
+    late = LatenessCounter()
+    for n in range(60):
+        late.add([group([record(n, n, n + 0.1)], [record(n, n + 2e-5, n + 0.1)])])
+    assert late.find_slow() is None
 
 
 def test_the_slow_rank_is_the_one_that_comes_last_to_a_round_and_not_the_one_in_the_next_reducers_round() -> None:

@@ -1,5 +1,6 @@
 """How a rank's time divides, who is slowest, how far a job is, and how that fits the terminal: without a process."""
 
+import io
 import itertools
 import json
 import os
@@ -9,6 +10,7 @@ import time
 from dataclasses import replace
 
 import pytest
+from rich.console import Console
 
 from phalanx._base.core_numbers import ALL_REDUCE, BROADCAST, GRADIENTS, RECV
 from phalanx._comm.diagnostics.progress_page import RankProgress, Track
@@ -25,6 +27,7 @@ from phalanx._job.inspect.top.look import (
 )
 from phalanx._job.inspect.top.memory import Memory, MemoryReader
 from phalanx._job.inspect.top.prometheus import as_prometheus
+from phalanx._job.inspect.top.screen import _Screen
 from phalanx._job.inspect.top.table import all_lines, as_text, page, table
 from phalanx._job.inspect.top.times import LatenessOfRank, Times, add, measure
 from phalanx._job.inspect.top.view import SHARES, _shares, view
@@ -270,7 +273,7 @@ def test_shares_always_make_a_whole_and_survive_anything_that_a_recorder_may_hol
     json.loads(as_json(job))
     for width in (5, 40, 80, 300):
         for height in (1, 5, 24):
-            lines = page(job, width, height, offset=draw.randrange(10))
+            lines, _ = page(job, width, height, offset=draw.randrange(10))
             assert len(lines) <= max(2, height)
             assert all(len(line.plain) <= width for line in lines)
 
@@ -323,21 +326,37 @@ def test_the_slowest_is_named_with_what_it_costs():
 
 def test_two_hundred_ranks_fit_eighty_columns_and_can_be_scrolled():
     job = many(200)
-    lines = [line.plain for line in page(job, 80, 24)]
+    lines = [line.plain for line in page(job, 80, 24)[0]]
     assert len(lines) == 24
     assert all(len(line) <= 80 for line in lines)
     assert lines[-1].endswith("arrows, PgUp, PgDn: lines 1-17 of 200")
-    last = [line.plain for line in page(job, 80, 24, offset=10**6)]
+    last = [line.plain for line in page(job, 80, 24, offset=10**6)[0]]
     assert last[-2].split()[0] == "199"
-    slow = [line.plain for line in page(job, 80, 24, slowest_first=True)]
+    slow = [line.plain for line in page(job, 80, 24, slowest_first=True)[0]]
     assert slow[slow.index(next(line for line in slow if line.startswith("rank "))) + 1].split()[0] == "199"
     assert len(as_text(all_lines(job, None)).splitlines()) == 3 + 2 + 200
+
+
+def test_keys_that_arrive_together_all_count_and_scrolling_ends_at_the_last_row():
+    """Held keys did nothing, and each press beyond the end had to be taken back."""
+    screen = _Screen(Console(file=io.StringIO(), width=80, height=24))
+    screen.job = many(200)
+    assert screen.press("jj\x1b[B\x1b[6~")
+    screen.draw()
+    assert screen.offset == 13
+    screen.press("\x1b[6~" * 30)
+    screen.draw()
+    assert screen.offset == 183
+    screen.press("k")
+    assert screen.offset == 182
+    assert not screen.press("sq")
+    assert not screen.press("")
 
 
 def test_columns_make_way_where_the_terminal_is_narrow():
     job = many(3)
     headings = {
-        width: next(line.plain for line in page(job, width, 24) if line.plain.lstrip().startswith("rank "))
+        width: next(line.plain for line in page(job, width, 24)[0] if line.plain.lstrip().startswith("rank "))
         for width in (80, 60, 40)
     }
     assert headings[80].split() == ["rank", "pid", "step", "samples/s", "comp", "wait", "comm", "memory", "now"]

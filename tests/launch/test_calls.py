@@ -110,6 +110,26 @@ def test_what_cannot_be_raised_here_is_told():
 
 
 @pytest.mark.slow
+def test_an_exception_of_a_module_that_only_the_ranks_can_import_is_told(tmp_path):
+    """The caller raised ModuleNotFoundError, and nothing of the rank's failure."""
+    (tmp_path / "net.py").write_text("class ShapeError(Exception): pass\n")
+    folder = str(tmp_path)
+
+    def work(ends):
+        sys.path.insert(0, folder)
+        import net
+
+        if ends == "raises":
+            raise net.ShapeError("3 is not 4")
+        return net.ShapeError("5 is not 6")
+
+    with pytest.raises(LaunchError, match=r"ShapeError: 3 is not 4 at test_calls\.py"):
+        phalanx.launch(work, ("raises",), nproc_per_node=1)
+    with pytest.raises(LaunchError, match="rank 0 of 1 returned or raised an object that cannot be unpickled"):
+        phalanx.launch(work, ("returns",), nproc_per_node=1)
+
+
+@pytest.mark.slow
 def test_a_result_that_cannot_be_pickled_is_named_with_its_rank():
     def work():
         return (word for word in "never") if rank() else "fine"
@@ -147,6 +167,8 @@ def test_what_makes_no_sense_is_refused_before_anything_is_started():
         phalanx.launch("train.py")
     with pytest.raises(ValueError, match=r"phalanx.launch: nproc_per_node=: must be at least 1, got 0"):
         phalanx.launch(print, nproc_per_node=0)
+    with pytest.raises(ValueError, match=r"phalanx.launch: report=: must be a value \(DIR\), got True"):
+        phalanx.launch(print, report=True)
     with pytest.raises(ValueError, match=r"phalanx.launch: help=: only for scripts"):
         phalanx.launch(print, help=True)
     with pytest.raises(

@@ -199,7 +199,7 @@ def _is_stopped(process: BaseProcess) -> bool:
 
 def _outcome(task: _RankTask, process: BaseProcess, lost: Collection[int]) -> RankOutcome:
     exit_code = process.exitcode
-    result = outcome.read(task.outcome_path)
+    result = outcome.read(task.outcome_path, task.rank)
     if result is not None:
         if task.rank in lost and not result.failed:
             return RankOutcome(task.rank, text="is in `lost`, but its function returned")

@@ -15,7 +15,8 @@ from phalanx._comm.diagnostics.rank_list import name_ranks
 from phalanx._job.inspect.stacks.dump import without_launcher
 from phalanx._job.output.traceback_buffer import without_numbers
 
-_MAX_REPORT_BYTES = 100_000  # a report is one datagram; the default socket buffer holds about 200 kB
+_MAX_TEXT = 8_000  # characters
+_MAX_REPORT_BYTES = 150_000  # a report is one datagram; the default socket buffer holds about 200 kB
 _OUTSIDE_CAUSES = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 
 
@@ -40,13 +41,17 @@ class ExceptionReport:
 
     def to_bytes(self) -> bytes:
         """Return the report as one datagram; leave out the middle of long texts."""
-        fields = asdict(self)
-        for key in ("summary", "traceback", "own_lines"):
-            text = fields[key]
-            if len(text) > _MAX_REPORT_BYTES // 12:  # JSON may take six bytes for a character
-                half = _MAX_REPORT_BYTES // 24
-                fields[key] = f"{text[:half]}\n  [… {len(text) - 2 * half} characters left out …]\n{text[-half:]}"
-        return json.dumps(fields).encode()
+        fields, half = asdict(self), _MAX_TEXT // 2
+        while True:
+            for key in ("summary", "traceback", "own_lines"):
+                text = getattr(self, key)
+                if len(text) > 2 * half:
+                    left_out = len(text) - 2 * half
+                    fields[key] = f"{text[:half]}\n  [… {left_out} characters left out …]\n{text[-half:]}"
+            data = json.dumps(fields).encode()
+            if len(data) <= _MAX_REPORT_BYTES or half < 100:
+                return data
+            half //= 2  # JSON takes up to twelve bytes for a character
 
     @classmethod
     def from_bytes(cls, data: bytes) -> ExceptionReport | None:
@@ -210,7 +215,7 @@ def _advise_on_memory(failure: RankFailure) -> str:
     Signs are a library that could not be loaded, a failed allocation, or a rank that exited without a report.
     """
     if failure.report is not None:
-        is_likely = failure.report.types[0] in ("ImportError", "MemoryError")
+        is_likely = failure.report.types[:1] in (("ImportError",), ("MemoryError",))
     else:
         is_likely = failure.exit is not None and failure.exit.status in (1, -signal.SIGABRT, -signal.SIGSEGV)
     return describe_address_space() if is_likely else ""

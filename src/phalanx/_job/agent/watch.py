@@ -376,7 +376,8 @@ class LatenessCounter:
         self._times: dict[int, int] = defaultdict(int)
         self._lead_ns: dict[int, int] = defaultdict(int)
         self._num_operations = 0
-        self._span_ns = 0
+        self._first_ns: int | None = None
+        self._last_ns = 0
 
     def add(self, groups: Sequence[GroupLog]) -> None:
         """Count the new operations that all ranks of a group have entered."""
@@ -402,14 +403,15 @@ class LatenessCounter:
                 self._times[pid] += 1
                 self._lead_ns[pid] += last_ns - before_ns
         if seen_ns:
-            self._span_ns += max(seen_ns) - min(seen_ns)
+            self._first_ns = min(seen_ns) if self._first_ns is None else self._first_ns
+            self._last_ns = max(seen_ns)
 
     def find_slow(self) -> SlowProcess | None:
         """Return the process that is consistently slower than the others; None if there is none."""
-        if self._num_operations < _MIN_OPERATIONS:
+        if self._num_operations < _MIN_OPERATIONS or self._first_ns is None:
             return None
         pid = max(self._times, key=self._times.__getitem__)
-        span_ns = max(1, self._span_ns)
+        span_ns = max(1, self._last_ns - self._first_ns)
         share = self._lead_ns[pid] / span_ns
         if self._times[pid] < _MIN_LAST_SHARE * self._num_operations or share < _MIN_WAIT_SHARE:
             return None

@@ -113,7 +113,7 @@ def run_worker(assignment: Assignment) -> None:
                 raise
             status = compute_exit_status(error.code)
             if error.code is not None and not isinstance(error.code, int):
-                print(error.code, file=sys.stderr)
+                print(error.code, file=sys.stderr or sys.__stderr__)
             error.__traceback__ = None  # its frames reference objects to be freed
             error.code = None
         else:

@@ -185,7 +185,7 @@ def _write_at_end(folder: str, recorder: StepRecorder) -> None:
     def write() -> None:
         end = "ended"  # no hook reports the code of sys.exit()
         if failed:
-            end = "stopped" if "KeyboardInterrupt" in failed[0] else "failed"
+            end = "stopped" if failed[0].startswith("rank 0: KeyboardInterrupt") else "failed"
         text = failed[0] if failed else ""
         try:
             speed = {socket.gethostname(): measure_copy_speed()}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import sys
 import termios
@@ -89,20 +90,22 @@ class _Screen:
             self.live.update(self.problem or "looking for the ranks ...", refresh=True)
             return
         width, height = self.console.size
-        lines = page(self.job, width, height, offset=self.offset, slowest_first=self.slowest_first)
+        lines, self.offset = page(self.job, width, height, offset=self.offset, slowest_first=self.slowest_first)
         if self.problem:
             lines[0].plain = self.problem[:width]
         self.live.update(Group(*lines), refresh=True)
 
     def press(self, keys: str) -> bool:
-        """Execute the keys' commands; return whether to continue."""
-        if keys in ("q", "Q", "\x03", ""):
-            return False
-        if keys == "s":
-            self.slowest_first, self.offset = not self.slowest_first, 0
-        most = len(self.job.ranks) + self.job.num_hosts if self.job is not None else 0
-        self.offset = max(0, min(most, self.offset + _KEYS.get(keys, 0)))
-        return True
+        """Execute the commands of the keys that arrived together, none at the end of the input; return whether to
+        continue.
+        """
+        for key in re.findall(r"\x1b\[[0-9;]*[A-Za-z~]|.", keys, re.DOTALL):
+            if key in ("q", "Q", "\x03"):
+                return False
+            if key == "s":
+                self.slowest_first, self.offset = not self.slowest_first, 0
+            self.offset = max(0, self.offset + _KEYS.get(key, 0))
+        return keys != ""
 
 
 def show(watch: JobWatch, interval_s: float) -> JobView | None:

@@ -120,8 +120,13 @@ def table(job: JobView, width: int | None, *, slowest_first: bool = False) -> tu
     return _fit(Text(heading, style="bold"), width), rows
 
 
-def page(job: JobView, width: int, height: int, *, offset: int = 0, slowest_first: bool = False) -> list[Text]:
-    """Return a screen of `height` lines: the summary, as many rows from `offset` on as fit, and the keys."""
+def page(
+    job: JobView, width: int, height: int, *, offset: int = 0, slowest_first: bool = False
+) -> tuple[list[Text], int]:
+    """Return a screen of `height` lines, and the number of its first row.
+
+    The lines are the summary, as many rows from `offset` on as fit, or the last ones, and the keys.
+    """
     above = [part for line in summary(job) for part in _wrap(line, width)]
     if len(above) > height // 2:  # the ranks need room, too
         above = [_fit(line, width) for line in summary(job)][: max(1, height // 2)]
@@ -134,7 +139,7 @@ def page(job: JobView, width: int, height: int, *, offset: int = 0, slowest_firs
         keys += f"   arrows, PgUp, PgDn: lines {offset + 1}-{offset + len(shown)} of {len(rows)}"
     lines = [*above, Text(), heading, *shown]
     lines = lines[: max(1, height - 1)]
-    return [*lines, _fit(Text(keys, style="dim"), width)]
+    return [*lines, _fit(Text(keys, style="dim"), width)], offset
 
 
 def all_lines(job: JobView, width: int | None) -> list[Text]:

@@ -23,6 +23,7 @@ from phalanx._job.agent.target import JobTarget
 from phalanx._job.launch.calls import outcome, payload
 from phalanx._job.launch.calls.rank import PAYLOAD, RESULT, SETTINGS, SURROUNDINGS, outcome_path
 from phalanx._job.launch.command_line import read_settings
+from phalanx._job.launch.options import OPTIONS
 from phalanx.errors import LaunchError
 
 _READ_BYTES = 1 << 16
@@ -105,6 +106,7 @@ def _opened_folder() -> Iterator[str]:
 
 
 _MODULE = "phalanx._job.launch.calls"  # the program of the ranks
+_VALUES = {option.name: option.value for option in OPTIONS if option.value}  # the options that take a value
 _OF_A_SCRIPT = ("module", "no_python", "run_path", "use_env", "help")
 _OF_SEVERAL_HOSTS = (
     "nnodes",
@@ -153,6 +155,8 @@ def _read_options(options: Mapping[str, object]) -> Settings:
         flag = "--" + name.replace("_", "-")
         if name == "env" and value is not None:
             words += _read_variables(value, refused)
+        elif value is True and (value_name := _VALUES.get(flag[2:])):
+            refused.append(f"{name}=: must be a value ({value_name}), got True")
         elif value is True:
             words.append(flag)
         elif value is not False and value is not None:
@@ -305,7 +309,7 @@ def _collect(call: str, folder: str, result: JobResult | None, code: int) -> lis
         raise _failure(call, folder, result, code)
     results = []
     for rank in range(result.world_size):
-        ended = outcome.read(outcome_path(folder, rank))
+        ended = outcome.read(outcome_path(folder, rank), rank)
         if ended is None:
             raise LaunchError(
                 f"{call}: rank {rank} of {result.world_size} exited with code 0 before its function returned "
@@ -319,7 +323,7 @@ def _collect(call: str, folder: str, result: JobResult | None, code: int) -> lis
 
 def _failure(call: str, folder: str, result: JobResult, code: int) -> BaseException:
     rank = result.failed_rank
-    ended = outcome.read(outcome_path(folder, rank)) if rank >= 0 else None
+    ended = outcome.read(outcome_path(folder, rank), rank) if rank >= 0 else None
     text = result.text or f"the job ended before the function had returned in every rank: {_describe_exit(code)}"
     if ended is not None and isinstance(ended.error, Exception):
         error = ended.error

@@ -47,11 +47,15 @@ def write(path: Path, outcome: RankOutcome, dumps: Callable[[Any], bytes] = pick
     draft.rename(path)
 
 
-def read(path: Path) -> RankOutcome | None:
-    """Return the outcome in `path`; None if the rank has written none."""
+def read(path: Path, rank: int) -> RankOutcome | None:
+    """Return the outcome in `path`, a failure if it cannot be unpickled here; None if the rank has written none."""
     if not path.exists():
         return None
-    outcome: RankOutcome = pickle.loads(path.read_bytes())
+    try:
+        outcome: RankOutcome = pickle.loads(path.read_bytes())
+    except Exception as problem:  # of a module that only the rank could import, or of the object's own code
+        text = "returned or raised an object that cannot be unpickled in the process that called it"
+        return RankOutcome(rank, text=f"{text}\n{describe_error(problem)}")
     return outcome
 
 
