@@ -43,7 +43,7 @@ def class_of(error: BaseException) -> str:
 
 
 def summary_of(error: BaseException) -> str:
-    """Return `ValueError: too large`, as the last line of a traceback has it; never raises."""
+    """Return a summary such as `ValueError: too large`, the last line of a traceback; never raises."""
     return f"{class_of(error).rpartition('.')[2]}: {message_of(error)}"
 
 

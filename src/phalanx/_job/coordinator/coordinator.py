@@ -149,7 +149,7 @@ class Coordinator(StoreRequests):
             self.num_malformed += 1
             return False
         fine = True
-        if number in session.parked:  # sent again while it waits
+        if number in session.parked:  # the client has repeated a request that waits
             self._send(session, pack(AnswerStatus.PARKED, number))
             return True
         answer: Answer | None = session.answered(number) if what in _CHANGES else None
@@ -174,7 +174,7 @@ class Coordinator(StoreRequests):
                 ):
                     granted = True
                     session.remember(number, answer)
-                if granted or (what == Op.BARRIER and answer is None):  # it has been counted
+                if granted or (what == Op.BARRIER and answer is None):  # a waiting barrier was counted
                     self.journal.add(EntryKind.REQUEST, session.route, number, bytes((what,)), *fields, at=at)
         if answer is not None:
             self._send(session, answer)
@@ -218,7 +218,7 @@ class Coordinator(StoreRequests):
         del self.sessions[session.route]
 
     def note_pause(self, pause_s: float, now: float) -> None:
-        """Extend all deadlines by a pause in which the coordinator did not listen.
+        """Extend all deadlines by a pause in which the coordinator did not run.
 
         No member is lost because of the pause, and every session keeps its results for clients that ask again.
         """
@@ -323,7 +323,7 @@ class Coordinator(StoreRequests):
         waiter = self._unpark(session, number)
         if waiter is not None and waiter.owner[1].what == Op.BARRIER:
             self.journal.add(EntryKind.UNPARK, session.route, number)
-        self.requeue_item(session, number)  # if the item has crossed this cancellation
+        self.requeue_item(session, number)  # the item may have been sent before this cancellation arrived
 
     def _join(self, session: ClientSession, message: WireMessage) -> Answer:
         facts, watches = message.fields
@@ -332,7 +332,7 @@ class Coordinator(StoreRequests):
         if not isinstance(json.loads(facts), dict):
             raise WireError("facts are not an object")
         watched = None if watches == b"all" else frozenset(map(unpack_number, filter(None, watches.split(b","))))
-        if session.member is not None:  # it did not receive the answer to an earlier request in time
+        if session.member is not None:  # the client did not receive the answer to an earlier request in time
             self._part_with(session, session.member, "it joins again")
         session.member = self.members.join(session, facts, watched, session.received_at)
         session.gone = ""
@@ -361,7 +361,7 @@ class Coordinator(StoreRequests):
             return pack(AnswerStatus.UNKNOWN, 0, (session.gone or "it has not joined").encode(), message.fields[1])
         taken, seen = message.number, unpack_number(message.fields[0])
         session.member.acknowledge(taken)
-        if seen < session.member.sent:  # in flight, or lost with a connection; repeating them does no harm
+        if seen < session.member.sent:  # events are in flight, or lost with a connection; repeating them does no harm
             session.member.rewind(seen)
             self.outgoing[session] = None
         beat_s = heartbeat_s(self.members.lost_after_s, len(self.members))
@@ -461,7 +461,7 @@ class Coordinator(StoreRequests):
         return list(self._describe_state())
 
     def replay(self, entry: JournalEntry, now: float) -> None:
-        """Apply a change of the coordinator that this one copies; it has all earlier entries.
+        """Apply a change of the coordinator that this one copies, after all earlier entries.
 
         Raises:
             WireError: the entry is malformed.
@@ -626,7 +626,7 @@ def _describe_session(session: ClientSession) -> Iterator[JournalEntry]:
 
 
 def _grouped(items: Iterable[tuple[bytes, ...]]) -> Iterator[list[bytes]]:
-    """Yield the fields of items; small ones are combined."""
+    """Yield the fields of items, in groups within the limits of an entry."""
     fields: list[bytes] = []
     size = 0
     for item in items:

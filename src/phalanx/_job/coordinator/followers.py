@@ -96,7 +96,7 @@ class Followers:
         return messages
 
     def acknowledge(self, ticket: bytes, session: ClientSession, batch: int) -> None:
-        """Note that a standby has everything up to this batch."""
+        """Record that a standby has all batches up to this batch."""
         stream = self._streams.get(ticket)
         if stream is not None and stream.session is session:
             stream.acknowledged = max(stream.acknowledged, min(batch, self._batch))
@@ -120,12 +120,12 @@ class Followers:
 
     @property
     def _common(self) -> int:
-        """Return the batch up to which all required standbys have everything."""
+        """Return the newest batch that all required standbys have, with all earlier batches."""
         streams = [self._streams.get(ticket) for ticket in self.required]
         return min((-1 if each is None else each.acknowledged for each in streams), default=self._batch)
 
     def delay(self, session: ClientSession, answers: list[Answer]) -> bool:
-        """Delay answers if they may depend on changes that a required standby lacks; return whether it did."""
+        """Delay answers that may depend on changes that a required standby lacks; return whether they are delayed."""
         if self._common >= self._batch and not self._delayed:
             return False
         member = session.member
@@ -137,7 +137,7 @@ class Followers:
         return True
 
     def release(self) -> Iterator[tuple[ClientSession, list[Answer]]]:
-        """Yield the answers that need not be delayed any more."""
+        """Yield the delayed answers whose changes all required standbys have."""
         common = self._common
         while self._delayed and self._delayed[0][0] <= common:
             _, session, answers = self._delayed.popleft()

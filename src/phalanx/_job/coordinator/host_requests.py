@@ -50,7 +50,7 @@ Caller = tuple[bytes, int]  # the route of a rank, and the number of its request
 
 @dataclass
 class _Question:
-    """A question to the coordinator, which is asked once for all `callers`."""
+    """A `_Question` is a request to the coordinator, which is sent once for all `callers`."""
 
     words: Words  # questions with the same words are one question
     what: int
@@ -85,7 +85,7 @@ class HostRequests:
         self._number = 1
         self._hello: list[bytes] = []  # the coordinator's answer to a hello
         self._under_way: dict[int, _Question] = {}  # by number
-        self._current: dict[Words, _Question] = {}  # the questions under way that were sent last, by their words
+        self._current: dict[Words, _Question] = {}  # the newest questions under way, by their words
         # questions that are sent when the current one of the same words is answered
         self._next: dict[Words, _Question] = {}
         self._callers: dict[Caller, _Question] = {}
@@ -147,14 +147,14 @@ class HostRequests:
         question = self._current.get(words)
         if question is None:
             self._ask(caller, words, Op.GET, [key], asked=what)
-        else:  # it may be answered already: its result never changes
+        else:  # the coordinator may have answered already: the value never changes
             question.callers[caller] = what, 0
             self._callers[caller] = question
 
     def _add_items(self, caller: Caller, fields: list[bytes]) -> bool:
         if len(fields) < 3:
             return False
-        if (answered := self._answered.get(caller)) is not None:  # the rank has not received it
+        if (answered := self._answered.get(caller)) is not None:  # the rank has not received the answer
             self._answer(caller, answered)
             return True
         words: Words = (int(Op.ADD_ITEMS), *fields[:2])
@@ -217,7 +217,8 @@ class HostRequests:
     def ask_again(self, now: float) -> None:
         """Repeat questions that were not answered for some time, and drop values that were cached for long.
 
-        The callers are notified that they wait. If one has ended, which only this shows, call `drop`.
+        The callers are notified that they wait. Only a failed notification shows that a caller has ended: then call
+        `drop`.
         """
         for question in self._under_way.values():
             if not question.is_to_be_sent and now >= question.ask_again_at:
@@ -244,7 +245,7 @@ class HostRequests:
         """Accept a frame from the coordinator.
 
         Raises:
-            WireError: it is malformed.
+            WireError: the frame is malformed.
         """
         for status, _, fields in unpack(frame):
             if status != AnswerStatus.RELAYED:
@@ -287,7 +288,7 @@ class HostRequests:
         self._begin_next(question.words)
 
     def _begin_next(self, words: Words) -> None:
-        """Send the waiting request with these words, if some client still waits for it."""
+        """Send the next question with these words, if a caller still waits for it."""
         following = self._next.pop(words, None)
         if following is not None and following.callers:
             self._begin(following)

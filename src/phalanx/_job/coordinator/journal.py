@@ -64,7 +64,7 @@ class Journal:
         return len(self._entries)
 
     def add(self, kind: EntryKind, route: Route | None, number: int, *fields: bytes, at: int | None = None) -> None:
-        """Add a change; `at` is the position to insert it at, if entries that follow from it are already recorded."""
+        """Add a change; `at` is its position if entries that follow from it are already recorded."""
         if self.is_kept:
             self._entries.insert(
                 len(self._entries) if at is None else at, JournalEntry(kind, route, number, list(fields))
@@ -82,7 +82,7 @@ class Journal:
 
 
 def pack_entry(entry: JournalEntry) -> bytes:
-    """Return an entry as a message; a frame is several of them, one after another."""
+    """Return an entry as a message; a frame is a sequence of messages."""
     return pack(entry.kind, entry.number, pack_route(entry.route), *entry.fields)
 
 
@@ -90,7 +90,7 @@ def unpack_entries(frame: bytes) -> Iterable[JournalEntry]:
     """Yield the entries of a frame.
 
     Raises:
-        WireError: the frame has something other than entries.
+        WireError: the frame does not consist of entries.
     """
     for kind, number, fields in unpack(frame):
         if not fields:
@@ -111,7 +111,7 @@ def unpack_route(field: bytes) -> Route | None:
     """Return the route in a field.
 
     Raises:
-        WireError: the field is no route.
+        WireError: the field is not a route.
     """
     if not field:
         return None

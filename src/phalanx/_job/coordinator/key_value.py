@@ -1,6 +1,6 @@
 """A `KeyValueStore` has a job's keys, values and queues, like c10d's Store, without a clock or a network.
 
-The caller keeps a waiting request as a `Waiter`, which is returned when its keys exist.
+A request that waits is a `Waiter`: the method that creates its last missing key returns it.
 """
 
 from __future__ import annotations
@@ -85,12 +85,12 @@ class KeyValueStore:
         return ready
 
     def add(self, key: bytes, amount: int) -> tuple[int, list[Waiter]]:
-        """Add to the number at `key`, which is zero if it is not there; the sum is stored as decimal digits."""
+        """Add to the number at `key`, 0 if the key is missing; store the sum as decimal digits."""
         total = self._sum(key, amount)
         return total, self.set(key, b"%d" % total)
 
     def add_items(self, counter: bytes, prefix: bytes, values: Sequence[bytes]) -> tuple[int, list[Waiter]]:
-        """Add the number of `values` to `counter`, and set the keys that `prefix` and those numbers make.
+        """Add the number of `values` to `counter`, and set a key for each value: `prefix` and the value's number.
 
         Either everything is set or nothing. Also return the number of the first value.
         """
@@ -178,7 +178,7 @@ class KeyValueStore:
             yield queue, list(items)
 
     def queue_len(self, queue: bytes) -> int:
-        """Return how many items are in the queue."""
+        """Return the number of items in a queue."""
         return len(self._queues.get(queue, ()))
 
     def wait(self, waiter: Waiter) -> bool:
@@ -195,11 +195,11 @@ class KeyValueStore:
         return bool(waiter.missing)
 
     def release(self, key: bytes) -> list[Waiter]:
-        """Forget the waiters for a key that is never set, and return them."""
+        """Remove and return the waiters for a key that is never set."""
         return self._pop_ready(key) if key in self._waiters else []
 
     def forget(self, waiter: Waiter) -> None:
-        """Forget `waiter`."""
+        """Remove `waiter`, whose request no longer waits."""
         for key in waiter.missing if waiter.queue is None else (waiter.queue,):
             waiters = self._waiters.get(key, {})
             waiters.pop(waiter, None)

@@ -132,7 +132,7 @@ class Membership:
         return self._members.get(member)
 
     def find_leave_reason(self, member: int) -> str:
-        """Return why a member has left; empty for an unknown one, or one that left long ago."""
+        """Return why a member has left; empty if the member is unknown, or left long ago."""
         return self._gone.get(member, "")
 
     def join(self, owner: object, facts: bytes, watches: frozenset[int] | None, now: float) -> Member:
@@ -151,7 +151,7 @@ class Membership:
             self._by_silence.move_to_end(member.id)
 
     def suspect(self, member: Member, why: str) -> None:
-        """Notify the watchers of a member that it is lost, and keep the member until that is confirmed."""
+        """Notify the watchers of a member that it is lost, and keep the member until the loss is confirmed."""
         member.suspicion = why
         self._suspects.add(member.id)
         self._notify_watchers(b"lost", member.id, why.encode())
@@ -167,7 +167,7 @@ class Membership:
         (self._suspects.add if why else self._suspects.discard)(member.id)
 
     def remove(self, member: Member, kind: bytes, why: str) -> None:
-        """Remove a member that has `left` or is `lost`; notify its watchers, unless they know the suspicion."""
+        """Remove a member that has `left` or is `lost`; notify its watchers, unless `suspect` has notified them."""
         self._remove_watches(member)
         del self._members[member.id]
         del self._by_silence[member.id]

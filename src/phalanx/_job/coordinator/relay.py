@@ -1,4 +1,4 @@
-"""A relay, in the agent of a host, is the one connection of its ranks to the coordinator on another host.
+"""A relay, in the agent of a host, is the only connection of the host's ranks to the coordinator on another host.
 
     rank ─┐                                        simultaneous requests of ranks are one message, which is
     rank ─┼─ socket of this host ─ relay ─ CURVE ─▶ encrypted once, over one connection of the coordinator's;
@@ -174,7 +174,7 @@ class Relay:
                 self._epoch = self._shown_epoch = epoch
                 self._requests.restart()
             self._shown_epoch = self._shown_epoch or epoch
-            with contextlib.suppress(ValueError, IndexError):  # it is no coordinator of Phalanx
+            with contextlib.suppress(ValueError, IndexError):  # the sender is not a coordinator of Phalanx
                 self._requests.receive_answers(frame[EPOCH_BYTES:], now)
 
     def _answer(self) -> None:

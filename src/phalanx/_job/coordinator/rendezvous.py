@@ -16,15 +16,15 @@ class Rendezvous:
     """A `Rendezvous` is the meeting point of a job's hosts, with this host's role.
 
     `endpoint` is HOST:PORT of the first host; empty if this host is the first, chooses a free port and prints the
-    command for the others. `leads`: whether this host starts the coordinator there; with None it does if HOST is one of
-    its own addresses. `node_rank` is None if hosts are numbered in the order of joining, after the leader. `key` is the
-    job's key as text; None if it must be looked up.
+    command for the others. `leads`: whether this host starts the coordinator there; None: only if HOST is an address of
+    this host. `node_rank` is None if hosts are numbered in the order of joining, after the leader. `key` is the job's
+    key as text; None if it must be looked up.
 
     `more_endpoints` are tried after `endpoint`: the first host uses the first that it can bind, the others the first
     where this job answers. `is_local`: all agents run on one host, no port is opened and no key is needed; the others'
     `endpoint` is the path that the first host passes to `announce` once its coordinator serves. `witness` is the
-    address of an additional vote, for a job of two hosts that should survive the loss of one; only the first host needs
-    it.
+    address of an additional voter, for a job of two hosts that should survive the loss of a host; only the first host
+    needs it.
     """
 
     endpoint: str = ""
@@ -44,7 +44,7 @@ class Rendezvous:
 
 
 def split_endpoint(endpoint: str, default_port: int) -> tuple[str, int]:
-    """Return host and port of HOST, HOST:PORT, [V6] or [V6]:PORT, as torchrun does; V6::1:PORT ends in the port.
+    """Return host and port of HOST, HOST:PORT, [V6] or [V6]:PORT, as torchrun does; V6::1:PORT ends with the port.
 
     Raises:
         ValueError: the text has none of these forms.

@@ -64,11 +64,11 @@ class Service:
 
     Arguments:
         bind: the address for members on other hosts: HOST:PORT, port 0 for a free one; None opens no port.
-        key: the job's key, which a `bind` needs.
+        key: the job's key, required with `bind`.
         job: a name with which clients detect that they have reached the wrong job.
         lost_after_s: a member that is silent for this long is lost.
         log: called in the service's thread with a line for the log (refused connections, lost members).
-        coordinator: a coordinator that has taken over, with its own `job` and `lost_after_s`; a new one if None.
+        coordinator: a coordinator that has taken over, with its own `job` and `lost_after_s`; None: a new coordinator.
 
     Raises:
         AuthenticationError: `bind` without a key.

@@ -15,7 +15,7 @@ from phalanx._comm.control.wire import MAX_VALUE_BYTES, AnswerStatus, pack_head
 from phalanx._job.coordinator.key_value import Waiter
 from phalanx._job.coordinator.membership import Member
 
-MAX_ANSWERS = 1024  # per session; a client never has half as many requests in flight that change something
+MAX_ANSWERS = 1024  # per session; a client never has even half as many changes in flight
 MAX_ANSWER_BYTES = 4 * MAX_VALUE_BYTES
 MAX_POPPED, MAX_POPPED_BYTES = 512, 5 * MAX_VALUE_BYTES  # more than can be in flight to a client
 
@@ -72,7 +72,7 @@ class ClientSession:
     received_at: float
     member: Member | None = None
     gone: str = ""  # why the client is no longer a member
-    opened_by: int = -1  # of a relay: the member that has opened it
+    opened_by: int = -1  # if this client is a relay: the member that has opened it
     newest: int = 0  # the highest number of a request that has changed something
     parked: dict[int, Waiter] = field(default_factory=dict)
     num_parked_keys: int = 0
@@ -89,7 +89,7 @@ class ClientSession:
         return self._answers.get(number)
 
     def answers(self) -> Iterator[tuple[int, bytes]]:
-        """Yield the requests whose answers are remembered, each with its answer."""
+        """Yield the remembered answers, each after the number of its request."""
         yield from self._answers.items()
 
     def remember(self, number: int, answer: bytes) -> None:
@@ -101,7 +101,7 @@ class ClientSession:
             self._answer_bytes -= len(self._answers.popitem(last=False)[1])
 
     def record_popped(self, number: int, queue: bytes, item: bytes) -> None:
-        """Record that a request has popped an item, which another client receives if it does not reach this client."""
+        """Record the item that a request has popped: another client receives the item if this client does not."""
         self.popped[number] = queue, item
         self.popped_bytes += len(item)
         while len(self.popped) > MAX_POPPED or (self.popped_bytes > MAX_POPPED_BYTES and len(self.popped) > 1):

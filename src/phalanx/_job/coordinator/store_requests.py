@@ -28,7 +28,7 @@ from phalanx._job.coordinator.key_value import KeyValueStore, RefusedError, Wait
 from phalanx._job.coordinator.session import Answer, ClientSession, SharedAnswer
 
 MAX_PARKED = 1024  # the most waiting requests of one session
-MAX_PARKED_KEYS = 1 << 16  # the most keys that they wait for, all together
+MAX_PARKED_KEYS = 1 << 16  # the most keys that these requests wait for, all together
 _LONG_BYTES = 1 << 14  # thousands of clients may wait for one value: a longer one is not copied for each
 
 
@@ -62,7 +62,7 @@ class StoreRequests(ABC):
     def undelivered(self, session: ClientSession, answers: Iterable[Answer]) -> None:
         """Undo the effects of answers that did not reach the session."""
         for answer in answers:
-            if not isinstance(answer, SharedAnswer):  # its request has popped nothing
+            if not isinstance(answer, SharedAnswer):  # a request with a shared answer has popped nothing
                 for message in unpack(answer):
                     if message.what == AnswerStatus.OK:
                         self.requeue_item(session, message.number)
@@ -106,7 +106,7 @@ class StoreRequests(ABC):
         return waiter
 
     def _unpark_repeatable(self, session: ClientSession) -> None:
-        """Forget the waiting requests that the client will repeat. A barrier stays: it would count twice."""
+        """Forget the waiting requests that the client will repeat. A barrier stays: a repetition would count twice."""
         for number, waiter in list(session.parked.items()):
             if waiter.owner[1].what != Op.BARRIER:
                 self._unpark(session, number)
@@ -115,7 +115,7 @@ class StoreRequests(ABC):
         for waiter in ready:
             session, message = waiter.owner
             self._unpark(session, message.number)
-            if message.what == Op.BARRIER:  # it has been counted
+            if message.what == Op.BARRIER:  # its call was counted before it waited
                 session.remember(message.number, answer := pack(AnswerStatus.OK, message.number))
                 self._send(session, answer)
             else:

@@ -2,7 +2,7 @@
 
     first host                                              every other host
     agent ── decides: signals, restarts, the exit code      agent ── forks its ranks, reports their events,
-      │      shows all lines and the first failure             │     follows; stops them when the first host is lost
+      │      shows all lines and the first failure             │     executes orders; stops its ranks if no host leads
     coordinator ◀───────── authenticated, encrypted ───────────┘
       ├─ zygote ── ranks 0, 1                                  └─ zygote ── ranks 2, 3
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 FIRST = 0  # the first host's member: it joins before anybody else can
-_POST_S = 5.0  # the time limit of one attempt to send; an interrupted link is tried again and again
+_POST_S = 5.0  # the time limit of one attempt to send; after an interruption, sending is tried again and again
 MAX_WAITING_BYTES = 1 << 20
 _FLUSH_PAUSE_S = 0.005
 _FULL_PAUSE_S = 0.005  # before repeating messages to a full outbox
@@ -47,7 +47,7 @@ class ControlMessage:
 class Change:
     """A `Change` is the coordinator's notice that `member` has joined, left or is lost.
 
-    It also reports changes of this process: it is expelled, its coordinator is unreachable, or is reachable again. No
+    A `Change` can also concern this process: it is expelled, or its coordinator is unreachable, or reachable again. No
     member can post a `Change`.
     """
 
@@ -61,16 +61,16 @@ class Notices(Mailbox[str]):
     """`Notices` receives lines for the user from other threads of this process."""
 
     def put_refusal(self, line: str) -> None:
-        """Put a line of the coordinator, except lines on lost members: the agent reports more on these."""
+        """Put a line of the coordinator, except lines about lost members, which the agent reports in more detail."""
         if not line.startswith("member "):
             self.put(line)
 
 
 class ControlChannel:
-    """A `ControlChannel` is the agent's end of the coordinator's messages. It owns `client`, and the sending thread.
+    """A `ControlChannel` sends and receives an agent's messages. It owns `client`, and the sending thread.
 
-    first: the member that leads the job: the first host's, until another one takes over.
-    survives: whether messages are kept when the coordinator is lost, because another one may take over.
+    first: the member that leads the job: the first host's, until another host takes over.
+    survives: whether messages are kept when the coordinator is lost, because another coordinator may take over.
     """
 
     def __init__(self, client: Client, notices: Notices | None = None) -> None:
@@ -120,7 +120,7 @@ class ControlChannel:
             self._lock.notify()
 
     def put_key(self, key: str, value: bytes) -> None:
-        """Set a key in the store before messages that are put later are sent."""
+        """Queue a value for a key in the store, which is set before later messages are sent."""
         with self._lock:
             self._queue.put(KEY, key.encode() + b"\0" + value)
             self._lock.notify()
@@ -136,7 +136,7 @@ class ControlChannel:
             self._lock.notify()
 
     def put_back(self, messages: Sequence[ControlMessage | Change]) -> None:
-        """Put back messages for the next reader; `has_more` reports them, the descriptor does not."""
+        """Put messages back for the next `receive`; `has_more` reports them, the descriptor does not."""
         self._put_back += messages
 
     @property
@@ -145,7 +145,7 @@ class ControlChannel:
         return bool(self._put_back)
 
     def receive(self) -> list[ControlMessage | Change]:
-        """Return the messages that have arrived; does not wait."""
+        """Return the messages that have arrived, without waiting."""
         messages, self._put_back = self._put_back, []
         for event in self._client.receive_events():
             if event.kind == "datagram":
@@ -176,7 +176,7 @@ class ControlChannel:
         return ControlMessage(kind, member, body)
 
     def to_own_clock(self, member: int, at: float) -> float:
-        """Convert a time of `member`'s clock to this host's; the result is late by the latency of one message."""
+        """Convert a time of `member`'s clock to this host's; the result is late by the lowest latency of a message."""
         return at + self._offsets.get(member, 0.0)
 
     def join_again(self, facts: Mapping[str, Any], timeout_s: float, watch: Collection[int]) -> None:
@@ -204,7 +204,7 @@ class ControlChannel:
         Unsent messages are dropped, except those with lines of ranks' output, which go to the new leader.
 
         Raises:
-            PhalanxError: that coordinator is not reached within `timeout_s`.
+            PhalanxError: the new coordinator is not reached within `timeout_s`.
         """
         with self._lock:
             self._redirects += 1
@@ -233,7 +233,7 @@ class ControlChannel:
 
     @property
     def is_over(self) -> bool:
-        """Return whether the coordinator seems to have ended. This is slow."""
+        """Return whether the coordinator has ended, by connecting to its port. This is slow."""
         return self._client.is_over()
 
     def flush(self, timeout_s: float) -> bool:
@@ -292,7 +292,7 @@ class ControlChannel:
                 time.sleep(_FULL_PAUSE_S)
 
     def _send_batch(self, batch: Sequence[OutgoingEntry], redirects: int) -> Collection[int] | None:
-        """Try until the batch is sent; return the members whose outboxes had no room, or None if sending is over."""
+        """Try until the batch is sent; return the members with full outboxes, or None after `close` or `redirect`."""
         while not self._is_closing and redirects == self._redirects:
             try:
                 return self._try_to_send(batch)
@@ -331,7 +331,7 @@ def _read_change(event: Event) -> Change:
         return Change(event.kind, event.member, {}, event.why)
     try:
         return Change(event.kind, event.member, dict(_decode(event.body)), "")
-    except MALFORMED:  # no agent reports such facts of itself
+    except MALFORMED:  # no agent has such facts
         return Change(event.kind, event.member, {}, "")
 
 
@@ -352,25 +352,25 @@ def _finite(text: str) -> float:
 
 
 def encode_lines(lines: Sequence[bytes]) -> list[str]:
-    """Return lines as text that JSON can hold, whatever bytes they have."""
+    """Encode lines, which may have any bytes, as text for JSON."""
     return [line.decode("utf-8", "surrogateescape") for line in lines]
 
 
 def decode_lines(lines: Sequence[str]) -> list[bytes]:
-    """Return the lines that `encode_lines` has encoded."""
+    """Decode the result of `encode_lines`."""
     return [str(line).encode("utf-8", "surrogateescape") for line in lines]
 
 
-# A `SendQueue` has an agent's unsent messages, in order, and decides which of them are sent together.
+# A `SendQueue` keeps an agent's unsent messages, in order, and decides which of them are sent together.
 #
 #     put ──▶ A1 A2 B1 C1 │ key │ A3    next_batch ──▶ A1+A2, B1, C1 ──▶ complete_batch: no room for B ──▶ B1 │ key │ A3
 #
 # Messages to one member arrive in the order in which they were put. The queue has no lock and no thread.
 
-ALL = -1  # in place of a member: all others
-KEY = -2  # in place of a member: the bytes are a key and its value
+ALL = -1  # instead of a member: all others
+KEY = -2  # instead of a member: the bytes are a key and its value
 _MAX_LINES, _MAX_LINES_BYTES = 64, 1 << 18  # the limits of one message
-_MAX_BATCH_BYTES = 1 << 20  # of all messages that travel together
+_MAX_BATCH_BYTES = 1 << 20  # the limit of all messages that are sent together
 
 
 class OutgoingEntry(NamedTuple):

@@ -48,7 +48,7 @@ class JoiningHost:
 
 
 class ElasticHosts(Elastic):
-    """`ElasticHosts` is `Elastic` for several hosts; `own` is the leader's member, which is not lost."""
+    """`ElasticHosts` is `Elastic` for several hosts; `own` is the leader's member, which cannot be lost."""
 
     def __init__(
         self,
@@ -185,7 +185,7 @@ class ElasticHosts(Elastic):
         return next((host for host in self.slot_plan.hosts if host.member == member), None)
 
     def _drop_newcomer(self, member: int) -> bool:
-        """Forget a host that waits or starts its ranks; return whether it was one."""
+        """Forget `member` if that host waits or starts its ranks; return whether it did."""
         return self.spares.pop(member, None) is not None or self.arrivals.pop(member, None) is not None
 
     def _remove_host(self, host: HostSlots) -> None:
@@ -229,7 +229,7 @@ class ElasticHosts(Elastic):
         return LostRank(slot, self.rank_of(slot), gone.pid, why, now, self.generation.number, step, label)
 
     def pid_of(self, slot: int) -> int | None:
-        """Return the process in a slot; None if it has ended."""
+        """Return the pid of the process in a slot; None if no process runs there."""
         arrival = self._arrival_of(slot)
         member = (self.members if arrival is None else arrival.members).get(slot)
         return None if member is None else member.pid
@@ -315,7 +315,7 @@ class ElasticHosts(Elastic):
         return [*actions, *super()._decide(now, "a new host is rejected")]
 
     def _end(self, missing: str, now: float) -> list[ElasticAction]:
-        """Wait for hosts that may join, since too many are missing."""
+        """Wait for more hosts, because too few are left; save and end if the ranks do not wait."""
         if self.wait_s <= 0:
             return self._save_and_end(f"{missing} left, and the ranks do not wait for more")
         if self._waits_since is not None:
@@ -336,7 +336,7 @@ class ElasticHosts(Elastic):
             self.next_due = limit if self.next_due is None else min(self.next_due, limit)
 
     def _describe_loss(self, lost: list[LostRank], forked: set[int], without_loss: str) -> str:
-        host_losses = [each for each in lost if each.host]  # the loss of their host was shown
+        host_losses = [each for each in lost if each.host]  # the user has seen the loss of their host
         rest = [each for each in lost if not each.host]
         if rest or not (host_losses or without_loss):
             return super()._describe_loss(rest, forked, without_loss)

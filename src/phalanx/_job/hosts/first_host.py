@@ -140,7 +140,7 @@ def _find_key(plan: JobPlan, rendezvous: Rendezvous, over: threading.Event, log:
     Hosts that share a home may start together for the first time: one of them creates the key, and the others find it.
 
     Raises:
-        LaunchError: there is no key, or it may not be used.
+        LaunchError: there is no key, or the key is invalid or unsafe.
     """
     wait_s = min(_KEY_S, rendezvous.join_timeout_s)
     deadline, has_notified = Deadline.after(wait_s), False

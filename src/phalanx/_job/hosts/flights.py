@@ -1,4 +1,4 @@
-"""Merge the records of ranks of several hosts, by group and onto one clock."""
+"""Merge the flight records of several hosts' ranks, by group and on one clock."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from phalanx._comm.diagnostics.observer import GroupLog, RankLog
 def logs_from_json(
     groups: Sequence[Mapping[str, Any]], ended_ns: Mapping[str, int], offset_ns: int
 ) -> tuple[list[GroupLog], dict[int, int]]:
-    """Read another host's records, as plain data, with all times shifted by `offset_ns` to this host's clock."""
+    """Decode another host's records and its processes' end times, shifted by `offset_ns` to this host's clock."""
     logs = []
     for group in groups:
         ranks = []
@@ -39,7 +39,7 @@ def merge_logs(logs: Sequence[GroupLog]) -> list[GroupLog]:
         if known is None:
             merged[log.name, log.world_size] = log
         elif {rank.rank for rank in known.ranks} & {rank.rank for rank in log.ranks}:
-            apart.append(log)  # they are two groups of one name, one after the other
+            apart.append(log)  # two groups of the same name existed, one after the other
         else:
             ranks = sorted((*known.ranks, *log.ranks), key=lambda rank: rank.rank)
             merged[log.name, log.world_size] = replace(known, ranks=tuple(ranks))

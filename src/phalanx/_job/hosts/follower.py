@@ -190,7 +190,7 @@ class FollowerLink(HostLink):
         channel = membership.channel
         super().__init__(plan, place, channel.member, first)
         self.wait_s = 0.0  # how long elastic ranks wait for hosts
-        self.ended: dict[str, Any] | None = None  # the leader's message `end`, once received
+        self.ended: dict[str, Any] | None = None  # the body of the leader's message `end`, once received
         self.supervision = FollowerSupervision(
             place.world_size, plan.settings.shutdown_timeout_s, place=place, channel=channel, attempt=number
         )
@@ -206,7 +206,7 @@ class FollowerLink(HostLink):
         self._memory = MemoryReader()
         self._records: list[tuple[str, dict[str, Any]]] = []  # kinds and bodies of messages
         self._succession = succession
-        self._is_led_by_another = False  # the leader has left the job, in which another host will lead
+        self._is_led_by_another = False  # the leader has left the job, and another host will lead it
 
     def attach(self, attempt: Attempt) -> None:
         self._attempt = attempt
@@ -278,7 +278,7 @@ class FollowerLink(HostLink):
         ended_ns = {str(pid): at for pid, at in attempt.ended_ns.items()}
         if attempt.report_folder:
             self._records += self._pack_report(attempt.report_folder)
-        for log in attempt.collect_logs():  # all in one may be longer than a message may be
+        for log in attempt.collect_logs():  # all logs may exceed the limit of one message
             self._records.append(("flight", {"groups": [asdict(log)], "ended_ns": ended_ns}))
         self.send_records()
 
@@ -299,7 +299,7 @@ class FollowerLink(HostLink):
         self._forward.flush()
 
     def _pack_report(self, folder: str) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield the messages with this host's part of the job's report; remove each file after it."""
+        """Yield the messages with this host's part of the job's report; remove each file after its message."""
         from phalanx._job.report.copy_speed import measure_copy_speed  # here, because most jobs write no report
         from phalanx._job.report.job_record import RANKS
         from phalanx._job.report.transfer import pack_files

@@ -10,13 +10,13 @@ from phalanx._job.output.display import Display
 
 
 class Forward:
-    """`Forward` is the viewer of a follower's pump: the leader shows the lines of its ranks."""
+    """`Forward` is the viewer of a follower's pump: the leader shows the lines of the follower's ranks."""
 
     def __init__(self) -> None:
         self._channel: ControlChannel | None = None
         self._display: Display | None = None  # the display of this host, once it leads the job
         self.attempt = 0
-        self._items: list[list[Any]] = []  # rank, stream, lines, status, whether it was the last of both streams
+        self._items: list[list[Any]] = []  # rank, stream, lines, status, whether the rank prints nothing more
         self._shown: dict[tuple[int, int], bytes] = {}
 
     def connect(self, channel: ControlChannel) -> None:
@@ -78,5 +78,5 @@ class Forward:
             self._display.flush()
         elif self._items and self._channel is not None:
             items, self._items = self._items, []
-            for item in items:  # the channel joins small messages; all in one may be longer than a message may be
+            for item in items:  # all items may exceed the limit of one message; the channel combines small messages
                 self._channel.put(self._channel.first, "lines", attempt=self.attempt, items=[item])

@@ -47,7 +47,7 @@ class JoinedHost:
 
 
 class Gathering:
-    """`Gathering` collects the hosts that have joined the job, for all its attempts, and runs these."""
+    """`Gathering` waits for the job's hosts before each attempt, and runs the attempts."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class Gathering:
         )
 
     def continue_attempt(self, link: LeaderLink) -> None:
-        """Continue an attempt whose lead this host has taken over; all its hosts have already joined."""
+        """Continue an attempt after this host has become its leader; all hosts of the attempt have already joined."""
         self._link, self._peers = link, link.peers
         for member, node in link.peers.others.items():
             self._joined_hosts[member] = JoinedHost(node.facts, self._advertised[0].address)
@@ -121,7 +121,7 @@ class Gathering:
         """Send all hosts that have joined the order to start, and return the next attempt.
 
         Raises:
-            LaunchError: too few hosts joined in time; two want the same number; hosts cannot reach each other; or a
+            LaunchError: too few hosts joined in time; two have the same node_rank; hosts cannot reach each other; or a
                 signal arrived.
             JobMovedError: this job has begun before, and another host leads it.
         """
@@ -166,7 +166,7 @@ class Gathering:
         return attempt
 
     def _make_rest_join_late(self, nodes: Sequence[Node]) -> None:
-        """Have the attempt of `nodes` receive the remaining hosts as if they joined during it: they wait."""
+        """Make the remaining hosts wait: the attempt of `nodes` receives them as if they joined during it."""
         rest = self._joined_hosts.keys() - {node.facts.member for node in nodes}
         for member in sorted(rest):
             joined = self._joined_hosts.pop(member)
@@ -179,7 +179,7 @@ class Gathering:
         return self._link is not None and self._link.has_left
 
     def _end(self, code: int, why: str) -> None:
-        """Notify all hosts that the job has ended, and wait briefly until they have received the message."""
+        """Notify all hosts that the job has ended, and wait up to 5 s until they have left."""
         waiting = set(self._joined_hosts)
         if self._peers is not None:
             spares = self._peers.late.keys() & self._peers.spares
@@ -339,7 +339,7 @@ class Gathering:
         self._channel.put(member, "end", code=1, why=f"phalanx run: {why}")
 
     def _try_reach(self, nodes: Sequence[Node]) -> bool:
-        """Have each host test whether it reaches the others (some of them, if they are many).
+        """Make each host test whether it reaches the others (some of them, if they are many).
 
         Return False if a host has left.
 
@@ -382,7 +382,7 @@ class Gathering:
         for node in nodes:
             theirs = [by_node[number] for number in sorted(choose_targets(node.place.node, list(by_node)))]
             if not theirs:
-                continue  # skip the first host, which the others have reached to join
+                continue  # the only other host is the first, which this host has reached to join
             expected.add(node.facts.member)
             if node.facts.member == self._channel.member:
                 try_all(

@@ -40,7 +40,9 @@ class JobMembership:
         self._host.zygote.send_membership(describe_membership(self._client))
 
     def open_store(self) -> tuple[str, str, str]:
-        """Return the coordinator's address, the job's key, and the path of the relay, which is opened if there is none.
+        """Return the coordinator's address, the job's key, and the relay's path; open the relay at the first call.
+
+        The path is empty if the coordinator is on this host, which needs no relay.
 
         Raises:
             OSError: a socket cannot be created.
@@ -59,7 +61,7 @@ class JobMembership:
         self.channel.join_again(facts, _REJOIN_S, (self.channel.first,))
 
     def follow(self, epoch: bytes) -> None:
-        """Follow the channel to another coordinator of the job, which has the ranks' sessions and results."""
+        """Redirect the relay to the channel's new coordinator, which has the ranks' sessions and results."""
         if self._relay is not None:
             self._relay.redirect(self._client.endpoint, epoch)
         self.update()

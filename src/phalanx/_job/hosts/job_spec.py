@@ -20,7 +20,7 @@ VERSION = 5
 # The first host passes these variables on by default; a host's own values override them.
 _PASSED = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "PYTHONHASHSEED", "PYTHONPATH", "GLIBC_TUNABLES")
 _PASSED_PREFIXES = ("NCCL_", "TORCH_", "PYTORCH_")
-_OF_EVERY_HOST = ("127.0.0.1", "::1", "localhost", "0.0.0.0", "::")  # addresses
+_OF_EVERY_HOST = ("127.0.0.1", "::1", "localhost", "0.0.0.0", "::")  # addresses that every host has
 _OF_ONE_HOST = ("NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_TOPO_FILE", "TORCH_HOME")
 
 
@@ -125,7 +125,7 @@ class JobSpec:
 
 
 def _to_tuples(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a dataclass, with all lists that JSON has made of tuples converted back."""
+    """Return the fields of a dataclass; lists, which JSON has made of tuples, become tuples again."""
     return {name: _to_tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
 
 
@@ -147,7 +147,7 @@ def is_passed(name: str) -> bool:
 
 
 def name_own_address(address: str, interface: str) -> dict[str, str]:
-    """Return the variables by which ranks, Gloo and NCCL use `address` and its interface, which were tested."""
+    """Return the variables that make ranks, Gloo and NCCL use `address`, which was tested, and its interface."""
     variables = {"PHALANX_ADDRESS": address}
     if interface:
         variables |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), interface)

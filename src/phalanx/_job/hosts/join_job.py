@@ -122,9 +122,9 @@ class FollowedJob:
         self._succession = succession
         self._reach_answers = ReachAnswers(membership.channel, membership.key, membership.address)
         self._has_begun = False
-        self._number = 0  # of the newest attempt
-        self._was_signalled = False  # while this host waited for orders
-        self.is_alone = False  # the leader is lost
+        self._number = 0  # the number of the newest attempt
+        self._was_signalled = False  # whether a signal was reported while this host waited for orders
+        self.is_alone = False  # whether the leader is lost, and no other host leads
 
     def run(self) -> int:
         while True:
@@ -184,7 +184,7 @@ class FollowedJob:
         return True
 
     def _report(self, kind: str, **body: Any) -> None:
-        """Report to the leader what concerns the newest attempt."""
+        """Send the leader a message about the newest attempt."""
         self._channel.put(self._channel.first, kind, attempt=self._number, **body)
 
     def close(self) -> None:
@@ -217,7 +217,7 @@ class FollowedJob:
             for number, message in enumerate(messages):
                 order = self._read(message)
                 if first != self._channel.first:
-                    return  # the other messages are from the lost leader, which has shown their contents itself
+                    return  # drop the rest: the lost leader sent these messages, and has shown their contents itself
                 if order is not None:  # later messages are for the ranks that this order starts
                     self._channel.put_back(messages[number + 1 :])
                     orders.append(order)
@@ -234,9 +234,9 @@ class FollowedJob:
         return orders[0]
 
     def _on_signal(self, number: int) -> None:
-        """Report a signal to the leader, which decides for all hosts; leave before the job has begun, and if repeated.
+        """Report a signal to the leader, which decides for all hosts; exit before the job has begun, and if repeated.
 
-        The ranks of this host have ended, or have not begun.
+        No rank of this host runs at this time.
         """
         if number in ENDING_SIGNALS and self._has_begun and not self._was_signalled:
             self._was_signalled = True

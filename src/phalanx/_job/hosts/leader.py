@@ -60,7 +60,7 @@ class LeaderLink(HostLink):
 
         Arguments:
             store: the coordinator's address on this host, the job's key, and the path of a relay if there is one.
-            guard: the job's; without a guard the job ends with this host.
+            guard: the job's guard; without a guard the job ends with this host.
             elastic, begun: on a host that has taken over, the restored state, and the generation that was begun last.
         """
         super().__init__(plan, peers.own.place, peers.own.facts.member)
@@ -82,7 +82,7 @@ class LeaderLink(HostLink):
         )
 
     def attach(self, attempt: Attempt) -> None:
-        """Attach the link to its attempt, and have the display name the hosts of all ranks."""
+        """Attach the link to its attempt, and make the display name the host of each rank."""
         self._attempt = attempt
         self._succession.attach(attempt)
         self._host.display.host_of = self._peers.name_host
@@ -149,7 +149,7 @@ class LeaderLink(HostLink):
                 self._attempt.do(state.on_host_lost(ranks, loss, now))
 
     def _admit_host(self, slots: HostSlots, begun: BeginGeneration) -> Node | None:
-        """Accept a host that has joined."""
+        """Accept a host that has joined; return None if it has left, or has no part in the generation."""
         part = begun.generation.part_of(slots.member)
         if part is None:
             return None
@@ -174,7 +174,7 @@ class LeaderLink(HostLink):
 
     @property
     def fds(self) -> tuple[int, ...]:
-        """Return more descriptors that are readable when `receive` has something to do."""
+        """Return the descriptors to poll before `receive`."""
         # A slow reader of this host's output delays the hosts' lines, too, but not the end of the job.
         channel = self._peers.channel
         is_delayed = self._host.display.full and self._attempt.state.phase == "running"
@@ -183,13 +183,13 @@ class LeaderLink(HostLink):
 
     @property
     def due(self) -> float | None:
-        """Return when to call `receive` although no descriptor is ready."""
+        """Return when to call `receive` even if no descriptor is ready; None for never."""
         more = time.monotonic() if self._peers.channel.has_more else None
         dues = (self._sweep_limit, self._stacks_requests.due, self._succession.due, more)
         return min((at for at in dues if at is not None), default=None)
 
     def receive(self, ready: set[int]) -> None:
-        """Read messages of the other hosts."""
+        """Process the messages of the other hosts, and expired time limits."""
         lines = self._peers.channel.notices.receive_all() if self._peers.channel.notices.fileno() in ready else []
         if self._peers.channel.fileno() in ready or self._peers.channel.has_more:
             for message in self._peers.channel.receive():
@@ -203,7 +203,7 @@ class LeaderLink(HostLink):
             for node in self._peers.present:
                 if node.facts.member not in self._swept_hosts:
                     self.lose(node.facts.member, f"it did not end its ranks within {HOST_SWEEP_S:g} s")
-                    self._peers.channel.expel(node.facts.member)  # it learns that it is no longer a member
+                    self._peers.channel.expel(node.facts.member)  # this notifies the host that it is not a member
 
     def create_store(self) -> tuple[int | None, str]:
         """Return a file that names the coordinator, as this host reaches it."""
@@ -244,7 +244,7 @@ class LeaderLink(HostLink):
 
     @property
     def is_swept(self) -> bool:
-        """Return whether no process of the job is left on any other host that is still there."""
+        """Return whether no process of the job is left on any other remaining host."""
         return self.has_left or all(node.facts.member in self._swept_hosts for node in self._peers.present)
 
     def request_stacks(self, request: ClientRequest) -> None:
@@ -389,7 +389,7 @@ class LeaderLink(HostLink):
         self._attempt.do_elastic(survived or [])
 
     def begin(self) -> None:
-        """Have the display await lines of the ranks of all hosts."""
+        """Make the display expect lines of the ranks of all hosts."""
         for node in self._peers.nodes:
             self._host.display.begin(node.place.ranks)
 
@@ -402,7 +402,7 @@ class HostRecords:
 
     def __init__(self) -> None:
         self._logs: list[GroupLog] = []
-        self.ended_ns: dict[int, int] = {}  # when processes ended, by process number
+        self.ended_ns: dict[int, int] = {}  # when processes ended, by pid
 
     def add(self, message: ControlMessage, offset_s: float, attempt: Attempt) -> None:
         """Store a message of a host whose clock was zero when this host's clock was `offset_s`.
@@ -484,7 +484,7 @@ class RemoteRanks:
         self._display = display
 
     def process(self, message: ControlMessage, node: Node, attempt: Attempt) -> bool:
-        """Process a message about ranks of `node`; return whether it was one.
+        """Process a message if it is about ranks of `node`; return whether it is.
 
         Raises:
             KeyError, TypeError, ValueError: the message is invalid.
@@ -493,7 +493,7 @@ class RemoteRanks:
         if message.kind == "lines":
             self._show(body["items"], node)
         elif message.kind in _RANK_KINDS and message.member in self._peers.lost:
-            pass  # another host may have its slots by now, with processes of the same numbers
+            pass  # another host may have the lost host's slots by now, with processes of the same pids
         elif message.kind == "started":
             attempt.on_started(_rank_of(body, node), int(body["pid"]))
         elif message.kind == "abandoned":

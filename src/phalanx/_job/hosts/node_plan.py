@@ -39,7 +39,7 @@ class HostFacts:
 
     @classmethod
     def from_json(cls, member: int, facts: Mapping[str, Any]) -> HostFacts | None:
-        """Read what `to_json` wrote; None for a member that is no agent."""
+        """Decode the result of `to_json`; return None if the facts are invalid, or the member is not an agent."""
         if facts.get("kind") != "agent":
             return None
         try:
@@ -55,7 +55,7 @@ class HostFacts:
             return None
 
     def to_json(self) -> dict[str, Any]:
-        """Return the facts of a member; the coordinator names the member by `host`."""
+        """Return the facts for joining the job; the coordinator's log names the member by `host`."""
         fields = asdict(self)
         del fields["member"]
         return {"kind": "agent", "host": fields.pop("name"), **fields}
@@ -76,19 +76,19 @@ class Node:
 
     @property
     def where(self) -> str:
-        """Return its name and address, as in `node-b (10.0.0.2)`."""
+        """Return the host's label and address, as in `node-b (10.0.0.2)`."""
         return f"{self.label} ({self.facts.address})" if self.facts.address else self.label
 
 
 def describe_unfit(facts: Mapping[str, Any]) -> str:
-    """Return a line on a host that has joined and cannot run the job; empty for other members."""
+    """Return a line about a host that has joined but cannot run the job; empty for other members."""
     if facts.get("kind") != UNFIT:
         return ""
     return printable(f"{facts.get('host')} has joined, and cannot run the job: {facts.get('why')}"[:_MAX_WORDS])
 
 
 def find_conflict(hosts: Sequence[HostFacts], max_nodes: int) -> str:
-    """Return why these hosts cannot be in one job, empty if they can. The first one leads."""
+    """Return why these hosts cannot be in one job, empty if they can. The first host leads."""
     first = hosts[0]
     for host in hosts:
         if host.nnodes and first.nnodes and host.nnodes != first.nnodes:
@@ -112,7 +112,7 @@ def find_conflict(hosts: Sequence[HostFacts], max_nodes: int) -> str:
 
 
 def plan_nodes(hosts: Sequence[HostFacts]) -> list[Node]:
-    """Return the hosts in order, with their ranks. Hosts with a number get that place; the others fill the gaps.
+    """Return the hosts in order, with their ranks. A host with a `node_rank` gets that place; the others fill the gaps.
 
     `hosts` is in the order of joining, beginning with the first host.
     """
@@ -134,7 +134,7 @@ def plan_nodes(hosts: Sequence[HostFacts]) -> list[Node]:
 
 
 def name_apart(names: Sequence[str]) -> list[str]:
-    """Return distinct names of hosts: short ones if these differ, numbered ones if two are equal."""
+    """Return distinct labels for hosts: short names if these differ, numbered names if two hosts have the same name."""
     short = [name.partition(".")[0] for name in names]
     chosen = short if len(set(short)) == len(set(names)) else list(names)
     counts = Counter(chosen)
@@ -142,6 +142,6 @@ def name_apart(names: Sequence[str]) -> list[str]:
 
 
 def find_node(nodes: Iterable[Node], ranks: Iterable[int]) -> Node | None:
-    """Return the host on which all these ranks are; None if they are on several."""
+    """Return the host that has all these ranks; None if several hosts have them."""
     wanted = set(ranks)
     return next((node for node in nodes if all(rank in node.place.ranks for rank in wanted)), None)

@@ -28,7 +28,7 @@ class PeerHosts:
         self.limits = limits or Limits(1, len(nodes))
         self.others = {node.facts.member: node for node in nodes if node is not own}
         self.lost: dict[int, str] = {}  # member -> why
-        self.late: dict[int, Change] = {}  # by member: hosts that have joined since, and are still there
+        self.late: dict[int, Change] = {}  # by member: hosts that have joined since the start, and have not left
         self.spares: set[int] = set()  # late hosts that were notified that they wait for the place of a lost host
         self.accepted: dict[int, Change] = {}  # the late hosts that an elastic job has accepted
 
@@ -73,7 +73,7 @@ class PeerHosts:
         self.channel.put(member, "end", code=2, why=f"phalanx run: {conflict}.")
 
     def plan_elastic(self, max_restarts: int | None, restart_count: int) -> ElasticHosts:
-        """Return the object that decides about an elastic job with all ranks of these hosts.
+        """Return the `ElasticHosts` of a job with all ranks of these hosts.
 
         Restarts of the whole job count as replacements of lost ranks.
         """

@@ -1,15 +1,15 @@
 """Test whether the hosts reach each other at their published addresses, before these are used.
 
-Among up to 33 hosts each tries every other one. Among more it tries some, so that each host is tried from many places.
+Each host tries all others, up to 32. With more hosts, each tries some of them, so that each is tried from many places.
 
 Each agent opens a port at its address, and answers a client's nonce with a proof that requires the job's key. So
-another machine with the same address (two networks may use the same numbers) does not count. The port serves nothing
+another machine with the same address (two networks may use the same addresses) does not count. The port serves nothing
 else. It is open only while hosts try each other: from the first host's request, when all have joined, until this host's
 ranks start.
 
-    first host ── answer ──▶ every other one, which opens its port ── answering: port ──▶ first host
-               ── reach: all ports ──▶ every other one, which tries them ── reached: what came back ──▶
-               ── start (or tried, if a host has left meanwhile) ──▶ every other one, which closes its port
+    first host ── answer ──▶ every other host, which opens its port ── answering: port ──▶ first host
+               ── reach: all ports ──▶ every other host, which tries them ── reached: the results ──▶
+               ── start (or tried, if a host has left meanwhile) ──▶ every other host, which closes its port
 
 Any client can obtain signatures. So the signing key (`Key.reach_secret`) is used for nothing else.
 """
@@ -43,7 +43,7 @@ TRY_S = 5.0
 
 @dataclass(frozen=True)
 class ReachTarget:
-    """A `ReachTarget` is another host: its number in the job, its label, and its address."""
+    """A `ReachTarget` is another host: its number in the job, its label, its address and its port."""
 
     node: int
     label: str
@@ -52,7 +52,7 @@ class ReachTarget:
 
 
 class Responder:
-    """A `Responder` answers at `address` until `close`; `port` is its port. A silent client delays no other."""
+    """A `Responder` answers at `address` until `close`; `port` is its port. A silent client does not delay others."""
 
     def __init__(self, address: str, secret: bytes) -> None:
         listener = listen(Address(address, 0), BACKLOG)
@@ -71,8 +71,8 @@ class Responder:
 def choose_targets(node: int, nodes: Sequence[int]) -> set[int]:
     """Return which of `nodes`, in ascending order, host `node` tries: all other hosts, if they are few.
 
-    With more than 32 it tries those that are 1, 2, 4, ... places behind it in the row. So each is tried by as many
-    others, in all parts of the row. A job of a thousand hosts makes ten thousand trials instead of a million.
+    With more than 32 others, it tries those that are 1, 2, 4, ... places after it, cyclically. So each host is tried by
+    as many others, from all parts of the list. A job of a thousand hosts makes ten thousand trials, not a million.
     """
     behind = bisect.bisect_right(nodes, node)
     num_others = len(nodes) - (behind > 0 and nodes[behind - 1] == node)
@@ -148,7 +148,7 @@ def describe(
     """Return a line for each host that another could not reach: the addresses tried, and the errors."""
     by_node = {target.node: target for target in targets}
     lines = []
-    for node, answers in sorted(results.items()):  # of a thousand hosts each has tried few
+    for node, answers in sorted(results.items()):  # with many hosts, each has tried only some
         for tried, answer in sorted(answers.items()):
             if answer and (target := by_node.get(tried)) is not None:
                 place = Address(target.address, target.port)
@@ -160,8 +160,8 @@ class ReachAnswers:
     """`ReachAnswers` opens a port when the first host requests it, and tries the ports of the other hosts.
 
     Arguments:
-        key: of the job; without one all agents are on one host, and nothing is tried.
-        own: the address under which other hosts reach this one.
+        key: the job's key; without a key all agents are on one host, and nothing is tried.
+        own: the address at which other hosts reach this host.
     """
 
     def __init__(self, channel: ControlChannel, key: Key | None, own: str) -> None:
@@ -171,7 +171,7 @@ class ReachAnswers:
         self._responder: Responder | None = None
 
     def process(self, message: ControlMessage) -> None:
-        """Process the first host's messages on the trial.
+        """Process the first host's messages about the trial.
 
         Raises:
             KeyError, TypeError, ValueError: the message is invalid.
@@ -195,7 +195,7 @@ class ReachAnswers:
             )
 
     def _answer(self, secret: bytes, trial: Any) -> None:
-        """Open the port, and send its address to the first host."""
+        """Open the port, and send its number to the first host."""
         port, problem = 0, ""
         try:
             self._responder = self._responder or Responder(self._own, secret)

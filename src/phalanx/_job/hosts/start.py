@@ -1,4 +1,4 @@
-"""Run this host's part of a job on several hosts, as the first host or as one that joins it."""
+"""Run this host's part of a job on several hosts: lead the job as the first host, or join the first host."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def run_with_other_hosts(plan: JobPlan, zygote: ZygoteProcess, signals: int, joi
 
 
 def decide_lead(rendezvous: Rendezvous) -> bool:
-    """Return whether this host is the first."""
+    """Return whether this host is the first host, which leads the job."""
     if rendezvous.leads is not None:
         return rendezvous.leads
     return is_own(split_endpoint(rendezvous.endpoint, 0)[0])
@@ -126,7 +126,7 @@ def _first_member(
     if rendezvous.announce is not None:
         rendezvous.announce(service.local)
     client = Client(service.local)
-    # In this order: others join once the job spec is stored, and this agent is notified only of later joins.
+    # Join before the job spec is stored: others join after that, and this agent is notified only of later joins.
     client.join({"kind": "first", "host": socket.gethostname(), "pid": os.getpid()})
     service.exempt(client)
     channel = ControlChannel(client, notices)
@@ -155,7 +155,7 @@ def _find_shortage(num_hosts: int) -> str:
 def _open_service(
     plan: JobPlan, rendezvous: Rendezvous, key: Key, notices: Notices
 ) -> tuple[Service, list[OwnAddress]] | None:
-    """Return the coordinator of the job, and the addresses at which other hosts find it.
+    """Start the job's coordinator; return it, and the addresses at which other hosts find it.
 
     Return None if another process of this host listens at the endpoint, and no option decides which host is the first:
     as with torchrun, the same command, typed twice on one host, is a job of two agents.
@@ -182,10 +182,10 @@ def _open_service(
 
 
 def find_or_make_key(plan: JobPlan, rendezvous: Rendezvous) -> Key:
-    """Return the job's key, as passed or stored on this host; otherwise create one at the default path.
+    """Return the job's key, as passed or stored on this host; without a key, create one at the default path.
 
     Raises:
-        LaunchError: the key may not be used, or none can be created.
+        LaunchError: the key is invalid or unsafe, or none can be created.
     """
     try:
         if rendezvous.key is not None:
@@ -208,10 +208,10 @@ def find_or_make_key(plan: JobPlan, rendezvous: Rendezvous) -> Key:
 
 
 def decide_addresses(rendezvous: Rendezvous) -> tuple[str, list[OwnAddress]]:
-    """Return where the coordinator listens, and the addresses at which others may reach it, the likeliest first.
+    """Return the coordinator's listening address, and the addresses at which others may reach it, the likeliest first.
 
     Raises:
-        LaunchError: the configured address is not one of this host's, or this host has no address.
+        LaunchError: the configured address does not belong to this host, or this host has only loopback addresses.
     """
     addresses = own_addresses()
     far = [own for own in addresses if own.is_global] or [own for own in addresses if not own.is_loopback]

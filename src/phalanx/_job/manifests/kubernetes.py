@@ -14,7 +14,7 @@ from phalanx.errors import LaunchError
 _PORT = 29400
 _SHM = "8Gi"
 _MOST_LOST_PODS = 6  # Kubernetes's default for a Job
-_MAX_NAME = 52  # the pods' names, NAME-INDEX, are names of hosts, 63 characters at most
+_MAX_NAME = 52  # the pods' names, NAME-INDEX, are host names, with at most 63 characters
 _QUANTITY = re.compile(r"\d+(\.\d+)?(m|k|M|G|T|Ki|Mi|Gi|Ti)?")
 
 

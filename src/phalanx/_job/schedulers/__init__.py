@@ -1,4 +1,4 @@
-"""Find the scheduler that started this command, and this host's number among its nodes, from variables alone.
+"""Find the scheduler that started this command, and this node's number in the job, from variables alone.
 
     allocation            the result, and the line that reports it
     slurm, kubernetes,    the variables of a scheduler, and how it starts this command on every host

@@ -38,7 +38,7 @@ class Allocation:
         port: the port of the rendezvous; 0 if none was chosen.
         local_node, num_local_nodes: the node's number on this host, and the number of nodes here.
         asks_mpi: the first host, or the job, must be requested from MPI, because no variable has it.
-        hint: how to start the command on every host, if it was started on one.
+        hint: how to start the command on every host, if it was started on only one host.
     """
 
     scheduler: str
@@ -67,5 +67,5 @@ class Allocation:
         return tuple(_PORTS[(first + i * _STEP) % len(_PORTS)] for i in range(_NUM_CANDIDATES))
 
     def describe(self) -> str:
-        """Return `Slurm job 17.0: node 1 of 2 (SLURM_PROCID, …)`."""
+        """Return a line such as `Slurm: node 1 of 2 of job slurm-17.0 (SLURM_PROCID, …)`."""
         return f"{self.scheduler}: node {self.node} of {self.num_nodes} of job {self.job} ({', '.join(self.variables)})"

@@ -79,5 +79,5 @@ def _find_mpi(environ: Mapping[str, str]) -> Allocation | None:
 
 
 def _own_full_name() -> str:
-    """Return NAME.SERVICE.NAMESPACE.svc… in a pod with a headless service: Kubernetes writes it into /etc/hosts."""
+    """Return this host's full name: NAME.SERVICE.NAMESPACE.svc… in a pod with a headless service (from /etc/hosts)."""
     return socket.getfqdn()

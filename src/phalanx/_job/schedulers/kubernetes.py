@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from phalanx._job.schedulers.allocation import Allocation, read_port
 from phalanx.errors import LaunchError
 
-_PORT = 29400  # a pod has its ports for itself
+_PORT = 29400  # no other job uses the ports of a pod
 _EQUAL = (  # variables with the same meaning, which must be equal
     ("RANK", "PET_NODE_RANK"),
     ("JOB_COMPLETION_INDEX", "PET_NODE_RANK"),

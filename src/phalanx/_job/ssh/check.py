@@ -42,7 +42,7 @@ class Problem:
 
 
 def explain_ssh(host: str, words: str, exit_code: int | None, python: str) -> Problem:
-    """Return why a connection failed, by what ssh printed and its exit code (None: it still runs)."""
+    """Return why a connection failed, from ssh's output and its exit code (None: ssh still runs)."""
     for sign, what, advice in _SSH_MESSAGES:
         if sign in words:
             return Problem(host, what.replace("PYTHON", python), advice.replace("HOST", host))
@@ -57,7 +57,7 @@ def find_problems(facts: Mapping[str, Facts], folder: str) -> list[Problem]:
     problems = []
     names = list(facts)
     machines: dict[str, str] = {}
-    # Compare the others with the majority; of two, with the first.
+    # Compare each host with the majority; in a tie, with the first host.
     pythons = [_minor(each.python) for each in facts.values()]
     torches = [each.torch for each in facts.values()]
     scripts = [each.script for each in facts.values() if each.script]
@@ -88,7 +88,7 @@ def find_problems(facts: Mapping[str, Facts], folder: str) -> list[Problem]:
 
 
 def _most(values: Sequence[str]) -> str:
-    """Return the most frequent value; of several, the first."""
+    """Return the most frequent value; in a tie, the first of them."""
     return Counter(values).most_common(1)[0][0] if values else ""
 
 
@@ -101,8 +101,8 @@ def choose_address(
 ) -> tuple[int, list[Problem]]:
     """Choose the first host's address for the job: the fastest one that all others have reached.
 
-    `reached` has by host the error of each candidate, "" for success. If no address works, the problems list the
-    attempts.
+    `reached` maps each host to its error for each candidate, "" for success. If no address works, the problems list
+    the attempts.
     """
     good = [n for n in range(len(candidates)) if all(not answers.get(n, "no answer") for answers in reached.values())]
     if good:
@@ -117,7 +117,7 @@ def choose_address(
 
 
 def format_table(problems: Sequence[Problem], num_hosts: int) -> str:
-    """Return the table of all problems, the hosts in their order."""
+    """Return the table of all problems, in the order of `problems`."""
     bad = len({problem.host for problem in problems})
     width = max(len(problem.host) for problem in problems) + 4
     lines = [f"phalanx run: nothing was started: {bad} of {num_hosts} host{'s' * (num_hosts != 1)} cannot run this job"]

@@ -137,7 +137,7 @@ class SshConnection:
             self._stderr = -1
 
     def lose(self) -> None:
-        """End the connection, which is broken or silent for too long."""
+        """Close the connection, which is broken, or was silent for too long."""
         self._channel.close()
         self._wait_process(_EXIT_S)
         # Read no further: a ControlMaster process that ssh has left behind may keep the other end open.

@@ -41,7 +41,7 @@ _CHECK_S = 10.0
 _RESTART_S = 3.0  # between two tries of a host that was lost
 _LEFT = (128 + signal.SIGTERM, 128 + signal.SIGINT)  # the host was asked to leave the job
 _LEAVE_S = 10.0  # for all agents to end, besides the time that ranks get
-_LAST_S = 2.0  # for other hosts after the first one has ended: they may still wait for it, or import torch
+_LAST_S = 2.0  # for other hosts after the first host has ended: they may still wait for it, or import torch
 _MAX_STDERR_BYTES = 1 << 16
 _CLOSE_S = END_S + 3.0
 _CAUGHT = (*ENDING_SIGNALS, signal.SIGUSR1, signal.SIGUSR2, signal.SIGWINCH, signal.SIGTSTP)
@@ -86,7 +86,7 @@ class SshJob:
         self._alive_at = time.monotonic() + ALIVE_S
         self._stopped_by = 0  # the signal that ends this command at once
         self._num_interrupts = 0
-        self._is_stopping = False  # the user has asked for the end
+        self._is_stopping = False  # the user has asked to stop the job
         # a lost host is started again from here
         self._is_elastic = request.is_elastic and not request.detach
         self._shows_all = False  # whether to show the output of every agent, and not only of the first host's
@@ -128,7 +128,7 @@ class SshJob:
         return self._decide_code()
 
     def close(self) -> None:
-        """End everything that still runs on the hosts, and write the remaining output."""
+        """Stop everything that still runs on the hosts, and write the remaining output."""
         end = time.monotonic() + _CLOSE_S
         for connection in self._connections:
             connection.close(end - time.monotonic())
@@ -173,7 +173,7 @@ class SshJob:
         self._compare_script(next(iter(facts.values())).script)
 
     def _compare_script(self, theirs: str) -> None:
-        """Print a line if the script here differs from the one on the hosts: it may be newer."""
+        """Print a line if the script here differs from the script on the hosts: it may be newer."""
         own = digest_source(self._request.settings.target) if self._request.folder == os.getcwd() else ""
         if own and theirs and own != theirs:
             name, path = self._request.settings.target.name, shlex.quote(self._request.folder)

@@ -1,4 +1,4 @@
-"""`PipeChannel` sends messages through two pipes: an ssh process's, or the pipes of a command that sshd runs."""
+"""`PipeChannel` sends messages through two pipes: those of an ssh process, or of a command that sshd runs."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class _Pipes:
 
 
 class PipeChannel:
-    """A `Channel` over two pipes. It owns both.
+    """A `PipeChannel` is a `Channel` over two pipes. It owns both.
 
     The end on the host marks where its messages begin (`marks`), and the end here skips everything before the mark.
     """
@@ -79,7 +79,7 @@ class PipeChannel:
             self._channel.put({"do": do, **fields})
 
     def make_source(self, on_message: Callable[[dict[str, Any]], object], may_read: Callable[[], bool]) -> Source:
-        """Return the loop's source for this channel; it is read while `may_read`."""
+        """Return the event loop's source for this channel, which is read only while `may_read()`."""
 
         def handle(ready: set[int]) -> None:
             if self._is_closed:

@@ -1,4 +1,4 @@
-"""Run Python on a host over ssh, and so a `phalanx` command there instead of here: `phalanx top --host a`."""
+"""Run Python on a host over ssh; so a `phalanx` command runs there instead of here: `phalanx top --host a`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def exec_on_host(host: str, words: Sequence[str], *, ssh: str | None = None, pyt
     """Replace this process by ssh, which runs `phalanx WORDS` on `host`; the exit code is the remote command's.
 
     If this process has a terminal, the remote command gets one, which ends it when the connection breaks. Otherwise its
-    standard input is empty: this process's may belong to a script.
+    standard input is empty, because this process's standard input may belong to a script.
 
     Raises:
         LaunchError: with every problem of the arguments.

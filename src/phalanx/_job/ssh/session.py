@@ -106,7 +106,7 @@ class Session:
         while not (self._code is not None or (self._is_ending and not self._agent)):
             self._loop.turn()
         kill_descendants()  # daemons of ranks would keep their output open
-        while self._outputs and not (self._is_ending and self._channel.is_waiting):  # it may be cut, and wait for ever
+        while self._outputs and not (self._is_ending and self._channel.is_waiting):  # a cut connection waits for ever
             self._loop.turn()
         if self._code is not None:
             if self._log >= 0:
@@ -200,7 +200,7 @@ class Session:
         self._outputs = {ours: stream for stream, (ours, _) in reversed(ends.items())}
 
     def _watch_start(self, ready: set[int]) -> None:
-        """Report when all ranks of this host have started; ask the agent for them, as `phalanx top` does."""
+        """Report when all ranks of this host have started; ask the agent for its ranks, as `phalanx top` does."""
         if self._check_start_at is None or time.monotonic() < self._check_start_at:
             return
         self._check_start_at = time.monotonic() + _CHECK_START_S
@@ -226,7 +226,7 @@ class Session:
         for fd in [fd for fd in self._outputs if fd in ready]:
             try:
                 data = os.read(fd, _READ_BYTES)
-            except OSError:  # of a terminal whose other end is closed
+            except OSError:  # the other end of a terminal is closed
                 data = b""
             if data:
                 self._channel.put("output", stream=self._outputs[fd], text=data.decode(AS_TEXT))

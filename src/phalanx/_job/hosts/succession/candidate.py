@@ -1,4 +1,4 @@
-"""A `Candidate` asks for votes to coordinate in a new term, since the primary is lost. It is pure data.
+"""A `Candidate` asks for votes to coordinate in a new term, because the primary is lost. It is pure data.
 
 soliciting ── a majority has promised ──► proposing ── a majority has accepted ──► it is the primary
     │                                         │

@@ -33,7 +33,7 @@ class Config:
     """A `Config` is one state of the succession.
 
     Each of `electorates` must agree to a decision: there is one, or several while voters are exchanged. `standbys` have
-    all changes that the primary has granted, and take over in this order. `addresses` is where members listen.
+    all changes that the primary has granted, and take over in this order. `addresses` are their polling places.
     """
 
     term: Term
@@ -71,7 +71,7 @@ class Config:
         return all(each.is_decided_by(members) for each in self.electorates)
 
     def with_voters(self, voters: Collection[int], standbys: tuple[int, ...]) -> Config:
-        """Return the joint config by which the voters change to these."""
+        """Return the joint config that begins the change to these voters."""
         electorate = Electorate(frozenset(voters), self.primary)
         electorates = self.electorates if electorate in self.electorates else (*self.electorates, electorate)
         return replace(self, version=self.version + 1, standbys=standbys, electorates=electorates)

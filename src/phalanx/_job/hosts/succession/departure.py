@@ -1,4 +1,4 @@
-"""`Departure` is how the leader of an elastic job leaves it on SIGTERM, so that another host leads.
+"""`Departure` makes the leader of an elastic job leave it on SIGTERM, so that another host leads.
 
 SIGTERM ──2 s──┬─ all other hosts receive SIGTERM, too ──► the job ends
                └─ they do not ──► the ranks of this host finish their step and exit ──► another host is elected
@@ -26,7 +26,7 @@ _SEND_S = 2.0
 
 
 class Departure:
-    """`Departure` belongs to one attempt; its stages are stays, asked, then leaves and left, or ends (of the job).
+    """`Departure` belongs to one attempt. Its stages are stays, asked, and then either leaves and left, or ends.
 
     Arguments:
         release_host: releases another host, and returns whether the others continue without it.
@@ -114,7 +114,7 @@ class Departure:
 
     def _can_hand_over(self, attempt: Attempt) -> bool:
         """Return whether this host is no longer needed: its ranks have ended, and the others train without them."""
-        ended = {(exit.rank, exit.pid) for exit in attempt.state.exits.values()}  # before this host was asked to leave
+        ended = {(exit.rank, exit.pid) for exit in attempt.state.exits.values()}  # exits before the request to leave
         if attempt.ranks.processes.pids.items() - ended or not self._guard.has_standbys:
             return False
         return self._elastic.is_waiting or self._elastic.is_regrouped

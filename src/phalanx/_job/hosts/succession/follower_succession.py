@@ -65,7 +65,7 @@ class FollowerSuccession:
         follow: Callable[[ElectedLeader], object],
     ) -> None:
         self.leadership = Leadership.KNOWN
-        self.report: JobReport | None = None  # the job's, if this host leads it now
+        self.report: JobReport | None = None  # the job's report, if this host leads the job now
         self.loss = ""  # why the leader is lost and no other host was elected
         self._successor = successor
         self._membership = membership
@@ -84,7 +84,7 @@ class FollowerSuccession:
 
     @property
     def fds(self) -> tuple[int, ...]:
-        """Return descriptors that are readable when `receive` has something to do."""
+        """Return the descriptors to poll before `receive`."""
         check = self._successor.witness_check
         return (self._successor.fileno(), *(() if check is None else (check.fileno(),)))
 
@@ -108,7 +108,7 @@ class FollowerSuccession:
         return True
 
     def process(self, message: Change | ControlMessage) -> bool:
-        """Process a message about the succession, or any message while no host leads; return whether it was one."""
+        """Process a message about the succession, or any message while no host leads; return False for others."""
         if self._take_over is not None:
             self._take_over.process(message)
         elif self.leadership in (Leadership.ELECTING, Leadership.RESUMED):

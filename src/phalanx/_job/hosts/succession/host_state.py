@@ -1,4 +1,4 @@
-"""`HostState` is a host's report to a new leader on its ranks and their progress."""
+"""`HostState` is a host's report to a new leader about its ranks and their progress."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class HostState:
-    """A `HostState` has a host's ranks: those that run, those that are being forked, and those that have ended well."""
+    """A `HostState` has a host's ranks: those that run, those that are being forked, and those that have succeeded."""
 
     ranks: tuple[ElasticRank, ...]
     forking: tuple[int, ...]

@@ -64,8 +64,8 @@ class HostSuccession:
         self._on_moved = on_moved
         self._notice: LeaderNotice | None = None  # once this host leads the job
         self._successor = self._make_successor()
-        self._finished: tuple[FollowerLink, HostState] | None = None  # an attempt whose ranks have ended well here
-        self._newest: FollowerSuccession | None = None  # the newest attempt's
+        self._finished: tuple[FollowerLink, HostState] | None = None  # an attempt whose ranks have succeeded here
+        self._newest: FollowerSuccession | None = None  # the succession of the newest attempt
         self.has_left = False  # this host has led the job, and left it to another leader
 
     def process(self, message: ControlMessage) -> None:
@@ -89,7 +89,7 @@ class HostSuccession:
         return self._newest
 
     def end_attempt(self, attempt: Attempt, link: FollowerLink) -> None:
-        """Keep the state of an attempt whose ranks have all ended well here: a new leader needs it."""
+        """Keep the state of an attempt whose ranks have all succeeded here: a new leader needs it."""
         if link.has_finished:
             self._finished = link, HostState.of(attempt)
 
@@ -126,7 +126,7 @@ class HostSuccession:
         return True
 
     def rejoin(self, over: threading.Event) -> bool:
-        """Join the job at a leader that was elected meanwhile; return False if there is none. It takes seconds.
+        """Join the job at a leader that was elected meanwhile; return False if there is none. This takes seconds.
 
         Raises:
             PhalanxError: the elected leader does not answer.

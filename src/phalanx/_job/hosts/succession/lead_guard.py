@@ -29,7 +29,7 @@ class LeadGuard:
     Arguments:
         followers: the coordinators that follow this host's; None: the job ends with its leader.
         witness: the job's witness, if it has one.
-        proposer: an elected host's.
+        proposer: the proposer of an elected host.
     """
 
     def __init__(
@@ -63,14 +63,14 @@ class LeadGuard:
         return self._proposer is not None
 
     def begin(self, num_hosts: int) -> None:
-        """Begin to let hosts of an elastic job vote, once there are enough."""
+        """Start the votes of an elastic job, if there are enough voters."""
         num_voters = num_hosts + (self._witness is not None)
         if self._proposer is None and self._followers is not None and num_voters >= FEWEST_VOTERS:
             calls = None if self._witness is None else WitnessCalls(self._witness, is_new=True)
             self._proposer = Proposer(self._channel, self._followers, calls)
 
     def record(self, state: LeaderState) -> None:
-        """Store the leader's decisions for a host that takes over, before messages that are put later are sent."""
+        """Store the leader's decisions for a host that takes over, before later messages are sent."""
         self._channel.put_key(KEY, state.to_bytes())
 
     def clear_record(self) -> None:
@@ -78,7 +78,7 @@ class LeadGuard:
         self._channel.put_key(KEY, b"")
 
     def set_voters(self, voters: Sequence[int]) -> None:
-        """Let the hosts of a generation vote, after they were notified of it; they would lead in this order."""
+        """Make the hosts of a generation voters, after they were notified of it; they are candidates in this order."""
         self.begin(len(voters))
         if self._proposer is not None:
             members = [member for member in voters if member not in self._lost]
@@ -86,7 +86,7 @@ class LeadGuard:
             self._proposer.set_voters(members if own in members else [own, *members])
 
     def update_voters(self, voters: Sequence[int], is_alone: bool) -> None:
-        """Let these hosts vote from now on, after ranks have finished or a host was removed.
+        """Make these hosts the voters, after ranks have finished or a host was removed.
 
         If this host `is_alone` with ranks that have not finished, no other host may take over.
         """
@@ -97,7 +97,7 @@ class LeadGuard:
 
     @property
     def has_standbys(self) -> bool:
-        """Return whether another host takes over when this one is lost."""
+        """Return whether another host takes over if this host is lost."""
         return self._proposer is not None and self._proposer.has_standbys
 
     def can_continue_with(self, num_others: int) -> bool:
@@ -141,12 +141,12 @@ class LeadGuard:
 
     @property
     def fds(self) -> tuple[int, ...]:
-        """Return descriptors that are readable when `receive` has something to do."""
+        """Return the descriptors to poll before `receive`."""
         return () if self._proposer is None else self._proposer.fds
 
     @property
     def due(self) -> float | None:
-        """Return when to call `receive` although no descriptor is ready."""
+        """Return when to call `receive` even if no descriptor is ready; None for never."""
         times = [*self._limits, None if self._proposer is None else self._proposer.due]
         return min((at for at in times if at is not None), default=None)
 
@@ -165,7 +165,7 @@ class LeadGuard:
 
     @property
     def polling_places(self) -> tuple[str, ...]:
-        """Return the addresses at which hosts learn the leader if this one is lost; none without standbys."""
+        """Return the addresses at which hosts find the new leader if this host is lost; none without standbys."""
         return () if self._proposer is None else self._proposer.polling_places
 
     def receive(self) -> list[str]:
@@ -173,7 +173,7 @@ class LeadGuard:
         return [] if self._proposer is None else self._proposer.receive()
 
     def process(self, message: ControlMessage) -> None:
-        """Process a host's message on the succession.
+        """Process a host's message about the succession.
 
         Raises:
             KeyError, TypeError, ValueError: the message is invalid.
@@ -186,7 +186,7 @@ class LeadGuard:
             self._proposer.process(message.member, message.body)
 
     def close(self) -> None:
-        """Stop the votes, and delay no answers any more."""
+        """Stop the votes, and stop delaying answers."""
         if self._proposer is not None:
             self._proposer.close()
 

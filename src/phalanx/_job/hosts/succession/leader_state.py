@@ -1,4 +1,4 @@
-"""`LeaderState` is the leader's decisions, which the leader keeps in the job's store for a host that takes over."""
+"""`LeaderState` has the leader's decisions, which the leader keeps in the job's store for a host that takes over."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class LeaderState:
     num_replaced: int
     max_replacements: int | None
     losses: tuple[LostRank, ...]
-    pids: dict[int, int]  # by slot: the process
-    exits: tuple[Exit, ...]  # of the ranks that have ended well
+    pids: dict[int, int]  # by slot
+    exits: tuple[Exit, ...]  # the exits of the ranks that have succeeded
 
     @classmethod
     def of(

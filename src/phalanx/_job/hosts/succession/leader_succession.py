@@ -42,8 +42,8 @@ class LeaderSuccession:
         guard: the job's guard, for all attempts; None: the job ends with its leader.
         plan, number: the attempt's plan and number.
         begun: the newest generation, if it is not the first.
-        remove_host: removes a host; called when no more consent is needed.
-        release_host: accepts that another host leaves; returns whether the job continues without it.
+        remove_host: removes a host; called once a majority agrees, or if no vote is needed.
+        release_host: releases another host that leaves; returns whether the job continues without it.
     """
 
     def __init__(

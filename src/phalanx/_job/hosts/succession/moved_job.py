@@ -15,7 +15,7 @@ LEADER_KEY = "launch/first"  # the member that leads the job, at a coordinator t
 
 
 class JobMovedError(Exception):
-    """The job is led at `address`, and not where this host has looked for it."""
+    """The leader of the job is at `address`, not where this host has looked for the job."""
 
     def __init__(self, address: str) -> None:
         super().__init__(address)
@@ -23,7 +23,7 @@ class JobMovedError(Exception):
 
 
 def find_moved(client: Client) -> str:
-    """Return the address where the job is led, if not at the coordinator of `client`; otherwise ""."""
+    """Return the leader's address if the job has moved from the coordinator of `client`; otherwise ""."""
     return client.get(MOVED_KEY).decode() if client.check([MOVED_KEY]) else ""
 
 
@@ -42,7 +42,7 @@ def join_as_follower(client: Client, facts: Mapping[str, Any]) -> int:
     """
     leader = int(client.get(LEADER_KEY)) if client.check([LEADER_KEY]) else FIRST
     client.join(facts, watch=(leader,))
-    if moved := find_moved(client):  # its host has already redirected the members that had joined
+    if moved := find_moved(client):  # that host has already redirected the members that joined earlier
         client.leave()
         raise JobMovedError(moved)
     return leader

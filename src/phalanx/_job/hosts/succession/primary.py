@@ -28,7 +28,7 @@ class Primary:
 
     @property
     def required_standbys(self) -> frozenset[int]:
-        """Return the members that must have a change before it is granted."""
+        """Return the members that must have a change before the change is granted."""
         return frozenset(self.committed.standbys) | frozenset(self.newest.standbys)
 
     @property

@@ -6,7 +6,7 @@
 `Primary` and `Candidate` are the protocol. This module sends their messages, repeats them until they are answered, and
 appoints the standbys. Nothing here waits.
 
-The leader proposes no change before a majority has answered to the current config: an isolated leader, whose messages
+The leader proposes no change before a majority has answered the current config: an isolated leader, whose messages
 still arrive, would otherwise remove the possible successors. If a standby has asked for votes in a later term, and was
 not elected, the leader is elected again, in a still later term.
 """
@@ -46,7 +46,7 @@ class Proposer:
     Arguments:
         followers: the coordinators that follow this host's.
         witness: one more voter, which `close` closes.
-        primary, voter: an elected host's; by default this host leads first, alone until `set_voters`.
+        primary, voter: the state of an elected host; by default this host leads first, alone until `set_voters`.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Proposer:
         self._primary = primary or Primary(Config.begin(channel.member))
         self._voter = voter or Voter(channel.member)
         self._witness = witness
-        # once `set_voters` was called, in the order in which they would lead
+        # once `set_voters` was called, in the order of candidacy
         self._wanted_voters: tuple[int, ...] = tuple(sorted(self._primary.committed.newest_voters))
         self._tickets: dict[int, bytes] = {}  # the tickets of the standbys that were asked
         self._addresses: dict[int, str] = {}  # the addresses of those that follow
@@ -72,7 +72,7 @@ class Proposer:
         self._present: set[int] | None = (
             None  # the voters that have answered since a change was requested; None: no change is requested
         )
-        self._candidate: Candidate | None = None  # while this leader is elected once more
+        self._candidate: Candidate | None = None  # while this leader is a candidate again
         self.candidate_since: float | None = None
         self._candidacy_at = 0.0  # when this leader asks for votes in the next term
         self._announced: tuple[int, ...] = ()  # the standbys that were returned last
@@ -84,7 +84,7 @@ class Proposer:
 
     @property
     def fds(self) -> tuple[int, ...]:
-        """Return descriptors that are readable when `receive` has something to do."""
+        """Return the descriptors to poll before `receive`."""
         return (self._stalled.fileno(), *(() if self._witness is None else (self._witness.fileno(),)))
 
     @property
@@ -95,7 +95,7 @@ class Proposer:
     def pop_standbys(self) -> tuple[int, ...] | None:
         """Return the standbys, in the order in which they would lead; None if that has not changed since the last call.
 
-        A change counts once every host has accepted it: others would not know the candidates.
+        A change counts once every host has accepted it: before that, some hosts do not know the candidates.
         """
         config = self._primary.committed
         if not config.standbys and not config.is_joint:
@@ -107,7 +107,7 @@ class Proposer:
 
     @property
     def has_standbys(self) -> bool:
-        """Return whether another host takes over if this one is lost, and all hosts know the candidates."""
+        """Return whether another host takes over if this host is lost, and all hosts know the candidates."""
         config, is_elected = self._primary.committed, self._candidate is None
         return is_elected and not config.is_joint and bool(config.standbys) and not self._find_behind(config)
 
@@ -133,7 +133,7 @@ class Proposer:
         return f"{hosts}, and {'the' if WITNESS in agreed else 'not the'} witness: of these, {needed} are needed"
 
     def set_voters(self, members: Collection[int]) -> None:
-        """Let these hosts vote, this one included, and appoint some of them as standbys."""
+        """Set the voters, which include this host, and appoint some of them as standbys."""
         is_witnessed = self._witness is not None and len(members) > 1
         self._wanted_voters = (*members, *((WITNESS,) if is_witnessed else ()))
         for member in set(self._tickets) - set(members):
@@ -244,7 +244,7 @@ class Proposer:
             else:
                 self._channel.put_datagram(member, kind="solicit", term=list(asked))
 
-    # The leader is elected once more.
+    # The leader is elected again.
 
     def _become_candidate(self, refused_by: Term, now: float) -> None:
         """Ask for votes in a term after `refused_by`."""
@@ -307,7 +307,7 @@ class Proposer:
         return True
 
     def release(self) -> None:
-        """Stop the votes, and delay no answers any more: the others have finished, and no other host will lead."""
+        """Stop the votes, and stop delaying answers: the others have finished, and no other host will lead."""
         self._is_released = True
         self._advance()
 
@@ -316,7 +316,7 @@ class Proposer:
         self._is_handed_over = True
 
     def close(self) -> None:
-        """Close the descriptors, and delay no answers any more."""
+        """Close the descriptors, and stop delaying answers, except after `hand_over`."""
         if not self._is_handed_over:
             self._followers.required = frozenset()
         self._followers.on_stalled = lambda ticket: None

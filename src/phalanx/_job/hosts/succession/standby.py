@@ -45,7 +45,7 @@ class Standby:
         self._wakeup = Wakeup()
         self._copy: Coordinator | None = None
         self._next_copy: Coordinator | None = None  # the copy that is being received
-        self._expected = 1  # number of the next message; 0: a part is missing
+        self._expected = 1  # the number of the next message; 0: a part is missing
         self._asked_at = 0.0
         self._was_connected = False
         self._stopping = False

@@ -81,7 +81,7 @@ class Successor:
         self._place: Service | None = None  # the polling place
         self._polling_places: tuple[str, ...] = ()  # where standbys publish the result, for a host without a vote
         self._num_asked = 0
-        self._answered_at = -_TURN_S  # when this host has answered another candidate
+        self._answered_at = -_TURN_S  # when this host last answered another candidate
         self._results: Mailbox[ElectedLeader | None] = Mailbox()
         self._threads: list[threading.Thread] = []
         self._over = threading.Event()
@@ -248,7 +248,7 @@ class Successor:
             self._results.put(result)
 
     def _end_once(self, over: threading.Event) -> bool:
-        """End an election; return False if another thread has."""
+        """End an election; return False if another thread has ended it."""
         with self._lock:
             if over.is_set():
                 return False
@@ -386,7 +386,7 @@ class Successor:
         return None
 
     def _ask_witness(self, candidate: Candidate) -> Candidate:
-        """Add the witness's reply to the candidate, unless it has replied before."""
+        """Add the witness's reply to the candidate, unless the witness has replied before."""
         replied = candidate.promised_by if candidate.proposed is None else candidate.accepted_by
         if self._witness is None or WITNESS not in candidate.electors or WITNESS in replied:
             return candidate
@@ -447,10 +447,9 @@ class Successor:
 
 
 def prepare(copy: Coordinator, leader: int, lost: int) -> list[tuple[int, bytes]]:
-    """Turn a copy into the coordinator that `leader` leads instead of `lost`.
+    """Turn a copy into the coordinator of the new leader `leader`; return the messages that `lost` has not read.
 
-    Return the messages to `lost` that `lost` has not read. The leader watches all members, and the others watch the
-    leader.
+    `lost` is the former leader. The leader watches all members, and the others watch the leader.
     """
     now = time.monotonic()
     copy.take_over(now)

@@ -42,7 +42,7 @@ class TakeOver:
 
     Arguments:
         state: the lost leader's decisions.
-        lost: that leader, and `why` it is lost.
+        lost: the former leader; `why` is the reason of its loss.
         handover: this host's coordinator, with the hosts that had left before.
     """
 

@@ -28,7 +28,7 @@ class WitnessCalls:
         self._next: Config | Term | None = None  # the next request
         self._changed = threading.Condition()
         self._is_closed = False
-        self._is_silent = False  # the witness does not answer, and the user knows
+        self._is_silent = False  # whether the witness does not answer, which was reported to the user
         self._replies: Mailbox[Reply | str] = Mailbox()
         self._thread = threading.Thread(target=self._run, name="phalanx-witness", daemon=True)
         self._thread.start()

@@ -22,9 +22,9 @@ _ASKS_FOR_USER = (400, 401, 403)  # an etcd with users, asked without one
 
 
 class EtcdRegister:
-    """`EtcdRegister` has values by name in the etcd at etcd://HOST:PORT, or etcds:// with TLS.
+    """An `EtcdRegister` stores named values in the etcd at etcd://HOST:PORT, or etcds:// with TLS.
 
-    Its methods raise CoordinationError where etcd refuses or does not answer. Each call has a connection of its own.
+    Its methods raise CoordinationError if etcd refuses or does not answer. Each call opens its own connection.
 
     Raises:
         CoordinationError: a file cannot be read.
@@ -53,7 +53,7 @@ class EtcdRegister:
         self._call("deleterange", {"key": _encode(name.encode())})
 
     def close(self) -> None:
-        """Do nothing: each call has a connection of its own."""
+        """Do nothing: each call opens its own connection."""
 
     def _call(self, what: str, body: dict[str, Any]) -> dict[str, Any]:
         status, found = self._service.call("POST", f"/v3/kv/{what}", body)
@@ -68,7 +68,7 @@ def _encode(value: bytes) -> str:
 
 
 def find_tls(variables: Mapping[str, str]) -> ssl.SSLContext:
-    """Return the context of ETCDCTL_CACERT, ETCDCTL_CERT and ETCDCTL_KEY; without them, the system's CAs count.
+    """Return the TLS context of ETCDCTL_CACERT, ETCDCTL_CERT and ETCDCTL_KEY; by default, of the system's CAs.
 
     Raises:
         CoordinationError: one of the files cannot be read.
@@ -76,7 +76,7 @@ def find_tls(variables: Mapping[str, str]) -> ssl.SSLContext:
     names = [variables.get(f"ETCDCTL_{name}", "") for name in ("CACERT", "CERT", "KEY")]
     try:
         return _make_tls(*names)
-    except OSError as error:  # ssl.SSLError is one
+    except OSError as error:  # includes ssl.SSLError
         raise CoordinationError(
             f"the certificates for etcd cannot be read (ETCDCTL_CACERT={names[0]} ETCDCTL_CERT={names[1]} "
             f"ETCDCTL_KEY={names[2]}): {error}"
@@ -111,7 +111,7 @@ class JsonService:
         A call may have been executed although it raises, if its answer was lost.
 
         Raises:
-            CoordinationError: the service cannot be reached, does not answer in two seconds, or is another one.
+            CoordinationError: the service cannot be reached, does not answer in two seconds, or is another service.
         """
         try:
             status, text = self._exchange(method, path, body)

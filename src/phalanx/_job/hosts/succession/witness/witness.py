@@ -29,7 +29,7 @@ _MOST_TRIES = 100  # of a step, while other clients write
 
 
 class Register(Protocol):
-    """`Register` has values by name outside the job. Each method raises PhalanxError or OSError if unreachable."""
+    """A `Register` stores named values outside the job. Each method raises PhalanxError or OSError if unreachable."""
 
     is_durable: bool
     """Whether the values survive a restart."""
@@ -38,7 +38,7 @@ class Register(Protocol):
         """Return a value; b"" if there is none."""
 
     def write(self, name: str, expected: bytes, value: bytes) -> bool:
-        """Replace the expected value (b"": there is none yet); return False if the value is another one."""
+        """Replace the expected value (b"": there is none yet); return False if the value is not the expected one."""
 
     def delete(self, name: str) -> None:
         """Delete a value, if there is one."""
@@ -48,7 +48,7 @@ class Register(Protocol):
 
 
 class CoordinatorRegister:
-    """`CoordinatorRegister` is the store of a `phalanx coordinator` on a host that is none of the job's."""
+    """A `CoordinatorRegister` is the store of a `phalanx coordinator` on a host outside the job."""
 
     is_durable = False
 
