@@ -60,8 +60,10 @@ def test_a_passed_deadline_is_also_a_timeout_error():
     ],
 )
 def test_an_error_travels_between_processes_with_its_fields(error, fields):
+    error.batch = 7
     copy = pickle.loads(pickle.dumps(error))
     assert type(copy) is type(error)
+    assert copy.batch == 7
     assert str(copy) == "said"
     assert {name: getattr(copy, name) for name in fields} == fields
 

@@ -21,6 +21,7 @@ They are built on first use, because the launcher raises errors of this module a
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -103,7 +104,7 @@ class LaunchError(PhalanxError):
         self.exit_code = exit_code
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (type(self), str(self), {"exit_code": self.exit_code})
+        return _rebuild, (type(self), str(self), {"exit_code": self.exit_code}), self.__dict__
 
 
 class CoordinationError(PhalanxError):
@@ -127,7 +128,7 @@ class CoordinationError(PhalanxError):
         self.reason = reason
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (type(self), str(self), {"reason": self.reason})
+        return _rebuild, (type(self), str(self), {"reason": self.reason}), self.__dict__
 
 
 class AuthenticationError(CoordinationError):
@@ -235,8 +236,13 @@ def _define_torch_errors() -> None:
         globals()[cls.__name__] = cls
 
 
+_defining = threading.RLock()  # the import of torch may look the names up, too
+
+
 def __getattr__(name: str) -> Any:
     if name in ("MismatchError", "PeerLostError"):
-        _define_torch_errors()
+        with _defining:
+            if name not in globals():  # another thread may have defined both
+                _define_torch_errors()
         return globals()[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -50,6 +50,8 @@ def test_two_hosts_with_one_number_are_named() -> None:
     assert conflict == "n1 (10.0.0.1) and n2 (10.0.0.2) both came as --node-rank 1. Give each host a number of its own"
     assert find_conflict([host(0), host(1, node_rank=2)], 2) == "n1 (10.0.0.1) came as --node-rank 2 of --nnodes 2"
     assert find_conflict([host(0), host(1, node_rank=1)], 2) == ""
+    assert find_conflict([host(0, node_rank=0), host(1)], 2) == ""
+    assert "n1 (10.0.0.1) came as --node-rank 0, which is" in find_conflict([host(0), host(1, node_rank=0)], 2)
 
 
 def test_hosts_that_were_given_different_numbers_of_hosts_are_named() -> None:

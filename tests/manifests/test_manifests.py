@@ -162,7 +162,10 @@ def test_the_manifest_is_valid_by_the_schema_of_kubernetes(tmp_path, words):
         (("slurm", "--nodes=2", "--", "--ranks", "2", "train.py"), "phalanx run: --ranks: no such option"),
         (("slurm", "--nodes=0", "train.py"), "Invalid value for '--nodes'"),
         (("kubernetes", "--nodes=2", "train.py"), "Missing option '--image'"),
-        (("kubernetes", "--nodes=2", *IMAGE, "--name=My_Job", "train.py"), "--name 'My_Job': a name of Kubernetes has"),
+        (
+            ("kubernetes", "--nodes=2", *IMAGE, "--name=My_Job", "train.py"),
+            "--name 'My_Job': the name of a job",
+        ),
         (("kubernetes", "--nodes=2", *IMAGE, "--memory=lots", "train.py"), "--memory 'lots': an amount of Kubernetes"),
         (("kubernetes", "--nodes=2", "--image", " ", "train.py"), "--image ' ': name the image"),
         (("slurm", "--nodes=1", "--", "--witness", "h:1", "a.py"), "--witness: a job of one host cannot"),

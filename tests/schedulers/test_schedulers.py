@@ -160,6 +160,8 @@ def test_lsf_lists_hosts_and_the_own_name_says_which_one_this_is(tmp_path):
     assert hosts.find_lsf({**lsf, "LSB_MCPU_HOSTS": "a.site 8"}, "a.site") is None
     (tmp_path / "hosts").write_text("c\nc\nd\n")
     assert hosts.find_lsf({**lsf, "LSB_DJOB_HOSTFILE": str(tmp_path / "hosts")}, "d").first_host == "c"
+    batch = {**lsf, "LSB_MCPU_HOSTS": "batch01 4 gpu01 4"}
+    assert hosts.find_lsf(batch, "batch01").num_nodes == 2, "only jsrun's launch host runs nothing"
     with pytest.raises(LaunchError, match=r"runs on a.site, b.site \(LSB_MCPU_HOSTS\), and this host is c"):
         hosts.find_lsf(lsf, "c")
 

@@ -84,6 +84,8 @@ def test_the_fastest_address_that_all_have_reached_is_chosen() -> None:
     far = {0: "", 1: "", 2: "no answer"}
     assert choose_address(candidates, {"b": {0: "", 1: "", 2: ""}, "c": far}, "a", 4000) == (1, [])
     assert choose_address(candidates, {}, "a", 4000) == (2, [])
+    chosen, (problem,) = choose_address(candidates, {"b": {0: "", 1: "", 2: ""}, "c": {}}, "a", 4000)
+    assert (chosen, problem.host) == (-1, "c"), "it was started at the last address that nobody had tried"
     assert choose_address([("x", "e", 0), ("y", "e", 0)], {"b": {0: "", 1: ""}}, "a", 1) == (0, [])
 
 

@@ -222,13 +222,13 @@ class Gathering:
             if count >= rendezvous.max_nodes:
                 break
             if count >= rendezvous.min_nodes:
-                last_call = last_call or now + rendezvous.last_call_s
+                last_call = last_call or min(now + rendezvous.last_call_s, end)
                 if now >= last_call:
                     break
+            elif now >= end:
+                raise LaunchError(self._explain_missing(count))
             else:
                 last_call = None
-            if now >= end:
-                raise LaunchError(self._explain_missing(count))
             if invite_at <= now:
                 invite_at = float("inf")
                 self._host.display.print(self._invite(count))

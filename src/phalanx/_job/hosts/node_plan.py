@@ -100,6 +100,12 @@ def find_conflict(hosts: Sequence[HostFacts], max_nodes: int) -> str:
     for host in hosts:
         if host.node_rank is None:
             continue
+        if host.node_rank == 0 and host is not first:
+            return (
+                f"{host.name} ({host.address}) came as --node-rank 0, which is the host that the others join, "
+                f"{first.name} ({first.address}): its address is MASTER_ADDR, where rank 0 serves. Start {host.name} "
+                "without --node-rank, or start the job there"
+            )
         if host.node_rank >= max_nodes:
             return f"{host.name} ({host.address}) came as --node-rank {host.node_rank} of --nnodes {max_nodes}"
         other = seen.setdefault(host.node_rank, host)

@@ -130,12 +130,17 @@ def _metadata(request: JobRequest, cluster: KubernetesCluster) -> dict[str, Any]
 
 def _check(request: JobRequest, cluster: KubernetesCluster) -> None:
     problems = []
-    names = {"--name": request.name, "--secret": cluster.secret, "--namespace": cluster.namespace or "default"}
-    for option, name in names.items():
-        if not re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", name) or len(name) > _MAX_NAME:
+    if not re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", request.name) or len(request.name) > _MAX_NAME:
+        problems.append(
+            f"--name {request.name!r}: the name of a job and its Service has lower-case letters, digits and dashes, "
+            f"begins with a letter and has at most {_MAX_NAME} characters"
+        )
+    for option, name in (("--secret", cluster.secret), ("--namespace", cluster.namespace or "default")):
+        label = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
+        if not re.fullmatch(label if option == "--namespace" else rf"(?=.{{1,253}}$){label}(\.{label})*", name):
             problems.append(
-                f"{option} {name!r}: a name of Kubernetes has lower-case letters, digits and dashes, begins with a "
-                f"letter and has at most {_MAX_NAME} characters"
+                f"{option} {name!r}: a name of Kubernetes has lower-case letters, digits and dashes, and begins and "
+                "ends with a letter or digit"
             )
     if not cluster.image or cluster.image.split() != [cluster.image]:
         problems.append(f"--image {cluster.image!r}: name the image that has Phalanx and the script in it")

@@ -28,7 +28,7 @@ def find_lsf(environ: Mapping[str, str], hostname: str) -> Allocation | None:
         variable, words = "LSB_MCPU_HOSTS", environ["LSB_MCPU_HOSTS"].split()[::2]
     else:
         variable, words = "LSB_HOSTS", environ.get("LSB_HOSTS", "").split()
-    hosts = _compute_hosts(_unique(words))
+    hosts = _unique(words)
     return _of_list(
         "LSF", job, hosts, hostname, ("LSB_JOBID", variable), f'blaunch -z "{" ".join(hosts)}" phalanx run …'
     )

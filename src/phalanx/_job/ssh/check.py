@@ -109,6 +109,8 @@ def choose_address(
         return max(good, key=lambda n: (candidates[n][2], -n)), []
     problems = []
     for host, answers in reached.items():
+        if not answers:
+            problems.append(Problem(host, "its connection ended before it could try to reach the first host", ""))
         tried = [f"{Address(candidates[n][0], port)}: {answer}" for n, answer in answers.items() if answer]
         if tried:
             advice = f"Open the way there (firewall), or name an address of {first} that all reach: --master-addr."
