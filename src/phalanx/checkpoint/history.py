@@ -228,7 +228,7 @@ class History:
     def remove_abandoned(self) -> bool:
         """Remove the hidden folders of dead writers; return whether a folder is still locked.
 
-        The kernel releases a writer's lock only when the process has ended and its memory is freed.
+        A killed writer keeps its lock until the kernel has ended it and freed its memory.
         """
         is_locked = False
         for path in self._partials():
