@@ -90,7 +90,7 @@ def run(
         PhalanxError: no remaining rank holds the state.
         RuntimeError: it is called inside another function of `elastic.run`.
         ValueError: `state` holds an object whose state a replacement could not receive, such as a Pipeline; or
-            `checkpoint` is an address of fsspec.
+            `checkpoint` is an fsspec address.
         SystemExit: fewer than `min_ranks` for longer than `wait_s`, with exit code 75; or the host of this rank leaves
             the job (SIGTERM), with 0.
     """
