@@ -137,7 +137,7 @@ def wait_together(
 ) -> CheckpointError | None:
     """Wait on all ranks until a save is over, and return the error of any rank, or None. All ranks call it.
 
-    Ranks that have finished wait in many short collectives. So the group's timeout does not expire however long a rank
+    Ranks that have finished repeat short collectives. So the group's timeout does not expire, however long a rank
     writes, and no rank counts as silent.
     """
     started, warned_s = time.monotonic(), 0.0

@@ -39,13 +39,13 @@ class Best:
         return cls(metric, mode, count)
 
     def order(self, items: Sequence[T], value_of: Callable[[T], float | None]) -> list[T]:
-        """Return the best of `items`, best first, equal ones in their order; leave out values that are None or NaN."""
+        """Return the best of `items`, best first; equal items keep their order. Leave out values of None or NaN."""
         found = [(value, item) for item in items if (value := value_of(item)) is not None and not math.isnan(value)]
         found.sort(key=lambda pair: pair[0], reverse=self.mode == "max")  # the sort is stable in both directions
         return [item for _, item in found[: self.count]]
 
     def order_newest_first(self, entries: Sequence[T], metrics_of: Callable[[T], Mapping[str, float]]) -> list[T]:
-        """Return the best of `entries`, which begin with the latest: best first, and of equal ones the oldest first."""
+        """Return the best of `entries`, which begin with the latest: best first, and the oldest first among equals."""
         return self.order(entries[::-1], lambda entry: metrics_of(entry).get(self.metric))
 
     def add(self, values: Sequence[float], value: float) -> tuple[tuple[float, ...], bool]:
@@ -58,7 +58,7 @@ class Best:
 def choose_outdated(
     entries: Sequence[T], keep: int | None, best: Best | None, metrics_of: Callable[[T], Mapping[str, float]]
 ) -> list[T]:
-    """Return those `entries`, which begin with the latest, that are neither of the newest `keep` nor of the best."""
+    """Return the entries, which begin with the latest, that are neither among the newest `keep` nor the best."""
     if keep is None:
         return []
     old = entries[keep:]

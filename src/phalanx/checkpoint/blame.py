@@ -20,7 +20,7 @@ _PLAIN = (int, float, str, bool, type(None), bytes, complex)
 
 
 def describe_unsafe_value(state: object) -> tuple[str, str]:
-    """Return the value that makes a state unsafe, and what to save instead; both "" if no single value does.
+    """Return the value that makes a state unsafe, and what to save instead; both "" if there is no single such value.
 
     This checks every value of the state, so call it only when reporting an error.
     """
@@ -29,7 +29,7 @@ def describe_unsafe_value(state: object) -> tuple[str, str]:
             if not _is_readable(value):
                 return f"{path} is {_a(_name(type(value)))}", _advice(path, value)
     except Exception:
-        # the state is nested too deeply for torch.save, too, or a user's __repr__ raises: other ranks still wait
+        # The state is nested too deeply, or a user's __repr__ raises. Do not raise: other ranks wait for the report.
         pass
     return "", ""
 
@@ -102,8 +102,9 @@ def _advice(path: str, value: Any) -> str:
 
 
 def publish_name(full: str) -> str:
-    """Return the public name of a class that a pickle calls `full`: Python 3.13 keeps pathlib's classes in
-    `pathlib._local`, but shows them in `pathlib`.
+    """Return the public name of a class that a pickle calls `full`.
+
+    Python 3.13 defines pathlib's classes in `pathlib._local`, and exports them from `pathlib`.
     """
     module, _, name = full.rpartition(".")
     package, _, last = module.rpartition(".")

@@ -31,8 +31,8 @@ class Crc32:
 
 
 # A CRC-32 is the remainder of the bits, as a polynomial, modulo this polynomial; the highest bit has the lowest power.
-# (Mark Adler, zlib's crc32_combine: the first part's remainder is multiplied by x to the number of the second part's
-# bits.)
+# (Mark Adler, zlib's crc32_combine: the first part's remainder is multiplied by x to the power of the second part's
+# number of bits.)
 _POLYNOMIAL = 0xEDB88320
 _ONE = 1 << 31
 
@@ -108,7 +108,7 @@ def find_damage(file: BinaryIO) -> str:
 _FOLDER = 0x10
 
 
-# A record's local header: 26 bytes, the lengths of its name and of its extra field, and these two.
+# A record's local header: 26 bytes, the lengths of the name and the extra field, then the name and the extra field.
 _LOCAL_HEADER = struct.Struct("<26xHH")
 
 

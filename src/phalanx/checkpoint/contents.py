@@ -74,7 +74,7 @@ def inspect(path: str | os.PathLike[str], *, verify: bool = False) -> Checkpoint
     checkpoints, or a folder of torch.distributed.checkpoint.
 
     Arguments:
-        path: a path, or an address of fsspec, which is downloaded first.
+        path: a path, or an fsspec address, which is downloaded first.
         verify: also verify checksums, which reads everything.
 
     Raises:
@@ -125,7 +125,7 @@ def _of_file(path: Path, verify: bool) -> CheckpointContents:
 
 def _of_state(path: Path) -> Iterator[Item]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns about the contents, which their owner chose
+        warnings.simplefilter("ignore")  # the user of `inspect` cannot change the contents that torch warns about
         try:
             state = _load_forms(path)
         except Exception as error:
@@ -146,7 +146,7 @@ def _load_forms(path: Path) -> Any:
     try:
         try:
             return torch.load(path, map_location="meta", weights_only=True)
-        except NotImplementedError:  # quantized tensors and nested ones cannot be made on "meta"
+        except NotImplementedError:  # quantized and nested tensors cannot be created on "meta"
             return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except pickle.UnpicklingError as error:
         if "torch.nested" not in str(error) or sys.modules.keys() >= _JAGGED:
@@ -165,7 +165,7 @@ def _find_shape(tensor: Tensor) -> tuple[int, ...]:
 
 
 def _count_bytes(tensor: Tensor) -> int:
-    """Return the size of the tensor's values, and for a sparse tensor also of its indices."""
+    """Return the size of the tensor's values in bytes, and for a sparse tensor of its indices, too."""
     if tensor.layout is torch.sparse_coo:
         return tensor._values().nbytes + tensor._indices().nbytes
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):

@@ -11,7 +11,7 @@ A checkpoint's folder gets its name when the checkpoint is complete, in this ord
     make .partial    write files    fsync each    manifest    fsync it and the folder    rename    fsync runs/a   latest
     |______________ killed here: only a hidden folder is left ________________________|  |_ killed here: it is saved __|
 
-The number comes first, since the latest checkpoint is the last saved: a run that returns to step 300 saves 400 again.
+A name begins with the save's number, since steps may repeat: a run that resumes from step 300 saves step 400 again.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from phalanx.errors import CheckpointError
 
 LATEST = "latest"
 _NAME = re.compile(r"(\d{8,})-step-(\d+)")
-_ENDING_S, _POLL_S = 0.5, 0.01  # how long the kernel may take to end a writer
+_ENDING_S, _POLL_S = 0.5, 0.01  # how long to wait until the kernel has ended a writer, and how often to check
 
 
 @dataclass(frozen=True, order=True)
 class CheckpointEntry:
-    """`CheckpointEntry` is one checkpoint of a folder, as its name shows it."""
+    """`CheckpointEntry` is one checkpoint of a folder, parsed from its name."""
 
     number: int
     step: int
@@ -112,7 +112,7 @@ class Draft:
             try:
                 os.rename(self.path, path)
                 break
-            except OSError as error:  # another job, or another rank 0 of this one, has used the number
+            except OSError as error:  # another job, or rank 0 of another group, has used the number
                 if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
                     raise
                 number += 1
@@ -177,7 +177,7 @@ class History:
         return entries[0].number + 1 if entries else 1
 
     def draft(self, step: int) -> Draft:
-        """Create a hidden folder to write into, and the folder itself; remove the drafts of dead writers.
+        """Create a hidden folder to write into, and its parent if missing; remove the drafts of dead writers.
 
         Raises:
             OSError: the disk failed, or permission was denied.
@@ -205,7 +205,7 @@ class History:
                 os.replace(link, self.folder / LATEST)
             except OSError:
                 os.unlink(link)
-        with contextlib.suppress(NotDurableError):  # losing it does no harm
+        with contextlib.suppress(NotDurableError):  # losing the link does no harm
             sync_directory(self.folder)
 
     def remove_old(self) -> None:
@@ -226,8 +226,9 @@ class History:
             return {}
 
     def remove_abandoned(self) -> bool:
-        """Remove the hidden folders of dead writers; return whether a writer still holds a lock on one. A process holds
-        its lock until it has ended, and the kernel has freed its memory.
+        """Remove the hidden folders of dead writers; return whether a folder is still locked.
+
+        A killed writer keeps its lock until the kernel has ended it and freed its memory.
         """
         is_locked = False
         for path in self._partials():
@@ -265,5 +266,5 @@ def _make(folder: Path) -> None:
 
 
 def _lock(fd: int) -> None:
-    with contextlib.suppress(OSError):  # on a file system without locks, no process removes it either
+    with contextlib.suppress(OSError):  # on a file system without locks, no process removes the folder either
         fcntl.flock(fd, fcntl.LOCK_EX)

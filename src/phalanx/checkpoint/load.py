@@ -42,22 +42,22 @@ def load_checkpoint(
     """Return the state that `save_checkpoint` wrote to `path`, with its tensors on `map_location`.
 
     `path` may also be a checkpoint of a `CheckpointManager`, or the folder of its checkpoints, whose latest is loaded.
-    An address of fsspec (`s3://bucket/run.pt`) is downloaded first.
+    A checkpoint at an fsspec address (`s3://bucket/run.pt`) is downloaded first.
 
     A rank may call it alone: each rank reads the file itself, so every host needs the path. Only tensors, numbers,
     strings and containers of them are created (torch.load's `weights_only`): a file from a stranger cannot run code.
 
     Arguments:
         map_location: the device for all tensors.
-        into: the objects to restore, by name: `load_state_dict` of each gets the state of that name. A name that the
-            checkpoint lacks, another shape, a dtype that cannot hold the values, another class of optimizer or order
-            of its parameters is an error before anything is loaded. If the `load_state_dict` of an object raises, the
-            objects before it keep the loaded state. If an optimizer gets no state for parameters that it trains, a
-            warning names the parameters.
-        verify: verify every record's checksum first, to detect bits that flipped on a disk or in transit. False saves
-            reading the file twice.
+        into: the objects to restore, by name: `load_state_dict` of each gets the state of that name. Before anything is
+            loaded, an error reports a name that the checkpoint lacks, another shape, a dtype that cannot hold the
+            values, another class of optimizer, or another order of its parameters. If the `load_state_dict` of an
+            object raises, the objects before it keep the loaded state. If an optimizer gets no state for parameters
+            that it trains, a warning names the parameters.
+        verify: verify every record's checksum first, to detect bits that flipped on a disk or in transit. With False
+            the file is read only once.
 
-    Cost: reading the file, and again for `verify`: some 0.8 s and 0.2 s for 1 GB in the page cache.
+    Cost: one read of the file, and another for `verify`: about 0.8 s and 0.2 s for 1 GB in the page cache.
 
     Raises:
         CheckpointError: the file is missing, truncated or damaged, is not a checkpoint, or does not fit `into`:

@@ -61,7 +61,10 @@ def note_optimizers(parts: Mapping[str, Any]) -> OptimizerNotes:
 
 
 def find_other_class(name: str, optimizer: torch.optim.Optimizer, saved: str) -> list[str]:
-    """Return how the class of `optimizer` differs from `saved`, if both are known. RAdam has Adamax's options."""
+    """Return how the class of `optimizer` differs from `saved`, if both are known.
+
+    The options alone do not show it: RAdam has Adamax's.
+    """
     here = _class_of(optimizer)
     if not saved or not here or saved == here:
         return []
@@ -119,7 +122,7 @@ def find_misfits(name: str, optimizer: torch.optim.Optimizer, saved: Any) -> lis
 
 
 def find_other_order(name: str, saved: Sequence[str], here: Sequence[Sequence[str]]) -> list[str]:
-    """Describe the first place where parameters have other numbers than when they were saved."""
+    """Describe the first parameter that has another number than when it was saved."""
     for number, (theirs, mine) in enumerate(zip(saved, here, strict=False)):
         if theirs and any(mine) and theirs not in mine:
             return [f"{name}: parameter {number} is {theirs!r} in the checkpoint, {mine[0]!r} here"]

@@ -1,4 +1,4 @@
-"""`RemoteHistory` keeps a run's checkpoints at an address of fsspec; a last small object completes each checkpoint.
+"""`RemoteHistory` keeps a run's checkpoints at an fsspec address; the manifest, put last, completes each checkpoint.
 
     s3://bucket/runs/a/
         00000007-step-300-5be2ff01/     the seventh save: a checkpoint, since it has its manifest
@@ -11,8 +11,8 @@
     files, written into a folder here   put each   parts of all ranks   put checkpoint.json   latest   remove old ones
     |________________ killed here: objects without a manifest are left __________________|  |__ killed here: it is saved
 
-The only requirement is that an object store puts an object atomically. The next save removes a dead writer's objects:
-at once if its process is known to have ended, otherwise once nothing has been put there for an hour.
+The only requirement is that the store puts an object atomically. The next save removes a dead writer's objects: at
+once if its process is known to have ended, otherwise once nothing has been put there for an hour.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ RETRY_S = 120.0  # a manager may set another limit
 
 
 class RemoteDraft:
-    """`RemoteDraft` is this rank's part of a checkpoint in progress: files in a local folder, put to an address."""
+    """`RemoteDraft` is this rank's part of a checkpoint in progress: local files that are then put at an address."""
 
     max_poll_s = 2.0  # the longest pause between two checks for other ranks' reports
 
@@ -149,10 +149,10 @@ class RemoteHistory:
         return RemoteDraft(self._remote, name, is_first=False)
 
     def remove_old(self) -> None:
-        """Remove outdated checkpoints, each with its manifest first: without it the folder is not a checkpoint. A
-        checkpoint that cannot be removed stays.
+        """Remove outdated checkpoints; a checkpoint that cannot be removed stays.
 
-        A writer's mark is put first: if this process is killed during the removal, the next save removes the rest.
+        The manifest is removed first: without it the folder is not a checkpoint. Before that, a writer's mark is put:
+        if this process is killed during the removal, the next save removes the rest.
         """
         with contextlib.suppress(Exception):
             for entry in choose_outdated(self.entries(), self.keep, self.best, self.metrics_of):
@@ -204,7 +204,8 @@ class RemoteHistory:
     def opened(self, peers: Peers, name: str) -> Iterator[Path]:
         """Yield a local folder with the files that this host's ranks read; remove it at the end. All ranks call it.
 
-        Only rank 0 downloads the file of a whole checkpoint. Each host downloads all files of a sharded one, once.
+        Only rank 0 downloads the file of a whole checkpoint. Each host downloads all files of a sharded checkpoint,
+        once.
         """
         manifest: Manifest | None = None
         problem: str | None = None
@@ -227,7 +228,7 @@ class RemoteHistory:
             shared = peers.all_gather(folders[0] if folders else None)[mine[0]]
             assert shared is not None
             files = self._files_for(manifest, peers, mine)
-            if not (shared / MANIFEST).exists():  # ranks of one host may have different folders
+            if not (shared / MANIFEST).exists():  # ranks of one host may have different folders for temporary files
                 folders.append(shared := _make_folder(name, manifest))
                 files = list(manifest.files)
             peers.agree(self._download(name, files, shared))

@@ -140,7 +140,7 @@ def _load_parts(state: dict[str, Any], parts: Mapping[str, Any], report: Mismatc
 
 
 def require_device(map_location: object, what: str) -> None:
-    """Refuse a device that this process does not have; names that only torch.load knows pass."""
+    """Refuse a device that this process does not have; torch.load's other map_locations pass."""
     if not isinstance(map_location, (str, torch.device)):
         return
     try:
@@ -257,7 +257,7 @@ def _refuse_damage(peers: Peers, problem: str | None) -> None:
 
 
 def _shards(pieces: LoadedPieces, structure: Node, parts: Mapping[str, Any]) -> dict[str, DTensor]:
-    """Return new tensors, sharded like the tensors of `parts`, into which to read."""
+    """Return new tensors to read into, sharded like the tensors of `parts`."""
     found: dict[str, DTensor] = {}
     for name, part in parts.items():
         if isinstance(part, nn.Module):

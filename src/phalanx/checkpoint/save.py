@@ -25,18 +25,18 @@ def save_checkpoint(path: str | os.PathLike[str], state: Mapping[str, Any]) -> N
 
     Collective: every rank of the default process group calls it, not only rank 0. Rank 0's `state` is written while the
     others wait. Without a process group the process writes alone. An existing checkpoint stays until the new one is
-    complete, and a process that is killed meanwhile leaves nothing (see `phalanx docs checkpoints`). `state` may hold
-    everything that `load_checkpoint` can read: tensors, numbers, strings, and dicts, lists and tuples of them, as
-    PyTorch's `state_dict()` methods return. At an address of fsspec (`s3://bucket/run.pt`) the file is one object. A
+    complete. A process that is killed meanwhile leaves no partial checkpoint (see `phalanx docs checkpoints`). `state`
+    may hold everything that `load_checkpoint` can read: tensors, numbers, strings, and dicts, lists and tuples of them,
+    as PyTorch's `state_dict()` methods return. At an fsspec address (`s3://bucket/run.pt`) the file is one object. A
     pipe or a character device (`/dev/null`) is not replaced: the complete file is written to it.
 
-    Cost: one broadcast of some hundred bytes; the waiting ranks copy nothing.
+    Cost: one broadcast of a few hundred bytes; the waiting ranks copy nothing.
 
     Raises:
         TypeError: `path` is not a path.
         CheckpointError: rank 0 could not write the file (the disk is full, the folder is missing or forbidden), or
-            `state` holds objects that could not be loaded; the message names them. It is raised on all ranks, and the
-            old checkpoint is unchanged.
+            `state` holds objects that could not be loaded; the message names them. It is raised on all ranks. The old
+            checkpoint is unchanged, unless the message says that the new one is in place.
         MismatchError, PeerLostError, DeadlineError: some rank did not call this; rank 0 has written the file.
     """
     place = place_of(path)  # an invalid path is an error on every rank
@@ -55,7 +55,7 @@ def save_checkpoint(path: str | os.PathLike[str], state: Mapping[str, Any]) -> N
 
 
 def _put(state: Mapping[str, Any], address: str) -> None:
-    """Write a local file and put it to its address: an object appears atomically."""
+    """Write a local file and put it at `address`, where an object appears atomically."""
     parent, _, name = address.rpartition("/")
     remote = RemoteFolder(parent, RETRY_S)  # a missing package is reported before anything is written
     with tempfile.TemporaryDirectory(prefix="phalanx-checkpoint-") as folder:

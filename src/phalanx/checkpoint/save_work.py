@@ -35,9 +35,9 @@ def whole_work(
     memory: SnapshotMemory | None,
     commit: Commit,
 ) -> SaveWork:
-    """Return the work of a save in one file, which rank 0, the owner of the draft, writes. All ranks call it.
+    """Return the work of a save to one file, which rank 0 writes, as the owner of the draft. All ranks call it.
 
-    With `memory` the state is copied into it.
+    If there is a `memory`, the state is first copied into it.
 
     Raises:
         CheckpointError: the state cannot be copied; on every rank.
@@ -73,7 +73,7 @@ def sharded_work(
 ) -> SaveWork:
     """Return this rank's work of a save in which every rank writes its part of `tree`. All ranks call it.
 
-    `tree` is the tree of `state`. With `memory` this rank's part is copied into it.
+    `tree` is the tree of `state`. If there is a `memory`, this rank's part is first copied into it.
 
     Raises:
         CheckpointError: a rank's part cannot be copied; on every rank.

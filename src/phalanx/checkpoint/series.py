@@ -48,7 +48,7 @@ if TYPE_CHECKING:  # torch.distributed.checkpoint takes most of a second to impo
 
 
 _ATTEMPTS = 100  # attempts to read the latest checkpoint while its job saves newer ones and removes it
-_AT_EXIT_S = 60.0  # the wait for other ranks' parts of the last save when this process ends without `wait`
+_AT_EXIT_S = 60.0  # how long a process that ends without `wait` waits for other ranks' parts of its last save
 
 
 class CheckpointManager:
@@ -71,19 +71,19 @@ class CheckpointManager:
     DistributedDataParallel), or a plain value: a tensor, a number, a string, dicts and lists of them.
 
     Arguments:
-        folder: on a disk that every rank sees, if `sharded`; created if missing. Or an address of fsspec, such as
-            `s3://bucket/runs/a`: files are first written in the folder for temporary files.
+        folder: on a disk that every rank sees, if `sharded`; created if missing. Or an fsspec address, such as
+            `s3://bucket/runs/a`: files are first written to the folder for temporary files.
         keep: how many checkpoints to keep; None for all.
         keep_best: ("accuracy", "max", 3): also keep the three with the highest accuracy in the `metrics` of `save`.
         sharded: every rank writes its part, in the files of torch.distributed.checkpoint; otherwise rank 0 writes one
             file of torch.save. None: sharded if the state has a sharded tensor (a DTensor, or a tensor of a
             ZeroRedundancyOptimizer of more than one rank).
         process_group: None for the default group at the time of each call.
-        timeout: how long rank 0 waits for the other ranks' parts, in seconds, after its own is written.
-        retry_s: for how long network errors at an address are retried.
+        timeout: how many seconds rank 0 waits for the other ranks' parts after it has written its own.
+        retry_s: for how many seconds network errors at an address are retried.
         max_failures: how many saves in a row may fail because of the disk, the network or another rank. Each failure
-            logs a warning at once, and training continues. The next failure is raised; `wait` and `close` raise the
-            last save's failure. With 0 every failure is raised.
+            logs a warning at once, and training continues. One more failure in a row is raised; `wait` and `close`
+            raise the last save's failure. With 0 every failure is raised.
 
     Raises:
         ValueError, TypeError: an argument is invalid.
@@ -121,7 +121,7 @@ class CheckpointManager:
         self.process_group = process_group
         self.timeout = timeout
         self._failed = FailedSaves(max_failures)
-        self._newest: tuple[int, Path | str] | None = None  # the step and the place, as far as this process knows
+        self._newest: tuple[int, Path | str] | None = None  # the step and place that this process saved or loaded last
         self._history: History | RemoteHistory = (
             RemoteHistory(self.folder, keep, retry_s, best)
             if isinstance(self.folder, str)
@@ -132,7 +132,7 @@ class CheckpointManager:
                 "CheckpointManager: %s is in this process's memory, and is lost when the process ends.", self.folder
             )
         if sharded:
-            import phalanx.checkpoint.sharded  # noqa: F401 - now, and not while training waits for its first save
+            import phalanx.checkpoint.sharded  # noqa: F401 - here, so that training's first save need not wait for it
         self._memory = SnapshotMemory()
         self._plan: sharded_files.Plan | None = None
         self._saving: Saving | None = None
@@ -176,7 +176,7 @@ class CheckpointManager:
         Only one checkpoint is written at a time: this first waits for the previous one. A rank that joins a running
         job saves nothing before it is in the group, as with `save`.
 
-        Cost: a copy in memory of this rank's part, and some small messages. The memory is kept for the next save.
+        Cost: a copy in memory of this rank's part, and a few small messages. The memory is kept for the next save.
 
         Raises:
             CheckpointError: more than `max_failures` saves have failed in a row, or `parts` hold values that cannot be
@@ -195,10 +195,11 @@ class CheckpointManager:
     def wait(self) -> Path | str | None:
         """Wait until the last `async_save` is on the disk, and return its place, or None. All ranks call it.
 
+        If the group was destroyed meanwhile, only rank 0 returns the place, and only rank 0 and the ranks whose part
+        failed raise an error.
+
         Raises:
             CheckpointError: the last save failed; on every rank.
-
-        If the group was destroyed meanwhile, only rank 0 gets the place, and only ranks whose part failed an error.
         """
         peers = self._peers("CheckpointManager.wait")
         path = self._wait_for_save(peers)
@@ -235,7 +236,7 @@ class CheckpointManager:
             self.give_up()
 
     def give_up(self) -> None:
-        """Abort the current save, without the other ranks; complete files stay. A rank may call it alone."""
+        """Abort the current save, unless it is complete already. A rank may call it alone."""
         saving, self._saving, self._saving_group = self._saving, None, None
         if saving is not None:
             saving.abort()
@@ -253,7 +254,7 @@ class CheckpointManager:
         metrics: Mapping[str, float] | None,
         memory: SnapshotMemory | None,
     ) -> Saving | None:
-        """Return the save, ready to write; None if rank 0 could not begin and `max_failures` allows that."""
+        """Return a save that is ready to start; None if rank 0 has no draft and `max_failures` allows that."""
         if isinstance(step, bool) or not hasattr(step, "__index__") or operator.index(step) < 0:
             raise ValueError(f"{peers.what}: step must be a number from 0 on, got {step!r}")
         if not isinstance(parts, Mapping):
@@ -307,7 +308,7 @@ class CheckpointManager:
             raise
 
     def _open_draft(self, peers: Peers, step: int, kind: Kind) -> Draft | RemoteDraft | None:
-        """Return the draft to write into: rank 0's, or if all ranks write, each rank's part of it."""
+        """Return the draft to write into: on rank 0, or on every rank if all ranks write; elsewhere None."""
         draft: Draft | RemoteDraft | None = None
         unwritten, cause, name = None, None, ""
         if peers.is_first:
@@ -357,7 +358,7 @@ class CheckpointManager:
         """Finish a save whose group was destroyed, as at the end of a script; return its place on rank 0.
 
         Raises:
-            CheckpointError: this rank's part failed, or on rank 0 that of another rank.
+            CheckpointError: this rank's part failed, or on rank 0 another rank's part.
         """
         saving.finish_alone(self.timeout)
         self._saving = self._saving_group = None
@@ -370,7 +371,7 @@ class CheckpointManager:
         return self._newest[1]
 
     def _explain(self, peers: Peers, step: int, error: Exception) -> CheckpointError:
-        """Return the error to raise for an error of the save of `step`, and whether a later save may succeed."""
+        """Return the error to raise if the save of `step` fails: an `UnwrittenError` if a later save may succeed."""
         text = explain_unwritten(peers, self.folder, step, error, newest=self._newest and self._newest[1])
         return CheckpointError(text) if is_lasting(error) else UnwrittenError(text)
 
@@ -403,7 +404,7 @@ class CheckpointManager:
         strict: bool = True,
         fallback: bool = False,
     ) -> RestoredCheckpoint | None:
-        """Load into `parts` the latest checkpoint, the one of `step`, or the best one. All ranks call it.
+        """Load the latest checkpoint, the checkpoint of `step`, or the best one into `parts`. All ranks call it.
 
         Return the loaded checkpoint; None if there is no checkpoint at all.
 
@@ -421,7 +422,7 @@ class CheckpointManager:
             map_location: the device of the returned tensors. The tensors of parts stay on their devices.
             strict: False loads the entries that fit and reports the others; otherwise missing, unexpected or misshapen
                 keys are an error that names them.
-            fallback: if a checkpoint is damaged, log a warning and load the previous one. Otherwise that is an error.
+            fallback: if a checkpoint is damaged, warn and load the previous one. Otherwise that is an error.
 
         Raises:
             CheckpointError: the checkpoint is damaged or does not fit, there is none of `step`, or the folder cannot be
@@ -467,13 +468,13 @@ def _forget() -> None:
 
 
 os.register_at_fork(after_in_child=_forget)
-# Run before the executors of concurrent.futures close, because resolving a host name needs one. A Python version
+# Run before the executors of concurrent.futures close: resolving a host name needs an executor. A Python version
 # without `_register_atexit` runs this later, at exit.
 vars(threading).get("_register_atexit", atexit.register)(_finish)
 
 
 def require_best(history: History | RemoteHistory, what: str) -> Best:
-    """Return the metric of the best checkpoints.
+    """Return the setting by which `history` keeps the best checkpoints.
 
     Raises:
         ValueError: the manager, whose method is `what`, has no `keep_best`.
@@ -543,7 +544,7 @@ def choose(peers: Peers, history: History | RemoteHistory, place: object, step: 
 class CollectedState:
     """`CollectedState` is the state that a rank saves.
 
-    `pinned` names the values that rank 0 saves for all if ranks differ.
+    `pinned` are the names of values that may differ between ranks; rank 0's are saved.
     """
 
     state: dict[str, Any]
@@ -624,11 +625,11 @@ _logger = get_logger(__name__)
 
 
 class UnwrittenError(CheckpointError):
-    """The disk, the network or another rank prevented writing a checkpoint: a later one may succeed."""
+    """The disk, the network or another rank prevented writing a checkpoint: a later save may succeed."""
 
 
 class FailedSaves:
-    """`FailedSaves` allows `allowed` saves in a row to fail."""
+    """`FailedSaves` counts saves that fail in a row, and raises once there are more than `allowed`."""
 
     def __init__(self, allowed: int) -> None:
         self.allowed = allowed
@@ -639,7 +640,7 @@ class FailedSaves:
         self._count, self._last = 0, None
 
     def report(self, error: CheckpointError) -> None:
-        """Log at once, on the thread of a save, that it failed and what happens next."""
+        """Log, on the thread of a save, that the save failed and what happens next."""
         is_allowed = isinstance(error, UnwrittenError) and self._count < self.allowed
         _logger.warning(
             "%s %s", error, self._describe_outlook(self._count + 1) if is_allowed else "The next call raises this."

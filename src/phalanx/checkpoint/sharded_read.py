@@ -1,8 +1,8 @@
 """Read a checkpoint that many ranks wrote, on any number of ranks.
 
 ranks on one machine          each rank reads what it needs; after the first rank, the data are in the page cache
-a tensor needed whole         one rank reads each piece and sends it to the others; the readers take turns, and
-                              read their next pieces at the same time, before the first of them is sent
+a tensor needed whole         one rank reads each piece and sends it to the others; the readers take turns: all read
+                              their next piece at the same time, then send one after another
 a shard on every rank         each rank reads the pieces that overlap with its shard
 """
 
@@ -47,7 +47,7 @@ class LoadedPieces:
         return kind.size, kind.properties.dtype
 
     def chunks(self, name: str) -> list[ChunkStorageMetadata]:
-        """Return the positions of the tensor's pieces in the whole."""
+        """Return the positions of the pieces in the whole tensor."""
         kind = self._metadata.state_dict_metadata[name]
         assert isinstance(kind, TensorStorageMetadata)
         return kind.chunks
@@ -135,7 +135,7 @@ def read_tensors(
 
 
 def _place(tensor: Tensor) -> tuple[ChunkStorageMetadata, Tensor]:
-    """Return the position of this rank's part in the whole, and that part."""
+    """Return the position of this rank's part in the whole tensor, and the part."""
     if isinstance(tensor, DTensor):
         sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
         return ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)), tensor.to_local()

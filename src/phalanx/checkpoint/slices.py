@@ -23,7 +23,7 @@ from torch import Tensor
 class Box:
     """A `Box` is the elements `offsets` to `offsets + sizes` of a tensor.
 
-    `start` is the position of the first element in the range, in memory order.
+    `start` is the position of its first element in the rank's range, in memory order.
     """
 
     offsets: tuple[int, ...]

@@ -1,6 +1,6 @@
 """Copy tensors into host memory that is kept for the next copy.
 
-Training waits only for the copy. Memory that was never touched costs two or three times the copy itself, since the
+Training waits only for the copy. The first write to fresh memory costs two or three times the copy itself, since the
 kernel zeroes every page; so the memory is kept, in huge pages where the system has them.
 """
 
@@ -69,8 +69,9 @@ def copy_contiguous(tensors: Iterable[Tensor], memory: SnapshotMemory) -> list[T
 
 
 def copy_tree(state: Any, memory: SnapshotMemory) -> Any:
-    """Copy a state's tensors to the CPU, and everything else that can change; return the copied state. Copies share
-    memory where the originals do, so that torch.save writes the same file.
+    """Copy a state's tensors to the CPU, and everything else that can change; return the copied state.
+
+    Copies share memory where the originals do, so that torch.save writes the same file.
     """
     tensors: dict[int, Tensor] = {}
     _collect(state, tensors)
@@ -116,7 +117,7 @@ def _rebuild(value: Any, known: dict[int, Any]) -> Any:
         return made
     try:
         return deepcopy(value, known)
-    except Exception:  # the writer reports a value that cannot be copied, and so not saved
+    except Exception:  # a value that cannot be copied cannot be saved either: the writer reports it
         return value
 
 

@@ -86,7 +86,7 @@ class ChecksummedStream(DiskStream):
         return len(view)
 
     def _read_record_again(self) -> None:
-        """Compute the checksum of the last write, for which torch.save has appended none."""
+        """Read the last write again to compute its checksum, if torch.save has not appended one."""
         if self._record_bytes:
             self.flush()
             begin = self.nbytes - self._record_bytes

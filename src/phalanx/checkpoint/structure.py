@@ -39,7 +39,7 @@ def merge_structures(encoded: Sequence[bytes]) -> tuple[bytes, Mapping[str, str]
     structure, _ = decoded[0]
     for other, _ in decoded[1:]:
         structure = merge(structure, other)
-    # A name that is an alias on one rank and a tensor on another is written by the second rank.
+    # If a name is an alias on one rank and a tensor on another, the second rank writes the tensor.
     written = {name for one, aliases in decoded for name in tensor_names(one) if name not in aliases}
     merged = {name: same for _, aliases in decoded for name, same in aliases.items() if name not in written}
     return _encode(structure, merged), merged

@@ -7,7 +7,7 @@
                 containers, the places of tensors by name           opens with weights_only
 
 As in torch, a list without tensors or dicts is one leaf, and so is a tuple without tensors. A sparse or nested
-tensor, which has no pieces, is a value like a number, and part of the structure.
+tensor cannot be cut into pieces, so the structure holds it as a value, like a number.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _SEQUENCES: dict[str, type] = {"list": list, "tuple": tuple}
 
 @dataclass
 class Tree:
-    """`Tree` is a state split into parts. `aliases` are names of tensors that are exactly another tensor's memory."""
+    """`Tree` is a state split into parts. `aliases` maps a tensor's name to the first tensor over the same memory."""
 
     leaves: dict[str, Any] = field(default_factory=dict)
     paths: dict[str, Path] = field(default_factory=dict)
@@ -81,7 +81,7 @@ class Tree:
 
 
 def build(structure: Node, tensor: Callable[[str], Any], aliases: Mapping[str, str]) -> Any:
-    """Rebuild the state; `tensor` returns the tensor of a name."""
+    """Rebuild the state from its structure; `tensor` returns the tensor with a given name."""
     kind = structure[0]
     if kind == "value":
         return structure[1]
@@ -100,7 +100,7 @@ def build(structure: Node, tensor: Callable[[str], Any], aliases: Mapping[str, s
 
 
 def merge(first: Node, second: Node) -> Node:
-    """Merge the structures of two ranks: all entries of both, with the first rank's values where they differ."""
+    """Merge the structures of two ranks: keep the entries of both, and the first rank's where they differ."""
     if first[0] in _DICTS and second[0] in _DICTS:
         theirs = dict(second[1])
         mine = [(key, merge(node, theirs.pop(key)) if key in theirs else node) for key, node in first[1]]
@@ -146,7 +146,7 @@ def strides_of_tensors(structure: Node) -> dict[str, tuple[int, ...]]:
 
 
 def is_tensor(value: object) -> bool:
-    """Return whether a value is one leaf with a shape, which may be saved in pieces."""
+    """Return whether a value is a leaf with a shape, which can be saved in pieces."""
     if is_dtensor(value):
         return True
     return isinstance(value, SlicedTensor) or (
@@ -155,7 +155,7 @@ def is_tensor(value: object) -> bool:
 
 
 def is_dtensor(value: object) -> bool:
-    """Return whether a value is torch's DTensor, without its import, which takes most of a second."""
+    """Return whether a value is a DTensor, without importing its module, which takes most of a second."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 
@@ -187,7 +187,7 @@ def _form(value: Any) -> tuple[Any, ...]:
 
 
 def _memory(value: Any) -> tuple[Any, ...] | None:
-    """Return a value that is equal for two tensors only if they have the same elements in the same memory."""
+    """Return a key that is equal for two tensors only if they have the same elements in the same memory."""
     if is_dtensor(value) or not isinstance(value, Tensor) or value.layout is not torch.strided:
         return None
     if value.numel() == 0 or value.is_meta:
@@ -203,10 +203,10 @@ class NestingError(Exception):
 
 
 def _describe_nesting(state: object) -> str:
-    """Return which container in `state` contains itself, or else that containers are nested too deeply.
+    """Describe which container in `state` contains itself, or else that containers are nested too deeply.
 
-    This uses its own stack, since it is for states on which recursion has failed. A container's name is as long
-    as the container is deep, so only the names that are returned are made.
+    This uses a stack of its own, because recursion has failed on `state`. A container's name grows with its depth, so
+    only the returned names are made.
     """
     depths = {id(state): 0}
     done: set[int] = set()

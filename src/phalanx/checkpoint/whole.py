@@ -34,7 +34,7 @@ class UnreadableError(Exception):
 
 
 def refuse_unreadable(saved: bytes | BinaryIO) -> None:
-    """Check that torch.load can open the file with weights_only. Reads only the file's index.
+    """Check that torch.load can open the file with weights_only. Reads no tensors.
 
     Raises:
         UnreadableError: torch.load would refuse it.
@@ -66,9 +66,9 @@ def share_file(peers: Peers, path: Path, record: FileRecord) -> tuple[str | None
 
     Return the problem and None, or None and the file: the file itself, or a copy in memory if a rank does not see it.
 
-    Cost: if all ranks are on one machine and see the same file, each verifies the checksum of a share, and nothing is
-    sent; the file is in the page cache afterwards. Otherwise rank 0 reads it once, and broadcasts it in pieces of 16
-    MiB.
+    Cost: if all ranks are on one machine and see the same file, each verifies the checksum of a share, and no contents
+    are sent; the file is in the page cache afterwards. Otherwise rank 0 reads the file once, and broadcasts it in
+    pieces of 16 MiB.
     """
     own, problem = _open(path, record)
     is_same, problem = peers.is_same_file(own), peers.broadcast(problem)

@@ -52,7 +52,7 @@ def without_wrappers(state: Mapping[str, Any], prefixes: Sequence[str]) -> dict[
 
 
 def versions_as_wrapped(versions: Mapping[str, Any], own: Mapping[str, Any], prefixes: Sequence[str]) -> dict[str, Any]:
-    """Return `versions`, whose module names have no wrappers, under the names with wrappers in the state `own`."""
+    """Return `versions`, by module names without wrappers, also under the names with wrappers in the state `own`."""
     names = {name: _unwrap_module(name, prefixes) for name in versions_of(own) or {}}
     return {**versions, **{name: versions[plain] for name, plain in names.items() if plain in versions}}
 

@@ -1,4 +1,4 @@
-"""Explain why a checkpoint could not be written, or, before the training begins, why it cannot be."""
+"""Explain why a checkpoint could not be written, or, before training begins, why none can be."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def may_write(folder: Path) -> bool:
 
 
 def explain_unseen(peers: Peers, folder: Path) -> str:
-    """Return why this rank cannot write in the folder where rank 0 has begun."""
+    """Return why this rank cannot write into the folder that rank 0 has created."""
     host = os.uname().nodename
     try:
         is_there = bool(os.stat(folder))
@@ -61,7 +61,7 @@ def explain_unwritten(
     state: Mapping[str, Any] | None = None,
     newest: Path | str | None = None,
 ) -> str:
-    """Return a message on the failed operation, its place and reason, and the newest complete checkpoint `newest`."""
+    """Return a message with the failed operation, its place, the reason, and the newest complete checkpoint."""
     kept = "Earlier checkpoints are unchanged, and so are the objects in training."
     if newest is not None:
         kept += f" The newest is {str(newest).rpartition('/')[2]}."
@@ -108,7 +108,7 @@ def describe_disk_error(error: BaseException) -> tuple[str, str]:
 
 
 def _disk_error(error: BaseException | None) -> OSError | None:
-    """Return the disk's own error, which torch.save replaces by one about positions in its archive."""
+    """Return the disk's own error: torch.save replaces it by an error about positions in its archive."""
     while error is not None and not isinstance(error, OSError):
         error = error.__cause__ or error.__context__
     return error

@@ -1,4 +1,4 @@
-"""Save and restore the buffers of modules, also those that are registered late, resized, None, or shared."""
+"""Save and restore the buffers of modules, even if they are registered late, resized, None, or shared."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def _put(layer: nn.Module, buffers: Mapping[str, tuple[Tensor | None, bool]]) ->
 
 def _write(tensor: Tensor, saved: Tensor) -> None:
     spread = [dim for dim, step in enumerate(tensor.stride()) if step == 0 and tensor.shape[dim] > 1]
-    for dim in spread:  # each element of an expanded tensor is counted once
+    for dim in spread:  # write each element of an expanded tensor once
         tensor, saved = tensor.narrow(dim, 0, 1), saved.narrow(dim, 0, 1)
     tensor.detach().copy_(saved)
 

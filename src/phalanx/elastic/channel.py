@@ -31,7 +31,7 @@ _REQUEST_EVERY_S = 5.0  # how often the rank asks the agent for the next generat
 class AgentChannel:
     """`AgentChannel` is a `Generations` in which the agent decides.
 
-    Only the main thread uses it, and only a recovery waits in it.
+    Only the main thread uses it, and only a recovery blocks in it.
     """
 
     def __init__(self, agent: str, rank: int, generation: int, *, min_ranks: int, wait_s: float) -> None:

@@ -165,7 +165,7 @@ class Commits:
             self._restore_random = set_random
 
     def _on_iterator(self, loader: Any, is_new: bool) -> None:
-        """Advance the random states by the seeds that this loader draws for its workers in a job without losses.
+        """Advance the random states by the seeds that this loader would draw for its workers in a job without losses.
 
         In such a job the loader draws no seed inside an epoch; with `persistent_workers` it draws one in the job's
         first epoch only. A loader that resumes inside an epoch has drawn a seed that must not count. If the workers
@@ -261,7 +261,7 @@ class Commits:
 
 
 class Switches:
-    """`Switches` saves and restores train/eval mode and gradient synchronization of all modules in `objects`.
+    """`Switches` saves and restores all layers' train/eval mode, and whether wrappers' next forward copies buffers.
 
     A loss may strike in a validation or in a gradient accumulation.
 

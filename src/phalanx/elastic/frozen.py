@@ -1,4 +1,4 @@
-"""Split a value into bytes and tensors, and rebuild it; a tensor with two names stays one tensor."""
+"""Split a value into bytes and tensors, and rebuild it; a tensor with two references stays one tensor."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from phalanx.errors import PhalanxError
 class GenerationNotice:
     """A `GenerationNotice` announces a generation: a membership of the job.
 
-    `environment` has the variables that a rank of that generation in this slot is started with.
+    `environment` has the variables with which the launcher starts a rank of that generation in this slot.
     """
 
     number: int
@@ -29,7 +29,7 @@ class JobEndedExit(SystemExit):
 
 
 class JobEndedError(PhalanxError):
-    """The launcher has ended the job, since there were fewer ranks than the minimum for too long.
+    """The job ends: there were fewer ranks than the minimum for too long, or the state cannot be restored.
 
     `exit_code` is the exit code for this process.
     """

@@ -284,7 +284,7 @@ class ElasticGroup:
             fresh.restore(mine, random=is_own)
         fresh.prepare(commits.latest.number)
         fresh.write_small(commits.latest.number, commits.latest.small)
-        # A rank that is lost after this has left its record; until then the old records count.
+        # If a rank is lost from here on, its new record exists; until then the old records count.
         dist.barrier(group=self.process_group)
         self._records, self._records_generation = fresh, self.generation
         self.is_complete = True
@@ -371,7 +371,7 @@ Named = tuple[str, tuple[int, ...]]
 
 
 def plan_groups(own: Sequence[Named], named: Sequence[Sequence[Named]]) -> list[bool]:
-    """Return for each of a rank's groups whether all its members, too, name it in `named`: then it is formed again."""
+    """Return, for each of a rank's groups, whether all members name it in `named`; only then is it formed again."""
     return [all(group in named[member] for member in group[1]) for group in own]
 
 

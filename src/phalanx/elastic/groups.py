@@ -65,7 +65,7 @@ _TORCH_HOOK = "init_process_group.<locals>._distributed_excepthook"
 
 @contextmanager
 def one_except_hook() -> Iterator[None]:
-    """Wrap the script's hook in torch's only once, although a default group is formed inside this context."""
+    """Wrap the script's hook in torch's hook only once, although this context forms another default group."""
     hook = sys.excepthook
     inner = _find_inner(hook)
     sys.excepthook = hook if inner is None else inner

@@ -84,9 +84,9 @@ class Objects:
         """Refuse objects whose state a replacement could not receive, before a job of `world_size` ranks trains.
 
         Raises:
-            ValueError: a Pipeline; a model without its wrapper; a comm hook with a state of its own; a buffer with
-                overlapping elements; an optimizer whose state is sharded over ranks that do not share memory, or over
-                some ranks only.
+            ValueError: a Pipeline; a model without its wrapper; a comm hook with a state of its own; a sparse or
+                quantized buffer; an optimizer whose state is sharded over ranks that do not share memory, or over some
+                ranks only.
         """
         for name, thing in self.things.items():
             if isinstance(thing, Pipeline):
@@ -219,7 +219,7 @@ def has_state(thing: Any) -> bool:
 
 
 def _is_small(state: Any) -> bool:
-    """Return whether `state` is small enough to copy in each step, unlike that of an averaged model, say."""
+    """Return whether `state` is small enough to copy in each step, unlike an averaged model, for example."""
     tensors: list[Tensor] = []
     split(state, tensors)
     return sum(t.nbytes for t in tensors) <= _SMALL

@@ -150,7 +150,7 @@ class DataPosition:
     def _count_yielded(self, stream: Any) -> int:
         iterator = self._iterator()
         if iterator is None:
-            ahead = self.sampler._loader_pass  # the loop was left: its loader's workers read more than it got
+            ahead = self.sampler._loader_pass  # the loop has ended: its loader's workers have read more than it used
             known = ahead is not None and ahead.stream is stream and ahead.batch_size is not None
             return ahead.samples if ahead is not None and known else int(stream.num_yielded)
         batches = iterator._num_yielded - self._yielded_before

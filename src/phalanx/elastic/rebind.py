@@ -59,16 +59,16 @@ def averaging_modules(modules: Iterable[nn.Module]) -> list[nn.Module]:
 
 
 def find_wrappers_outside(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """Return the wrappers that average gradients of parameters of `modules`, and are in none of them.
+    """Return the wrappers that average gradients of parameters of `modules`, but belong to none of `modules`.
 
-    Cost: a look at each object of the process, if no wrapper in `modules` has all parameters.
+    Cost: a visit to each object of the process, unless wrappers in `modules` have all parameters.
     """
     modules = list(modules)
     averaged = {id(p) for wrapper in averaging_modules(modules) for p in wrapper.parameters()}
     parameters = {id(p) for module in modules for p in module.parameters()} - averaged
     if not parameters or not _find_wrappers(parameters):
         return []
-    gc.collect()  # a wrapper that nobody uses may still exist
+    gc.collect()  # an unused wrapper may still exist
     return _find_wrappers(parameters)
 
 

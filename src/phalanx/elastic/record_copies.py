@@ -2,7 +2,7 @@
 
     rank b, host B     prepares its record of step n               before the first backward of the step
                        its next collective ──what is new in it──▶  one rank on each of the two hosts after B
-    rank a, host C     before it joins that collective             b's record of step n, in memory that C's ranks map
+    rank a, host C     before it joins that collective             has b's record of step n, in memory shared on host C
 
 A rank that has completed step n has received a's gradients, and a sent them only after it had received b's record. So
 the copy of the agreed step is complete whenever host B is lost. (For the record itself, on one host, see

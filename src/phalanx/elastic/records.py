@@ -1,4 +1,4 @@
-"""Record the state that only one rank has at a step in one of its three slots, which other ranks of its host can read.
+"""Record each rank's own state at a step in one of its three slots, which the other ranks of its host can read.
 
     forward of step n
     its backward begins        slot n%3: number -1; random states and buffers; number n          prepared
@@ -9,15 +9,15 @@
 
 The slots of a rank that dies remain in memory that the others map. A rank that has completed step n has received every
 rank's gradients, and each rank sent them after it had prepared: so the slot of the agreed step is complete, whenever
-its rank died. The small state is in the slot if ranks waited for each other in that commit; otherwise a survivor's is
-equal.
+its rank died. The small state is in the slot if ranks waited for each other in that commit; otherwise a survivor has
+an equal one.
 
 The third slot lets a rank begin the next step while another rank still reads the slot of the step before the last.
 
 On several hosts the slots of a rank are copied to two others (`phalanx.elastic.record_copies`), which have them before
 any rank can complete the step.
 
-A slot describes its own layout, so the buffers may change form in the next step. A survivor goes back to its own slot
+A slot describes its own layout, so the buffers may change form in the next step. A survivor rolls back to its own slot
 of the agreed step.
 """
 
@@ -45,7 +45,7 @@ _HEAD = struct.Struct("q7Q")  # the number; sizes of four random states, of the 
 # The number; sizes of data, forms, tensors; whether they exist; the checksum; whether late; requested room.
 _SMALL_HEAD = struct.Struct("q8Q")
 _SMALL_AT = 128
-_ANSWERS, _ANSWERS_AT = struct.Struct("4Q"), _SMALL_AT + 40  # the last four of these
+_ANSWERS, _ANSWERS_AT = struct.Struct("4Q"), _SMALL_AT + 40  # the last four numbers of `_SMALL_HEAD`
 _LACK = struct.Struct("qQ")  # the number, and whether there was no room when its backward began
 _LACK_AT = 256
 _RANDOM_BYTES = 16384  # 5056 torch's, 3.7 KiB Python's, 2.7 KiB NumPy's; and CUDA's
@@ -138,7 +138,7 @@ class RankRecords:
             held_copies = {primary: self._others[primary] for primary in primaries[self.rank]}
             self._copies = RecordCopies(group, self._others[self.rank], held_copies, backups[self.rank])
         if self.size > 1:
-            dist.barrier(group=group)  # a number that nobody wrote must not be read
+            dist.barrier(group=group)  # no rank may read a number before its owner has initialized it
 
     # -- writing --------------------------------------------------------------------------------------------------
 
@@ -191,7 +191,7 @@ class RankRecords:
         self._copies.announce(number, [(0, used), (begin, begin + small_bytes)], again=again)
 
     def is_copied(self, number: int) -> bool:
-        """Return whether other hosts have this rank's record of step `number`, if they have any record of it."""
+        """Return whether the copies of this rank's record of step `number`, if other hosts have any, are current."""
         return self._copies is None or not self._copies.is_stale(number)
 
     def is_prepared(self, number: int) -> bool:

@@ -68,13 +68,13 @@ def run(
 
     `train(state)` returns what the function returns, once it has returned on all ranks. When a rank is lost, the
     current operation fails on the others. The error ends the function, a new group is formed, all ranks roll back to
-    the latest step that any of them completed, and the function is called again. Nothing else is repeated: neither the
-    script nor objects made outside the function. Without `phalanx run` the function is called once.
+    the latest step that any of them completed, and the function is called again. Nothing else is repeated: the script
+    does not start again, and objects made outside the function stay. Without `phalanx run` the function is called once.
 
     Arguments:
         min_ranks: with fewer ranks the job waits, with its state in memory.
-        wait_s: how long the job waits before it ends.
-        checkpoint: the local file in which `state.state_dict()` is saved before the job ends.
+        wait_s: how many seconds the job waits for more ranks before it ends.
+        checkpoint: the local file to which `state.state_dict()` is saved before the job ends.
         membership: the source of membership decisions; by default the agent of `phalanx run`.
 
     `sys.exit(0)` in the function returns from it, and ends the process once all ranks have returned. So does
@@ -88,9 +88,9 @@ def run(
         Exception: any error of the function that is not the loss of a peer.
         TypeError: `state` is not a State, or the function is a method, which takes `self` as well.
         PhalanxError: no remaining rank holds the state.
-        RuntimeError: it is called inside a function of `elastic.run`.
+        RuntimeError: it is called inside another function of `elastic.run`.
         ValueError: `state` holds an object whose state a replacement could not receive, such as a Pipeline; or
-            `checkpoint` is an address of fsspec.
+            `checkpoint` is an fsspec address.
         SystemExit: fewer than `min_ranks` for longer than `wait_s`, with exit code 75; or the host of this rank leaves
             the job (SIGTERM), with 0.
     """
@@ -212,7 +212,7 @@ class ElasticJob:
             membership.close()
 
     def _end(self, group: ElasticGroup, error: JobEndedError) -> NoReturn:
-        """Save the state in memory, and end the process.
+        """Save this rank's state to the checkpoint, and end the process.
 
         The survivors of a host save one after another; a rank whose state is older than the saved one does not save.
         """
@@ -320,7 +320,7 @@ def _is_second_run(train: Any) -> bool:
 
 @contextlib.contextmanager
 def _only_one(state: State) -> Iterator[None]:
-    """Set `state` as the state that this process trains, inside this context."""
+    """Record `state` as the state that this process trains, inside this context."""
     global _running
     _running = state
     try:
@@ -341,9 +341,9 @@ def _stamp(path: Path | None) -> tuple[int, ...]:
 
 
 def drop_unreadable(state: dict[str, Any]) -> dict[str, Any]:
-    """Return a state whose plain values torch.load can open: the job ends, and the rest must not be lost with one.
+    """Return `state` without the plain values that torch.load refuses: one of them must not cost the whole checkpoint.
 
-    NumPy's numbers become Python's, in objects' states, too.
+    NumPy's numbers become Python's, also in objects' states.
     """
     numpy = sys.modules.get("numpy")
 

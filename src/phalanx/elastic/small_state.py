@@ -25,7 +25,7 @@ from phalanx.elastic.objects import Objects
 from phalanx.elastic.values import restore_values
 
 _POSITION = ("epoch", "step")  # restored with the number of the commit
-_PLAIN = b"values:"  # this prefix, then the values in Python's fastest format; no pickle begins so
+_PLAIN = b"values:"  # this prefix, which begins no pickle, then the values in Python's fastest format
 _NUMBERS = frozenset((int, float, bool, complex, str, type(None)))
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 

@@ -34,7 +34,7 @@ _backward_number: Any = find("torch._C._current_graph_task_id", loses=_LOSES)
 _engine: Any = find("torch.autograd.Variable._execution_engine", loses=_LOSES)
 
 _logger = get_logger(__name__)
-TRIAL_STEPS = 100  # number of steps in which a copy is made and ranks wait, to find out whether later ones must
+TRIAL_STEPS = 100  # in so many first steps a copy is made and ranks wait, to find out whether later steps need that
 
 
 class Runner(Protocol):
@@ -60,7 +60,7 @@ class Runner(Protocol):
 
 
 class StepTracker:
-    """`StepTracker` tracks with hooks on `objects` how far a step has got; without a `runner` it does nothing."""
+    """`StepTracker` tracks, with hooks on `objects`, how far a step has got while there is a `runner`."""
 
     def __init__(self, objects: Objects, find_mark: Callable[[], Mark] | None) -> None:
         self._find_mark = find_mark
@@ -207,7 +207,7 @@ class StepTracker:
 
         A loss could interrupt the step there. Once a step has waited, the state is saved before each later update, to
         undo it. Without such a step, saving stops after `TRIAL_STEPS` steps: so many, because a loop may, for example,
-        reduce a loss in every tenth step only. A commit waits itself if a rank has changed its own state after the
+        reduce a loss in every tenth step only. A commit itself waits if a rank has changed its own state after the
         update.
         """
         if has_waited:
@@ -234,7 +234,7 @@ class StepTracker:
 
     @property
     def is_whole(self) -> bool:
-        """Return whether the state that no record holds is as it was at the latest commit."""
+        """Return whether parameters and optimizers, which no record holds, are as they were at the latest commit."""
         return self.stepped == 0
 
     @property
@@ -415,7 +415,7 @@ def _place(tensor: Tensor) -> int:
 class StepUndo:
     """`StepUndo` saves a copy of the contents of `parts`, and restores it.
 
-    Cost: their memory, and a copy in each step that takes one.
+    Cost: the memory of the parts, and one copy in each step that saves.
     """
 
     def __init__(self, parts: Sequence[StatePart]) -> None:
@@ -456,7 +456,7 @@ class StepUndo:
 
 
 def _count(scheduler: LRScheduler) -> Any:
-    """Return a value that changes when a scheduler steps; for a ChainedScheduler, including its inner ones."""
+    """Return a value that changes when a scheduler, or an inner one of a ChainedScheduler, steps."""
     inner = getattr(scheduler, "_schedulers", ())
     return getattr(scheduler, "last_epoch", None), [_count(one) for one in inner]
 
@@ -482,8 +482,8 @@ def _remove_groups(optimizer: Optimizer, first: int) -> None:
 class SchedulersAndScalers:
     """`SchedulersAndScalers` saves schedulers, gradient scalers, and the options and number of optimizers' groups.
 
-    They may be ahead of the last update: a scheduler may step at the end of an epoch, and a rank be lost in the
-    validation after it.
+    They may be ahead of the last update: a rank may be lost in the validation after a scheduler's step at the end of an
+    epoch.
     """
 
     def __init__(self, schedulers: Sequence[LRScheduler], scalers: Sequence[Any], optimizers: Sequence[Optimizer]):

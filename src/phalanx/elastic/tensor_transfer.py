@@ -1,7 +1,7 @@
-"""Move tensors from one rank to those that lack them: through memory on a host, in messages between hosts.
+"""Copy tensors from one rank to the ranks that lack them: through memory on a host, in messages between hosts.
 
     round 1    source ──read by──▶ receivers of its host        source ──messages──▶ first receiver of another host
-    round 2                                                     that one ──read by──▶ the other receivers of its host
+    round 2                                                     that rank ──read by──▶ the other receivers of its host
 
 Between rounds all ranks report what has arrived. Meanwhile `extended_timeout` raises the group's timeout, since a
 transfer may take longer than any operation of the group should.
@@ -26,7 +26,7 @@ from phalanx._comm.symmetric_memory.watch import ProcessId
 from phalanx._comm.transport.tensors import is_dense
 from phalanx.elastic.buffers import room_for, views_of
 
-_SMALL = 1 << 16  # tensors below this are packed; the others travel as they are
+_SMALL = 1 << 16  # smaller tensors are packed; larger ones are sent as they are
 _SLOWEST_BYTES_PER_S = 8 << 20  # the slowest link, or an overloaded machine
 
 

@@ -1,4 +1,4 @@
-"""Restore plain values in the objects that hold them, to which the script may refer by names of its own.
+"""Restore plain values in place, because the script may refer to the same objects by names of its own.
 
 history = []
 state = State(history=history)      the loop calls `history.append`, and `state.history` is the same list after a loss
@@ -23,11 +23,10 @@ _HOOKS = ("__getstate__", "__setstate__", "__reduce__", "__reduce_ex__", "__getn
 def restore_values(values: dict[str, Any], saved: Mapping[str, Any]) -> None:
     """Replace `values` by `saved`, whose objects nothing else refers to; keep the objects in `values` where possible.
 
-    Kept are lists, dicts, sets, deques, generators of Python and NumPy, and objects that are pickled by their
-    `__dict__`. An object is replaced if its type has changed, or if `saved` contains it a second time, inside another
-    value.
+    Lists, dicts, sets, deques, generators of Python and NumPy, and objects that are pickled by their `__dict__` are
+    kept. An object is replaced if its type has changed, or if `saved` contains it a second time, inside another value.
 
-    Cost: a look at each object inside `saved`.
+    Cost: a visit to each object inside `saved`.
     """
     inner = _find_inner(saved)
     results: dict[int, Any] = {}  # by id of the saved object
@@ -98,4 +97,4 @@ def _is_pickled_by_dict(kind: type) -> bool:
 
 
 def _layout(kind: type) -> tuple[int, int, int]:
-    return kind.__basicsize__, kind.__itemsize__, kind.__dictoffset__  # None has no dict, and on 3.12 the same size
+    return kind.__basicsize__, kind.__itemsize__, kind.__dictoffset__  # NoneType differs only here on Python 3.12

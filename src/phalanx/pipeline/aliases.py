@@ -28,7 +28,7 @@ class ValueAliases:
 
 
 def find_pairs(values: Mapping[fx.Node, object]) -> tuple[tuple[str, str], ...]:
-    """Return the pairs of `values` that share an element."""
+    """Return the pairs of `values`, by node name, whose tensors overlap in memory."""
     tensors = [(str(node), leaf) for node, value in values.items() for leaf in tree_flatten(value)[0]]
     dense = [(name, leaf) for name, leaf in tensors if isinstance(leaf, Tensor) and leaf.layout is torch.strided]
     return tuple(

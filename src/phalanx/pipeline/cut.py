@@ -90,7 +90,7 @@ def check_balance(wanted: Any) -> None:
 
 
 def measure(layers: LayerList, wanted: Balance, example: Any) -> list[LayerCost] | None:
-    """Measure the layers' costs, if `wanted` asks for them and there is an `example` on which to run the layers.
+    """Return the layers' costs, measured on `example`; None without an example, or if `wanted` is the cut itself.
 
     Raises:
         ValueError: the balance needs times, and there is no example.
@@ -155,7 +155,7 @@ def balance(costs: Sequence[Sequence[float]]) -> list[int]:
     Cost: stages * layers² additions. The result is optimal, not a heuristic.
     """
     stages, count = len(costs), len(costs[0])
-    # best[k]: of the first k layers in so many stages, (maximal cost, sum of squares, begin of the last stage)
+    # best[k]: for the first k layers in the stages so far, (maximal cost, sum of squares, begin of the last stage)
     none = (float("inf"), float("inf"), 0)
     best: list[tuple[float, float, int]] = [(0.0, 0.0, 0)] + [none] * count
     tables = []

@@ -47,7 +47,7 @@ class StepWork:
 
 
 class Executor:
-    """An executor runs schedules on the stages of this rank."""
+    """An `Executor` runs schedules on the stages of this rank."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class Executor:
         self._num_stages = num_stages
         self._random = random
         self._local: defaultdict[Edge, deque[Any]] = defaultdict(deque)
-        """The values received, or sent by a stage of this rank to another one, that are still unused."""
+        """The unused values that this rank has received, or that one of its stages has sent to another."""
         self._forms = Forms()
         self._step = step
 
@@ -233,7 +233,7 @@ class Executor:
                 with self._step.waiting_for(target):
                     grads[target] = self._wire.receive_gradients(Edge(target, stage.index, True), tensors)
                 with self._step.sending_to(target):
-                    self._wire.release_sent(Edge(stage.index, target), micro_batch + 1)  # it has received those values
+                    self._wire.release_sent(Edge(stage.index, target), micro_batch + 1)  # `target` has these values
         note_wait(time.perf_counter() - recomputed - self._step.turn, "stages")
         with self._wire.making():
             made = stage.backward(micro_batch, grads)
@@ -250,7 +250,7 @@ class Executor:
     # -- failure -------------------------------------------------------------------------------------------------
 
     def refuse(self, error: BaseException) -> BaseException:
-        """Notify the ranks that wait for this one of an error outside all actions; return the error to raise."""
+        """Notify the ranks that wait for this rank of an error outside all actions; return the error to raise."""
         self._step.forget_action()
         return self._fail(error)
 
@@ -261,7 +261,7 @@ class Executor:
         self._wire.notify_failure(self._edges(), text, lost=lost, waits=True, between_steps=True)
 
     def _fail(self, error: BaseException) -> BaseException:
-        """Notify all ranks that wait for this one; return the error to raise here."""
+        """Notify all ranks that wait for this rank; return the error to raise here."""
         where = describe_failure(self._step, self.stages, self._rank)
         if isinstance(error, (StageFailedError, StageLostError)):
             text = str(error)
@@ -278,7 +278,7 @@ class Executor:
         return raised
 
     def _edges(self) -> list[Edge]:
-        """Return all edges on which another rank may wait for this one."""
+        """Return all edges on which another rank may wait for this rank."""
         edges, last = [], self._num_stages - 1
         for stage in self.stages.values():
             targets = dict.fromkeys([stage.index + 1, *stage.part.sends])
@@ -316,7 +316,7 @@ def plan_receives(order: Sequence[Action], own: Mapping[int, LayerRange]) -> lis
 
 
 class ReceiveQueue:
-    """A `ReceiveQueue` has the receives of a step that are not posted yet."""
+    """A `ReceiveQueue` posts the receives of a step before the actions that need them."""
 
     def __init__(
         self, receives: Sequence[AwaitedMessage], wire: Wire, stages: Mapping[int, Stage], step: StepProgress
@@ -327,7 +327,7 @@ class ReceiveQueue:
         self._stages = stages
         self._step = step
         self._posted_for: list[int] = []
-        """The positions, in order, of coming actions for which receives are posted."""
+        """The positions, in order, of later actions for which receives are posted."""
 
     def post(self, at: int) -> None:
         """Post the receives of the action at this position, and some of the next ones.

@@ -19,12 +19,12 @@ _CHUNKS = 3  # stages of a rank with different colours; further stages repeat th
 
 
 def ideal(schedule: PipelineSchedule, backward: float = 2.0) -> Timeline:
-    """Return the schedule with equal stages and zero transfer time."""
+    """Return the timeline of a schedule with equal stages and zero transfer time."""
     return simulate(schedule, unit_seconds(schedule, backward))
 
 
 def facts(schedule: PipelineSchedule, timeline: Timeline) -> list[str]:
-    """Describe a schedule's numbers, line by line."""
+    """Return a schedule's key numbers, a line for each."""
     per_rank = schedule.num_stages // schedule.num_ranks
     in_flight = ", ".join(str(schedule.in_flight(stage)) for stage in range(schedule.num_stages))
     bound = 1.0 - ideal_efficiency(schedule.num_ranks, schedule.micro_batches, per_rank)

@@ -32,7 +32,7 @@ def count_rows(values: Any, what: str) -> int:
 
 
 def cut(rows: int, micro_batches: int) -> list[int]:
-    """Return the number of rows of each micro-batch, as `Tensor.tensor_split` does; possibly fewer parts than asked."""
+    """Return the number of rows of each micro-batch, as `Tensor.tensor_split` divides them; fewer if rows are fewer."""
     count = min(rows, micro_batches)
     size, more = divmod(rows, count)
     return [size + (i < more) for i in range(count)]

@@ -25,8 +25,8 @@ from phalanx.pipeline.progress import StepProgress
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _COMPLETED_ALONE = "Pipeline: this rank has completed its part of the step; another rank was lost before. Read its log."
-_LOST, _INTERRUPTED = 1e6, 1e12  # each more than the sum of the previous over all ranks
-_NAMED = -1.0  # instead of the loss's dtype: the lost rank is there instead of the loss
+_LOST, _INTERRUPTED = 1e6, 1e12  # each is larger than the sum of all smaller numbers over all ranks
+_NAMED = -1.0  # in the place of the loss's dtype: the place of the loss has the number of the lost rank
 
 
 class StepOutcome:
@@ -117,7 +117,7 @@ class StepOutcome:
         """
         self._leave_early(lost=isinstance(error, Exception), peer=None)
         if self._data_group is None and isinstance(error, (PeerLostError, DeadlineError)):
-            return  # its only group has failed, and all detect it
+            return  # its only group has failed, and all ranks detect it
         _revoke(self._group)
         if self._data_group is not None:
             _revoke(self._data_group)

@@ -57,7 +57,7 @@ _CHECKPOINTS = ("never", "except_last", "always")
 
 
 def names_our_arguments(make: _Make) -> _Make:
-    """Raise a TypeError with our argument's name if a call uses another library's name for it."""
+    """Wrap `make` to raise a TypeError with our argument's name if a call uses another library's name for it."""
 
     @functools.wraps(make)
     def checked(*args: Any, **kwargs: Any) -> Any:
@@ -141,10 +141,10 @@ class Pipeline(StageModule):
             of ranks; its default is two per rank.
         micro_batches: the number of parts of a mini-batch. More parts give shorter bubbles, but less work in each.
         schedule: the order in which stages work on micro-batches (`phalanx explain pipeline` draws it).
-        balance: where to cut. "time": so that the slowest stage is as fast as possible; "memory": so that the largest
-            stage needs as little memory as possible; both run every layer on `example`. "auto" is "time" if there is an
-            example; else the size of parameters decides. Or numbers of layers for each stage, or names of the modules
-            at which stages begin.
+        balance: where to cut. "time" minimizes the time of the slowest stage, "memory" the memory of the largest; both
+            run every layer on `example`. "auto" is "time" if there is an example. Without one, "auto" and "memory"
+            balance the size of parameters. Or numbers of layers for each stage, or names of the modules at which
+            stages begin.
         checkpoint: the micro-batches whose forward is recomputed in the backward, instead of keeping activations.
         loss_fn: called on the last stage with the model's result and the target of a micro-batch. Without one the
             model's result is the loss.
@@ -260,7 +260,7 @@ class Pipeline(StageModule):
     def step(self, *args: Any, target: Any = None, **kwargs: Any) -> Tensor:
         """Run forward and backward of a mini-batch, add to the parameters' `grad`, and return the loss on every rank.
 
-        All ranks call it. The first needs the model's arguments, the last the target; others may pass None.
+        All ranks call it. Only the first rank needs the model's arguments, and only the last rank the target.
 
         Shape: inputs and targets (N, ...), the loss ().
         Cost: besides the model's own work, a message per micro-batch and cut, without data if the ranks share memory.
@@ -465,10 +465,7 @@ class Loss:
     """A `Loss` computes the loss on the last stage: with a function of result and target, or as the result itself."""
 
     def __init__(self, loss_fn: Callable[..., Tensor] | None, *, mean: bool) -> None:
-        """Compute with `loss_fn`.
-
-        With `mean`, `loss_fn` is a mean over samples, so each micro-batch is weighted by its rows.
-        """
+        """Use `loss_fn`. With `mean` it is a mean over samples, so each micro-batch is weighted by its rows."""
         self._loss_fn = loss_fn
         self._mean = mean
 
@@ -518,7 +515,7 @@ def materialize(own: nn.Module, device: torch.device, init_fn: Callable[[str, Te
     for module in dict.fromkeys(made.values()):
         if callable(reset := getattr(module, "reset_parameters", None)):
             reset()
-    # `reset_parameters` may leave a buffer alone that the constructor has filled, such as a mask.
+    # `reset_parameters` may skip a buffer that the constructor has filled, such as a mask.
     left = [name for name, module in made.items() if not hasattr(module, "reset_parameters") or _is_unset(own, name)]
     if init_fn is not None:
         with torch.no_grad():
@@ -560,7 +557,7 @@ class StepEnd:
             raise
 
     def leave(self, failure: BaseException) -> None:
-        """Leave the pipeline; notify the others if only this rank knows of the failure: they may be in the next step.
+        """Leave the pipeline; notify the others of a failure on this rank alone: they may be in the next step.
 
         A rank that has failed in an action has notified them already.
         """

@@ -1,4 +1,4 @@
-"""`StepProgress` is how far a step of a pipeline is on this rank.
+"""`StepProgress` records how far a pipeline's step has got on this rank.
 
     IDLE ──► STARTED ──► ACTING ──► COMPLETED ──► AGREED ──► STARTED, for the next step
                           ▲  │
@@ -62,7 +62,7 @@ TRANSITIONS: Mapping[StepPhase, Set[StepPhase]] = {
 
 
 class StepProgress:
-    """`StepProgress` is the current or last step of one rank."""
+    """`StepProgress` records the current or last step of one rank."""
 
     def __init__(self) -> None:
         self.phase = StepPhase.IDLE
@@ -75,7 +75,7 @@ class StepProgress:
         self.at: Action | None = None
         """The action in progress, or in progress when the step failed."""
         self.turn = 0.0
-        """The time since which the action could have run, in seconds of `time.perf_counter`."""
+        """When the action's turn began, in seconds of `time.perf_counter`."""
         self.awaited: int | None = None
         """The stage whose message is awaited, or was when the step failed."""
 
@@ -106,7 +106,7 @@ class StepProgress:
 
     @contextlib.contextmanager
     def waiting_for(self, stage: int) -> Iterator[None]:
-        """Run the body, which receives a message of `stage`."""
+        """Record that the body waits for a message of `stage`."""
         self._become(StepPhase.WAITING)
         self.awaited = stage
         yield
@@ -115,7 +115,7 @@ class StepProgress:
 
     @contextlib.contextmanager
     def sending_to(self, stage: int) -> Iterator[None]:
-        """Run the body, which waits for no rank; if it fails because `stage` is lost, record `stage` as awaited."""
+        """Run the body, which does not block; if it raises because `stage` is lost, record `stage` as awaited."""
         try:
             yield
         except RuntimeError:
@@ -138,7 +138,7 @@ class StepProgress:
         self.at = self.awaited = self.schedule = None
 
     def fail(self, error: BaseException, *, leaves: bool) -> None:
-        """Record the error of this rank; `leaves` says that it takes no part in the agreement."""
+        """Record the error of this rank; with `leaves`, the rank takes no part in the agreement."""
         self._become(StepPhase.LEFT if leaves else StepPhase.FAILED)
         self.give_reason(error)
 

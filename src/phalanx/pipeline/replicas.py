@@ -75,7 +75,7 @@ class Replicas:
 
     def _average_sparse(self, parameter: nn.Parameter) -> None:
         grad = parameter.grad
-        if grad is None:  # nothing to contribute, but the others wait for it
+        if grad is None:  # nothing to contribute, but the others wait for this rank
             grad = torch.sparse_coo_tensor(
                 torch.empty(1, 0, dtype=torch.int64, device="cpu"),
                 torch.empty(0, *parameter.shape[1:], dtype=parameter.dtype, device="cpu"),

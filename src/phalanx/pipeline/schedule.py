@@ -1,17 +1,16 @@
-"""A `PipelineSchedule` orders the stages' work on micro-batches; it is run, drawn and simulated.
+"""A `PipelineSchedule` orders the stages' work on micro-batches, to be run, drawn or simulated.
 
-p ranks, v stages on each, m micro-batches; stage k is on rank k mod p. F forward, B backward; the backward of
-zero_bubble is cut in two: I, the gradient of the input, for which the previous stage waits, and W, the gradient of
-the weights.
+p ranks, v stages on each, m micro-batches; stage k is on rank k mod p. F forward, B backward; zero_bubble splits each
+backward: I computes the gradient of the input, for which the previous stage waits, and W the gradient of the weights.
 
     gpipe          F0 F1 F2 F3  .  .  .  . B0 B1 B2 B3           all forward, then all backward
     1f1b           F0 F1  .  . B0 F2 B1 F3 B2  . B3              at most p - stage micro-batches are in flight
     interleaved    as 1f1b, with v stages on each rank: bubbles are 1/v as long, and there are v times the messages
-    zero_bubble    as 1f1b, and W where there would be a bubble
+    zero_bubble    as 1f1b, with W where 1f1b has a bubble
 
 Source: Huang et al. (2019), GPipe; Narayanan et al. (2019), PipeDream; Narayanan et al. (2021), Megatron-LM; Qi et al.
 (2023), Zero Bubble Pipeline Parallelism. `tests/pipeline/test_schedule.py` compares the orders with those of
-torch.distributed.pipelining, which can't be used without its stages.
+torch.distributed.pipelining, whose schedules run only its own stages.
 """
 
 from __future__ import annotations
@@ -60,12 +59,12 @@ class PipelineSchedule:
         return range(rank, self.num_stages, self.num_ranks)
 
     def in_flight(self, stage: int) -> int:
-        """Return the most micro-batches that a stage has in flight, from forward to the end of backward."""
+        """Return the maximum number of micro-batches that a stage has between forward and the end of backward."""
         return self._in_flight[stage]
 
     @property
     def most_tensors(self) -> int:
-        """Return the most tensors of one size on a rank: those in flight, and intermediate results of layers."""
+        """Return how many tensors of one size a rank may have: those in flight, and layers' intermediate results."""
         return 8 * max(self.in_flight(stage) for stage in range(self.num_stages)) + 16
 
     @functools.cached_property
@@ -74,7 +73,7 @@ class PipelineSchedule:
 
     @functools.cached_property
     def backwards_before(self) -> dict[tuple[int, int], int]:
-        """Return, by stage and micro-batch, how many backwards of the stage begin before that forward."""
+        """Return, by stage and micro-batch, how many backwards of the stage begin before the micro-batch's forward."""
         found, begun = {}, [0] * self.num_stages
         for order in self.orders:
             for kind, stage, micro_batch in order:
@@ -159,8 +158,9 @@ def _one_forward_one_backward(forwards: list[Action], backwards: list[Action], a
 
 
 def _forwards(rank: int, p: int, v: int, m: int) -> list[Action]:
-    """Return the forwards of a rank. Micro-batches run in rounds of p: each round passes all stages of the rank
-    before the next one begins.
+    """Return the forwards of a rank.
+
+    Micro-batches run in rounds of p: each round passes all stages of the rank before the next round begins.
     """
     if v == 1:
         return [Action("F", rank, i) for i in range(m)]
@@ -174,7 +174,7 @@ def _backwards(rank: int, p: int, v: int, m: int) -> list[Action]:
 
 
 def _rounds(p: int, m: int) -> list[range]:
-    """Return micro-batches p by p; the remainder is spread over the rounds, so that none is shorter than p."""
+    """Divide the micro-batches into rounds of p; spread the remainder, so that no round is shorter than p."""
     count = max(1, m // p)
     size, more = divmod(m, count)
     begins = [i * size + min(i, more) for i in range(count + 1)]
@@ -184,7 +184,7 @@ def _rounds(p: int, m: int) -> list[range]:
 def _zero_bubble(rank: int, p: int, m: int) -> list[Action]:
     """Return the order of ZB-H1: no stage has more than p micro-batches in flight.
 
-    Rank r keeps the weights' work of r micro-batches for the end.
+    Rank r defers W of r micro-batches to the end.
     """
     ahead, order, weights = min(p - 1 - rank, m), [], 0
     order += [Action("F", rank, i) for i in range(ahead)]

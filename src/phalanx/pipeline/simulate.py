@@ -50,7 +50,7 @@ class Timeline:
 
 
 def depends_on(action: Action, schedule: PipelineSchedule) -> Sequence[Action]:
-    """Return the actions that must end before an action can begin, besides earlier ones of its rank."""
+    """Return the actions that must end before an action can begin, besides its rank's earlier actions."""
     kind, stage, i = action
     split = schedule.name == "zero_bubble"
     if kind == "F":
@@ -63,10 +63,10 @@ def depends_on(action: Action, schedule: PipelineSchedule) -> Sequence[Action]:
 
 
 def simulate(schedule: PipelineSchedule, seconds: Callable[[Action], float]) -> Timeline:
-    """Return the times if every action takes `seconds(action)`.
+    """Return the times of all actions if every action takes `seconds(action)`.
 
     Raises:
-        ValueError: the orders of the ranks wait for each other.
+        ValueError: the orders of the ranks deadlock.
     """
     ended: dict[Action, float] = {}
     ranks: list[list[Span]] = [[] for _ in schedule.orders]
@@ -94,7 +94,7 @@ def simulate(schedule: PipelineSchedule, seconds: Callable[[Action], float]) -> 
 
 
 def unit_seconds(schedule: PipelineSchedule, backward: float = 2.0) -> Callable[[Action], float]:
-    """Return the seconds of an action for equal stages, whose backward takes `backward` times as long as their forward.
+    """Return a function of an action's seconds, for equal stages whose backward takes `backward` times their forward.
 
     The forward takes one second for all stages of a rank together.
     """

@@ -64,7 +64,7 @@ class Stage:
         self.parameters = parameters
         self._random_state = random_state
         self._mode = (False, False)
-        """Whether gradients are needed, and whether layers are in training: another layer may work in place then."""
+        """Whether gradients are needed, and whether layers are in training: both decide which layers work in place."""
         self._written: dict[tuple[bool, bool], set[fx.Node]] = {}
         """The values of other stages that some layer changes in place, by mode, once a micro-batch was run."""
         self.seen: dict[tuple[bool, bool], ValueAliases] = {}
@@ -72,7 +72,7 @@ class Stage:
         self._buffers = RecomputedBuffers(root.get_submodule(name) for name in part.modules)
         own = [module for name in part.modules for module in root.get_submodule(name).modules()]
         self._own = own
-        # torch's DDP puts its hooks on the graph, where they are invisible: autograd computes its weights' gradients.
+        # torch's DDP hides its hooks in the graph, so autograd computes the gradients of its weights.
         self._weights = None if any(isinstance(module, DistributedDataParallel) for module in own) else Weights()
         self._saved_bytes: int | None = None
         """The number of bytes that a micro-batch keeps for its backward, once one was measured."""
@@ -100,11 +100,11 @@ class Stage:
         finish: Callable[[dict[fx.Node, Any]], Any] | None = None,
         making: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> tuple[dict[int, tuple[list[Any], list[bool]]], Any]:
-        """Run the layers. Return each later stage's values, the gradients that they need, and the result of `finish`.
+        """Run the layers; return each later stage's values and needs, and the result of `finish`.
 
-        The needed gradients are one bool for each tensor in the values. `finish` computes the loss of the last stage,
-        and is recomputed with the stage. Values to send are made in `making()`. `training` says whether there will be a
-        backward; `in_training` is the mode of the modules.
+        The needs are a bool for each tensor in the values: whether it needs a gradient. `finish` computes the loss of
+        the last stage, and is recomputed with the stage. Values to send are made in `making()`. `training` says whether
+        there will be a backward; `in_training` is the mode of the modules.
         """
         pending = PendingMicroBatch(inputs, leaves, finish=finish, recompute=recompute)
         self._mode = (training, in_training)
@@ -300,7 +300,7 @@ def flat_tensors(values: Sequence[Any]) -> list[Tensor]:
 
 # Restore buffers that layers change in their forward, when a forward is run a second time in the backward.
 #
-# The second run begins with the buffers' values at the first run. Its changes are dropped: the first run has made them.
+# The second run begins with the same values as the first. Its changes are dropped: the first run has made them.
 # (Running statistics of BatchNorm layers come from the whole mini-batch: see `MiniBatchStatistics`.)
 
 _Place = tuple[nn.Module, str]

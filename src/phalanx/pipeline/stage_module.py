@@ -339,7 +339,7 @@ def _fetch(mine: Any, entry: tuple[str, Any, Any, Any], source: int, rank: int, 
     if rank0_only and (source == 0 or rank not in (0, source)):
         return mine
     if rank == source:
-        flat = flatten(mine, strides).cpu()  # the other ranks receive it there
+        flat = flatten(mine, strides).cpu()  # the other ranks receive into CPU memory
     else:
         flat = torch.empty(shape if strides is None else math.prod(shape), dtype=dtype, device="cpu")
     if not rank0_only:
@@ -388,7 +388,7 @@ def select_own(state: Mapping[str, Any], own: Iterable[str], first: Mapping[str,
 
 
 def require_same_names(state: Mapping[str, Any], names: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the keys (missing, unexpected) in `state`, as `load_state_dict` of the whole model would find them."""
+    """Return the missing and the unexpected keys of `state`, as `load_state_dict` of the whole model finds them."""
     known = set(names)
     return [name for name in names if name not in state], [name for name in state if name not in known]
 

@@ -1,4 +1,4 @@
-"""Keep parameters that several stages use equal on their ranks, such as an embedding that is also the output layer.
+"""Keep shared parameters equal on the ranks that use them, such as an embedding that is also the output layer.
 
 Each stage has a copy. In every step the gradients of all copies are added, in the order of the ranks, so that each rank
 makes the same update.
@@ -30,7 +30,7 @@ class Tie:
 
 
 def find_ties(root: nn.Module, parts: Sequence[LayerRange], rank_of: Sequence[int]) -> list[Tie]:
-    """Return the parameters that are used by stages of several ranks, in the order of the whole model."""
+    """Return the parameters that stages of several ranks use, in the order of the whole model."""
     users: dict[int, set[int]] = {}
     for part in parts:
         for parameter in parameters_of(root, part):
@@ -79,7 +79,7 @@ class TiedGradients:
         return [parameter for parameter in parameters if id(parameter) not in others]
 
     def share_values(self) -> None:
-        """Copy the first rank's values to all ranks."""
+        """Copy the first rank's values of each parameter to the other ranks that have it."""
         with torch.no_grad():
             for tie, parameter in self._ties:
                 first, *others = tie.ranks

@@ -18,7 +18,7 @@ _CONSTANTS = (int, float, bool, str, complex, type(None), torch.dtype, torch.dev
 
 
 class Forms:
-    """`Forms` has the dtypes and shapes of the values that a stage sends, from the first micro-batch of a step."""
+    """`Forms` records the dtypes and shapes of the values that a stage sends for the first micro-batch of a step."""
 
     def __init__(self) -> None:
         self._first: dict[fx.Node, tuple[int, int, list[Any]]] = {}

@@ -1,4 +1,4 @@
-"""Compute weight gradients outside of autograd: after the send of the input's gradients, and accumulated in place.
+"""Compute weight gradients outside of autograd: in place, and after the gradients of the input are sent.
 
 For every micro-batch, autograd computes a new gradient of a weight and adds it to the sum. A product that accumulates
 in place (`addmm_`) saves one write and one read of the whole gradient. Autograd also computes the weight's gradient

@@ -65,7 +65,7 @@ def _sorted(names: Sequence[str], order: Mapping[str, int]) -> list[str]:
 
 
 def number_names(layout: Layout) -> dict[str, int]:
-    """Return the numbers of the parameters in the whole state."""
+    """Return the numbers of the parameters in the whole state, by name."""
     return {name: number for number, name in enumerate(name for names in layout for name in names)}
 
 

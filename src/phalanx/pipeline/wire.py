@@ -5,7 +5,7 @@ too short, each part is a message of its own. A tensor in memory that both ranks
 (how they nest, their dtypes, all dimensions but the first, and the strides of tensors that are not contiguous) is sent
 only when it differs from the last one on the same edge, in training or in evaluation.
 
-    header   status | bytes of the form | of the step: micro-batches, rows of this one, rows of all, seed, has_state
+    header   status | bytes of the form | of the step: micro-batches, rows of this one, rows of all, seed | flags
              | length of the frame, and bytes needed | (rows, place) of each tensor
 """
 
@@ -40,10 +40,7 @@ if TYPE_CHECKING:
 
 
 class Edge(NamedTuple):
-    """An `Edge` carries messages from one stage to another; `backward` if they are gradients.
-
-    Each is ordered by itself.
-    """
+    """An `Edge` carries messages, in order, from one stage to another; `backward` if they are gradients."""
 
     source: int
     target: int
@@ -51,10 +48,11 @@ class Edge(NamedTuple):
 
 
 class StepPlan(NamedTuple):
-    """A `StepPlan` is a step's data that all stages share: the micro-batches, and the rows of this one and of all.
+    """A `StepPlan` is the data of a step that all stages share.
 
-    `seed` is the seed of this micro-batch. `has_state` says that some stage has drawn random numbers; then the first
-    value is the generators' state after the draw. `micro_batch` is the number of this micro-batch, and is not sent.
+    `micro_batches` and `all_rows` are of the step; `rows`, `seed` and `micro_batch` (the number, not sent) are of this
+    micro-batch. `has_state` says that some stage has drawn random numbers; then the first value is the generators'
+    state after the draw.
     """
 
     micro_batches: int
@@ -68,16 +66,16 @@ class StepPlan(NamedTuple):
 # A frame is a header and its parts in one message. Both ends know its length in advance, so that its receive can be
 # posted before it is sent.
 #
-# On each edge all frames have one length, whatever their contents, as some transports compare lengths; parts that do
-# not fit follow in separate messages. The length is the header's until a step has shown how much is sent. Both
-# ends derive it from the messages that both have seen, at the end of a step that succeeded on all ranks.
+# All frames on an edge have the same length, whatever their contents, as some transports compare lengths; parts that do
+# not fit follow in separate messages. Until a step has shown how much is sent, a frame is only a header. At the end of
+# a step that succeeded on all ranks, both ends derive the new length from the messages that both have seen.
 #
 #     header | form, if it is new | tensors, each from a multiple of 64 bytes on | unused
 
 WORDS = 64
 HEADER_BYTES = 8 * WORDS
 MOST_BYTES = 2**20
-"""The most bytes of a frame: each is copied once when sent, and a posted one occupies memory in advance."""
+"""The most bytes of a frame: it is copied once when sent, and a posted receive occupies its memory in advance."""
 _ALIGNED = 64
 
 
@@ -98,7 +96,7 @@ class FrameLengths:
         return self._lengths.get((edge, self._grad), HEADER_BYTES)
 
     def note(self, edge: Edge, needed: int) -> None:
-        """Record that a message needed so many bytes, whether or not they fit its frame. Both ends record the same."""
+        """Record that a message needed `needed` bytes, whether or not they fit its frame. Both ends record the same."""
         key = edge, self._grad
         self._needed[key] = max(self._needed.get(key, 0), needed)
 
@@ -199,9 +197,9 @@ class Wire:
     """A `Wire` is this rank's end of all edges of a pipeline. Sends never wait for receivers; `wait_sent` does."""
 
     def __init__(self, group: dist.ProcessGroup, rank_of: Sequence[int], device: torch.device, number: int = 0) -> None:
-        """Create the wire; `rank_of` has the rank of each stage, and further numbers for other edge ends.
+        """Create the wire; `rank_of` has the rank of each stage, followed by the ranks of other edge ends.
 
-        `number` differs between the pipelines of a group: the messages that a failed one leaves never reach another.
+        `number` differs between the pipelines of a group: messages left by a failed pipeline never reach another.
         """
         self._ends = max(_STAGES, len(rank_of))
         self._number = number
@@ -324,7 +322,7 @@ class Wire:
         return contextlib.nullcontext() if self._lending is None else self._lending.making()
 
     def share(self, most: int) -> None:
-        """From now on, share tensors of the sizes sent so far in memory instead of copying them. All ranks call it.
+        """Share later tensors of the sizes sent so far in memory instead of copying them. All ranks call it.
 
         `most` is how many of a size a rank may have at the same time. Nothing happens unless ranks share memory.
         """
@@ -472,7 +470,7 @@ class Wire:
     def notify_failure(
         self, edges: Sequence[Edge], text: str, *, lost: bool, waits: bool, between_steps: bool = False
     ) -> None:
-        """Send the failure on edges, for the rank that waits there, now or later; ignore errors of single edges.
+        """Send the failure on `edges` to the ranks that wait there, now or later; ignore errors of single edges.
 
         Arguments:
             lost: a rank is lost; a notified rank raises the same error as if it had detected the loss itself.
@@ -491,7 +489,7 @@ class Wire:
                 work.wait(timedelta(seconds=max(deadline.left_s, 0.001)))
 
     def _send_notice(self, edge: Edge, status: int, data: bytes, length: int) -> None:
-        """Send a frame for each receive that may be posted there, so that none is left; the first one is read."""
+        """Send a frame for each receive that may be posted there, so that none stays pending; the first one is read."""
         inside = HEADER_BYTES + len(data) <= length
         header = [status, len(data), 0, 0, 0, 0, inside * _INSIDE, length * _WORD]
         frame, body = _words(header, length), _bytes(data)
@@ -505,7 +503,7 @@ class Wire:
             self._notices.append((self._group.send([tensor], dst, tag), tensor))
 
     def leave(self) -> None:
-        """Leave all messages in flight to the group, because a rank may never receive them."""
+        """Transfer the memory of all messages in flight to the group, because a rank may never receive them."""
         sent = [(work, tensor) for works in self._works.values() for _, work, tensor in works]
         posted = [receive for receives in self._posted.values() for receive in receives]
         if reduces_early(self._group):
@@ -542,7 +540,7 @@ class _Parts:
 
 
 def _words(header: list[int], length: int = HEADER_BYTES) -> Tensor:
-    """Return the header of a frame without contents."""
+    """Return a frame with this header and no contents."""
     return torch.frombuffer(array("q", header + [0] * (length // 8 - len(header))), dtype=torch.int64)
 
 
