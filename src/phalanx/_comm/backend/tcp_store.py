@@ -30,7 +30,7 @@ _LONGEST_PAUSE_S = 0.25
 
 @dataclass(frozen=True)
 class StoreAddress:
-    """A `StoreAddress` is where a rank looks for the job's store; an unknown rank or world size is -1."""
+    """A `StoreAddress` is the place at which a rank looks for the job's store; an unknown rank or world size is -1."""
 
     host: str
     port: int
@@ -41,7 +41,7 @@ class StoreAddress:
 
     @property
     def caller(self) -> str:
-        """The function and rank that open the store, for messages."""
+        """Return the function and rank that open the store, for messages."""
         return self.function + (f" on rank {self.rank} of {self.world_size}" if self.rank >= 0 else "")
 
 
@@ -49,7 +49,7 @@ def open_store(place: StoreAddress, *, serve: bool, libuv: bool = True) -> Any:
     """Return the store at `place`; with `serve` this process serves it.
 
     Raises:
-        DistNetworkError: another process uses the port, or rank 0 cannot be reached; the message tells which.
+        DistNetworkError: another process uses the port, or rank 0 cannot be reached; the message says which.
     """
     if serve:
         return _serve(place, libuv)
@@ -68,7 +68,7 @@ def open_store(place: StoreAddress, *, serve: bool, libuv: bool = True) -> Any:
 def _wait_for_listener(place: StoreAddress, deadline: Deadline) -> str:
     """Return "" once a process listens at `place`, or after the deadline why the last connection failed.
 
-    After five seconds a notice is logged, once. torch's own client would print its C++ stack at each failed attempt.
+    Log one notice after five seconds. torch's own client would print its C++ stack at each failed attempt.
     """
     notice_at = Deadline.after(NOTICE_S)
     has_notified, pause_s = False, 0.01
@@ -126,12 +126,12 @@ _served: set[tuple[int, int]] = set()
 
 
 def note_served(store: Any) -> None:
-    """Record that this process serves the store, which ends with it."""
+    """Record that this process serves the store, which ends with the process."""
     _served.add((os.getpid(), store.port))
 
 
 def is_served_here(store: Any) -> bool:
-    """Return whether this process serves the store, and opened it here."""
+    """Return whether this process, and not the parent from which it was forked, serves the store."""
     return (os.getpid(), getattr(store, "port", -1)) in _served
 
 

@@ -62,7 +62,7 @@ def _refuse(what: str) -> Callable[..., Any]:
 
 
 class Members(NamedTuple):
-    """`Members` is this process's rank in a group, the number of ranks, and the rank of each in the job."""
+    """`Members` is this process's rank in a group, the number of ranks, and each rank's rank in the job."""
 
     rank: int
     size: int
@@ -78,9 +78,9 @@ _JOIN_S = 5.0
 def _entry_point(method: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a collective or message of a group so that it accepts all of PyTorch's overloads.
 
-    The method itself receives the form in which torch's functions call it: positional arguments, the options last. It
-    may raise `FakeCall`. PyTorch's tools see the call. `allreduce` does all this itself, because another Python frame
-    would cost too much there.
+    The method itself receives the form in which torch's functions call it: positional arguments, the options last. The
+    method may raise `FakeCall`. PyTorch's tools observe the call. `allreduce` does all this itself, because another
+    Python frame would cost too much there.
     """
     name = method.__name__
     count, last = plain_form(name)
@@ -256,7 +256,7 @@ class PhalanxProcessGroup(TorchGroup):
         size: int,
         global_ranks: Sequence[int] = (),
     ) -> None:
-        """Leave the group's members, and connect to those that `connect` reaches; if that fails, keep `instead`."""
+        """Leave the group's members, and connect to those that `connect` reaches; on failure, keep `instead`."""
         if not self.transport.closed:
             self.leave_members(_JOIN_S)
         self._connect(instead, self.members.rank, self.members.size, self.members.global_ranks)
@@ -286,7 +286,7 @@ class PhalanxProcessGroup(TorchGroup):
     # -- identity ------------------------------------------------------------------------------------------------
 
     def getBackendName(self) -> str:
-        """Return the name under which torch knows us."""
+        """Return the name of our backend in torch."""
         return "phalanx"
 
     _get_backend_name = getBackendName
@@ -391,7 +391,7 @@ class PhalanxProcessGroup(TorchGroup):
         return self.in_order(lambda: memory.allocate(shape, dtype, ctx, owner=owner))
 
     def allocate_on_host(self, nbytes: int, place: tuple[str, int]) -> dict[int, torch.Tensor]:
-        """Allocate memory of each rank of this host; `place` is the user's call site. All ranks call it.
+        """Allocate memory for each rank of this host; `place` is the user's call site. All ranks call it.
 
         Shape: (nbytes,) each.
 
@@ -489,7 +489,7 @@ class PhalanxProcessGroup(TorchGroup):
         return executor.put(action, work)
 
     def find_failure(self) -> BaseException | None:
-        """Return the error of a background operation, which torch's C++ may have converted."""
+        """Return the latest error of a background operation, or None; torch's C++ may have converted the error."""
         return next((error for work in reversed(self.recent_works) if (error := work.exception()) is not None), None)
 
     # -- torch's interface of a backend --------------------------------------------------------------------------
@@ -502,7 +502,7 @@ class PhalanxProcessGroup(TorchGroup):
         """Do nothing: torch needs the uid only for its own log."""
 
     def _enable_collectives_timing(self) -> None:
-        """Do nothing, as Gloo."""
+        """Do nothing, like Gloo."""
 
     def get_error(self) -> Any:
         """Return torch's `ErrorType` for the failure of an operation that ran in the background."""
@@ -514,7 +514,7 @@ class PhalanxProcessGroup(TorchGroup):
         return _ErrorType.REMOTE_ERROR if isinstance(error, PeerLostError) else _ErrorType.COMM_ERROR
 
     def perform_nocolor_split(self, device: torch.device) -> None:
-        """Do nothing: a rank outside of a group of `new_group` does not help to create it."""
+        """Do nothing: ranks outside a new group take no part in its creation."""
 
     def eager_connect_single_device(self, device: torch.device) -> None:
         """Do nothing: the members are connected from the start."""

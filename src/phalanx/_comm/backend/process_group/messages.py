@@ -9,7 +9,7 @@ Cost: on one host two copies, through shared memory, where a message waits until
 Raises:
     ValueError, TypeError: an argument that is wrong whatever the peer does; nothing was sent.
     MismatchError: the message does not fit the receiver's tensor, which was not changed.
-    PeerLostError, DeadlineError, ClosedError: as for collectives, of the one peer.
+    PeerLostError, DeadlineError, ClosedError: as for collectives, but only about the one peer.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class GroupMessages:
             raise ArgumentError(f"{operation}: {name} is {peer}, which is this rank itself")
 
     def channel(self, direction: str, peer: int, tag: int, timeout_s: float) -> SerialExecutor:
-        """Return the executor of a message that must wait; earlier receives have `timeout_s` to complete."""
+        """Return the executor for a message that must wait; earlier receives have `timeout_s` to complete."""
         if self.inbox is not None:
             return self._executor_of((direction, peer, 0), None, timeout_s)
         # A receive from any rank matches every channel, so all receives with its tag then share one executor.
@@ -113,7 +113,7 @@ class GroupMessages:
 
 
 def send(group: PhalanxProcessGroup, tensors: Sequence[Tensor], dst: int, tag: int) -> dist.Work:
-    """Send the tensor. The work completes when the tensor may be changed again, perhaps before it is received."""
+    """Send the tensor. The work completes when the tensor may be changed again, perhaps before the peer receives it."""
     tensor = one(tensors, "send", words=_SINGLE)
     messages, memory = group.messages, group.shared_memory
     messages.check_peer(dst, "send", "dst")
@@ -130,7 +130,7 @@ def send(group: PhalanxProcessGroup, tensors: Sequence[Tensor], dst: int, tag: i
 
 
 def recv(group: PhalanxProcessGroup, tensors: Sequence[Tensor], src: int, tag: int) -> dist.Work:
-    """Receive the tensor. The work completes when the tensor has the message."""
+    """Receive the tensor. The work completes when the tensor holds the message."""
     tensor = one(tensors, "recv", words=_SINGLE, written=True)
     group.messages.check_peer(src, "recv", "src")
     return _receive(group, tensor, src, tag)
