@@ -1,7 +1,7 @@
 """Admit only processes that know the key; count the refused ones, and report them with their addresses.
 
-ZeroMQ does the cryptography (CURVE) and asks here about each public key (its protocol ZAP). A process with another key
-fails earlier, in the handshake, which `connection_guard` observes.
+ZeroMQ does the cryptography (CURVE), and sends this module a request for each public key (ZAP). A process with another
+key fails earlier, in the handshake, which `connection_guard` observes.
 """
 
 from __future__ import annotations

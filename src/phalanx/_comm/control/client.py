@@ -16,13 +16,13 @@ from phalanx._comm.control.wire import MAX_VALUE_BYTES, Op, pack_number
 from phalanx.errors import DeadlineError
 
 _BUSY_PAUSE_S, _TRY_S = 0.005, 5.0
-_MAX_PART = 4096  # the number of fields that one request may have
+_MAX_PART = 4096  # the most fields of one request
 
 
 class Client(MemberConnection):
     """A `Client` sends requests to the coordinator. Any number of threads may call it.
 
-    The constructor takes and raises the same as `Connection`.
+    The constructor has the arguments and errors of `Connection`.
     """
 
     def __enter__(self) -> Client:
@@ -168,7 +168,7 @@ class Client(MemberConnection):
             ValueError: there is no such member, or it has left.
         """
         deadline = self._deadline(timeout)
-        # Each attempt is answered at once unless the network is cut, and must not be abandoned before its answer.
+        # Each attempt must wait for its answer, which the coordinator sends at once unless the network is cut.
         each_s = max(deadline.left_s, _TRY_S)
 
         def is_accepted() -> bool:

@@ -168,7 +168,7 @@ def can_attach() -> bool:
 def _attach_backend(group: Any, device_types: Sequence[torch.device]) -> Any:
     """Put a `Backend` behind `group` in C++ for these devices, and return it; the caller must keep a reference.
 
-    It returns None if Python cannot create one.
+    Return None if Python cannot create a `Backend`.
     """
     if not can_attach():
         return None

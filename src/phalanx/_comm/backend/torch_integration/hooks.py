@@ -30,7 +30,7 @@ _hookable: list[type] = []
 
 
 class _ThisThread(threading.local):
-    """A `_ThisThread` has the operation whose hooks this thread has called, and its result."""
+    """A `_ThisThread` records whether this thread is inside an operation whose hooks were called, and its work."""
 
     inside = False
     work: Any = None

@@ -1,7 +1,7 @@
 """Authenticate PyTorch's collectives of objects (`all_gather_object`, `send_object_list`, …) between hosts.
 
-torch pickles and unpickles in two functions of its own; here these add and check the MAC. They do not receive the call
-for which they run, so each collective of objects records it: a number binds a message to its call.
+torch pickles and unpickles in two functions of its own; their replacements here add and check the MAC. The functions do
+not receive the call for which they run, so each collective of objects records it: a number binds a message to its call.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ class _Call:
 
 
 class _Running(threading.local):
-    """A `_Running` has this thread's current call."""
+    """A `_Running` holds this thread's current call."""
 
     call: _Call | None = None
 
