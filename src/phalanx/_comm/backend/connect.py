@@ -204,7 +204,7 @@ def start_mpi_together(
 
 
 def _refuse_without_mpi(here: str, problems: list[str]) -> None:
-    """Raise the most frequent problem, if there is one, with the ranks that have it."""
+    """Raise the most frequent problem, if any, with the ranks that report it."""
     by_text: dict[str, list[int]] = {}
     for r, problem in enumerate(problems):
         if problem:

@@ -113,7 +113,7 @@ class CoordinationStore(Store):
 
     @_in_torchs_words
     def add_item(self, counter: str, prefix: str, value: str | bytes) -> int:
-        """Add one to `counter`'s number, set the key `prefix` + number to `value`, and return the old number."""
+        """Set the key `prefix` + `counter`'s number to `value`, add one to the number, and return the old number."""
         return self._client.add_item(counter, prefix, value)
 
     @_in_torchs_words
@@ -134,7 +134,7 @@ class CoordinationStore(Store):
 
     @_in_torchs_words
     def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
-        """Set `key` to the desired value if it has the expected one; return the value afterwards."""
+        """Set `key` to the desired value if its value is the expected value; return the value afterwards."""
         return self._client.compare_set(key, expected_value, desired_value)
 
     @_in_torchs_words
@@ -194,7 +194,7 @@ class CoordinationStore(Store):
 
     @_in_torchs_words
     def list_keys(self, prefix: str = "") -> list[str]:
-        """Return all keys, or those that start with `prefix`."""
+        """Return the keys that start with `prefix`; by default all keys."""
         return self._client.list_keys(prefix)
 
     def has_extended_api(self) -> bool:
@@ -210,7 +210,7 @@ class CoordinationStore(Store):
     deleteKey = delete_key
 
     def name_through(self, store: Store, key: str) -> str:
-        """Return the full name of `key` in `store`, a PrefixStore around this one, without sending anything."""
+        """Return the full name of `key` in `store`, a PrefixStore around this store, without sending anything."""
         self._captured.keys = []
         try:
             store.check([key])

@@ -391,7 +391,7 @@ def _signals_of(store: Any) -> FailureSignals:
 
 
 def _over_gloo(bootstrap: Bootstrap, options: Any, settings: Options, deadline: Deadline) -> Transport:
-    """Connect the ranks by Gloo, even on one host, because memory cannot be shared."""
+    """Connect the ranks through Gloo, even on one host, because they cannot share memory."""
     rank, name, infos = options.group_rank, options.group_id, bootstrap.infos
     layout = Layout.of([info.host for info in infos], rank)
     processes = [f"{info} {info.address}".rstrip() for info in infos]

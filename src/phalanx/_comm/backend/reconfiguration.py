@@ -62,7 +62,7 @@ def order_handles(handles: list[str] | set[str], own: str) -> list[str]:
     """Return the handles in the order of their new ranks: a list unchanged, a set ordered by the present ranks.
 
     Raises:
-        PhalanxError: there is no handle, one is repeated or invalid, or `own` is not among them.
+        PhalanxError: there is no handle, a handle is repeated or invalid, or `own` is missing.
     """
     parsed = {text: MemberHandle.parse(text) for text in handles}
     if not handles:

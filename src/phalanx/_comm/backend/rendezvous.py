@@ -350,7 +350,7 @@ def _check_world_size(launch: LaunchedProcess, environ: Mapping[str, str]) -> No
 
 
 def _open_on_one_host(launch: LaunchedProcess, prefix: str, deadline: Deadline) -> Any:
-    """Return the store of a job on one host: it is in rank 0's memory, at a socket in the user's own folder.
+    """Return the store of a job on one host: rank 0's memory, served at a socket in the user's own folder.
 
     The socket's name need not be secret: no other user can enter the folder, or create the name first.
     """

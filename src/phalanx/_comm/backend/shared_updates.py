@@ -1,4 +1,4 @@
-"""Register the parameters whose optimizer update is shared by ranks, and the ranks that still read them."""
+"""Register the parameters whose optimizer update ranks share, and the ranks that still read them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Choose the backend of an `init_process_group` without one, and explain a start without a launcher."""
+"""Choose the backend if `init_process_group` names none, and explain a start without a launcher."""
 
 from __future__ import annotations
 

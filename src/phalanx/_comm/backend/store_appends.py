@@ -3,7 +3,7 @@
 torch's append is compare_set(key, old, old + value), and counts the answer old + value as success. But compare_set also
 returns old + value if another rank has appended an equal value in between, or if `value` is the key's whole value.
 
-claim       compare_set  <key>/appending   from what was read there to "<token> <length of old> <old + value>"
+claim       compare_set  <key>/appending   from the value read to "<token> <length of old> <old + value>"
 carry out   compare_set  <key>             from old to old + value; another rank does it if it finds the claim
 release     compare_set  <key>/appending   from the claim to "<token>"
 

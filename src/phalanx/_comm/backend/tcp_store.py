@@ -156,7 +156,7 @@ def _contest(place: StoreAddress, libuv: bool) -> str:
     return ""
 
 
-# Explain why the job's store cannot be reached: the rank, the address, what answers there, and advice.
+# Explain why the job's store cannot be reached: the rank, the address, the answer from there, and advice.
 #
 # The errors have torch's classes, and quote its text after the explanation.
 
@@ -220,7 +220,7 @@ def _quote(torch_error: str) -> str:
 
 
 def _explain_port_in_use(address: StoreAddress, contested: str, torch_error: str) -> str:
-    """Return the message of a rank 0 whose port another process uses; `contested` is the error of the waiting ranks."""
+    """Return the message for a rank 0 whose port another process uses; `contested` is the waiting ranks' error."""
     fact = f"\n{contested}" if contested else " That process is another program, or a job that already runs."
     return (
         f"{address.caller}: port {address.port} is in use by another process of this host, "

@@ -99,7 +99,7 @@ class PhalanxWork(dist.Work):
         """Check that this process and this thread can wait for the operation.
 
         Raises:
-            ClosedError: this process is a fork of the one that called the operation.
+            ClosedError: this process was forked after the operation was called.
             PhalanxError: this is a signal handler, and the operation that it interrupted must complete first.
         """
         if self._process != process.number:
@@ -197,7 +197,7 @@ class PhalanxWork(dist.Work):
             return True
 
     def wake_waiters(self) -> None:
-        """Wake all waiters. Completed works then share one event, because the group keeps them for long."""
+        """Wake all waiters. Completed works then share one event, because the group keeps the works for a long time."""
         self._done.set()
         self._done = _OVER
 
@@ -224,7 +224,7 @@ class RecentWorks:
         return reversed(self._works)
 
     def append(self, work: PhalanxWork | CompletedWork) -> None:
-        """Add a work, and release the tensors of completed works that nobody else has."""
+        """Add a work, and release the tensors of completed works that only this object references."""
         for _ in range(min(_EXAMINED, len(self._with_outputs))):
             try:
                 number, one, count = _pop(self._with_outputs)
@@ -463,7 +463,7 @@ class SerialExecutor:
         if notify is not None:
             self._in_callbacks = me = threading.get_ident()
             self.callers.discard(me)  # a callback may call operations
-            notify()  # torch keeps what a callback raises for the callback's own future
+            notify()  # torch stores a callback's error in the callback's own future
             self.callers.add(me)
         # Clear `busy` before waking the waiting thread, or its next call would be queued.
         if not nested:

@@ -82,7 +82,7 @@ class Admission:
 
 
 def recent_peers(port: int) -> str:
-    """Return the addresses whose connections to our `port` ended a moment ago, from the kernel's table."""
+    """Return, from the kernel's table, the addresses whose connections to our `port` ended a moment ago."""
     found: dict[str, None] = {}
     for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
         try:

@@ -48,7 +48,7 @@ class Client(MemberConnection):
         return int(self._call(Op.ADD, _name(key), pack_number(amount))[0])
 
     def add_item(self, counter: str, prefix: str, value: str | bytes) -> int:
-        """Add one to the number at `counter`, and set the key `prefix` + that number, in one request.
+        """Set the key `prefix` + the number at `counter`, and add one to that number, in one request.
 
         Return the number before the addition; the first is zero.
         """
@@ -253,7 +253,7 @@ def _bytes(value: str | bytes) -> bytes:
 
 
 def _parts(fields: list[bytes], step: int) -> Iterator[list[bytes]]:
-    """Split fields into parts that fit in one request, at multiples of `step`; without fields, yield one empty part."""
+    """Split fields into parts that each fit in a request, at multiples of `step`; if empty, yield one empty part."""
     part: list[bytes] = []
     size = 0
     for at in range(0, len(fields), step):

@@ -56,7 +56,7 @@ class Connection:
     Arguments:
         address: HOST:PORT, or the path of the coordinator's socket on this host.
         key: the job's key; a path needs none.
-        timeout: for the construction, and for each call without a timeout of its own.
+        timeout: for the construction, and for each call that passes no timeout.
         job: the job's name, which must match the coordinator's if both have one.
         heartbeat_s: the pause between ZeroMQ's heartbeats; a process that becomes a member needs few.
 
@@ -400,12 +400,12 @@ class Connection:
                 for call in list(self._calls.values())[:_MAX_CALLS]:
                     call.num_sent = 0
                     self._transmit(call)
-                self._send_heartbeat()  # TCP may have lost the last ones
+                self._send_heartbeat()  # TCP may have lost the last heartbeats
             self._was_connected, self._cut_at, self._refused_at = True, None, None
         elif event == zmq.EVENT_DISCONNECTED:
             if self._was_connected and self._cut_at is None:
                 self._cut_at = time.monotonic()
-        # a connection that was once admitted has the right key
+        # a connection that was admitted before has the right key
         elif event != zmq.EVENT_CONNECTED and not self._was_connected:
             self._failed += 1
             now = time.monotonic()
@@ -503,7 +503,7 @@ class EventInbox:
         self.last = self.consumed = self._unreported_bytes = 0
 
     def receive(self, number: int, event: Event) -> None:
-        """Keep event `number` if it is the next one; drop it if it is a duplicate, or if an earlier event is missing.
+        """Keep event `number` if it is next; drop it if it is a duplicate, or if an earlier event is missing.
 
         The coordinator sends dropped events again.
         """
@@ -544,10 +544,10 @@ class EventInbox:
 #     call ──► send ──► does another thread read? ── no ──► read until my answer arrives, then wake another reader
 #                                                 └─ yes ─► sleep until the reader wakes this thread
 #
-# A single thread never switches to another one.
+# If only one thread calls, it never switches to another thread.
 
 PollOnce = Callable[[float], None]
-"""A function that waits up to so many seconds for data, and reads it."""
+"""A function that waits for data up to the given number of seconds, and reads the data."""
 
 
 class Reader:

@@ -69,7 +69,7 @@ class ConnectionGuard:
         self._peers: dict[int, _Place | None] = {}  # by descriptor: the address and port of the other end
         self._young: dict[int, float] = {}  # by descriptor, the oldest first: when it was accepted
         self._unread: set[int] = set()  # descriptors that are no longer young, with their first message still unread
-        self._members: dict[int, bytes] = {}  # by descriptor: the identity of the member whose connection it is
+        self._members: dict[int, bytes] = {}  # by descriptor: the identity of the connection's member
         self._current: dict[bytes, int] = {}  # by identity: the descriptor of the newest connection
         self._ended: dict[bytes, _EndedConnection] = {}  # by identity
         self._failed = False
@@ -136,7 +136,7 @@ class ConnectionGuard:
         if event == zmq.EVENT_ACCEPTED:
             self._accept(fd)
         elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
-            self._failed = True  # the next connection that ends is the failed one: one thread reports both
+            self._failed = True  # the next connection to end is the failed connection: one thread reports both events
         elif event == zmq.EVENT_DISCONNECTED:
             self._note_end(fd)
         return True

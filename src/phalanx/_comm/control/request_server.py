@@ -4,7 +4,7 @@
                     ╰─── too many others, or time is up ───┴──► closed
 
 A stranger costs no thread, and a bounded number of descriptors and bytes: each of the two states has at most 64
-connections, with the beginning of a request or the rest of an answer. When there are more, one is closed: in "reading"
+connections, with the beginning of a request or the rest of an answer. Beyond that, one is closed: in "reading"
 the oldest; in "answering" the connection whose client has received nothing for longest. A connection whose answer is
 being made is never closed, nor is a connection in its first quarter of a second: until then new connections wait in the
 kernel. A connection that sends nothing also waits there, for its first five seconds.

@@ -62,7 +62,7 @@ class Fold:
         return None if rank % 2 else rank // 2
 
     def first_chunk(self, actor: int) -> int:
-        """Return where the chunks of `actor` begin; the last actor's chunks end at first_chunk(actors)."""
+        """Return the first chunk of `actor`; the last actor's chunks end at first_chunk(actors)."""
         return self.rank(actor) if self.chunk_per_rank else actor
 
 

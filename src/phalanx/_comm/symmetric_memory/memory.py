@@ -62,7 +62,7 @@ def _background_spin_ns(members: Sequence[LocalRank]) -> int:
 
 
 def channel_bytes(world_size: int) -> int:
-    """Return the bytes of the ring between two ranks; larger groups, with world_size² rings, have smaller ones."""
+    """Return the bytes of the ring between two ranks; larger groups have smaller rings, as there are world_size²."""
     return 256 * 1024 if world_size <= 8 else 64 * 1024 if world_size <= 32 else 16 * 1024
 
 
@@ -138,7 +138,7 @@ class SymmetricMemory:
         self._heap_file: SparseFile | None = None
         try:
             self._control = _core.map(control, self._control_bytes)
-            # One page of the heap keeps it alive until it is needed: a thousand idle groups hold no descriptor.
+            # One mapped page keeps the heap alive until its first use: a thousand idle groups hold no descriptor.
             self._heap_page: int | None = _core.map(heap, _core.PAGE)
             if heap_folder:  # the leader reserves room there
                 self._heap_file = SparseFile(os.dup(heap), heap_folder)

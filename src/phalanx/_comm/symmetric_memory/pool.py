@@ -1,4 +1,4 @@
-"""Give torch's allocator blocks of the shared heap while a backward runs; csrc/pool.h has the picture."""
+"""Provide torch's allocator with blocks of the shared heap while a backward runs; csrc/pool.h has a diagram."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class ProcessId:
 
 
 def can_watch_each_other(processes: Sequence[ProcessId]) -> bool:
-    """Return whether each process can open a pidfd of each other one. All of them get the same answer."""
+    """Return whether all processes can open each other's pidfds. All of them get the same answer."""
     return len({p.namespace for p in processes}) == 1 and all(p.namespace and p.has_pidfds for p in processes)
 
 

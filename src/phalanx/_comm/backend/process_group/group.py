@@ -112,8 +112,8 @@ class PhalanxProcessGroup(TorchGroup):
 
     It has torch's process group interface, and runs the group's operations in order. Asynchronous calls run on the
     group's executor, a single thread with a FIFO queue. A synchronous call runs in the caller's thread, unless calls
-    are queued. Either way all ranks run the same calls in the same order. The transport lets Ctrl-C interrupt an
-    operation in the main thread; a wait for the executor can always be interrupted.
+    are queued. Either way all ranks run the same calls in the same order. The transport makes operations in the
+    main thread interruptible by Ctrl-C; a wait for the executor always is.
     """
 
     # The interface of torch's `Backend`. The group refuses what Gloo refuses, with torch's error and text.
@@ -187,7 +187,7 @@ class PhalanxProcessGroup(TorchGroup):
 
     # -- the calls: each is a function that receives the group, checks, and calls its operation of the transport ----
 
-    allreduce: Any = collectives.allreduce  # does by itself what `_entry_point` does
+    allreduce: Any = collectives.allreduce  # does the work of `_entry_point` itself
     allreduce_sparse = allreduce
     broadcast = _entry_point(collectives.broadcast)
     reduce = _entry_point(collectives.reduce)
@@ -227,7 +227,7 @@ class PhalanxProcessGroup(TorchGroup):
 
     @property
     def supports_reconfigure(self) -> bool:
-        """Return whether the group was made with `enable_reconfigure`."""
+        """Return whether the group was created with `enable_reconfigure`."""
         return self.reconfiguration is not None
 
     def _require_reconfiguration(self) -> Reconfiguration:
@@ -360,7 +360,7 @@ class PhalanxProcessGroup(TorchGroup):
     def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return a tensor of `size` elements that other ranks can read in place; without room, an ordinary tensor.
 
-        All ranks make the first call of a group. Large tensors of this kind are gathered with one copy, not two.
+        A group's first call is collective. Large tensors of this kind are gathered with one copy, not two.
 
         Shape: (size,).
 
@@ -549,7 +549,7 @@ class PhalanxProcessGroup(TorchGroup):
         self._leave(_JOIN_S)
 
     def abort(self) -> None:
-        """Leave the group at once; threads that wait in it get an error."""
+        """Leave the group at once; threads that wait in it receive an error."""
         self._leave(0.0)
 
     def leave_at_exit(self, exit_reason: str) -> None:
@@ -559,7 +559,7 @@ class PhalanxProcessGroup(TorchGroup):
             self._leave(0.1, for_good=True)
 
     def _leave(self, patience_s: float, *, for_good: bool = False) -> None:
-        """Leave the group; with `for_good` the process ends, and abandons what still runs after `patience_s`."""
+        """Leave the group; with `for_good`, as the process ends, abandon operations that run after `patience_s`."""
         with self._closing:
             if self.closed:
                 return

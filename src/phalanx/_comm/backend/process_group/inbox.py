@@ -77,7 +77,7 @@ class ReceiveWork(PhalanxWork):
 class Inbox:
     """An `Inbox` matches receives with messages by sender and tag, each in the order of posting.
 
-    It has one thread for all senders and tags. The thread starts with the first receive whose message has not arrived,
+    One thread serves all senders and tags. The thread starts with the first receive whose message has not arrived,
     and stays idle while another thread waits.
     """
 
@@ -167,7 +167,7 @@ class Inbox:
                 self._finish(self._ended.pop(0))
 
     def _finish(self, handle: Receive) -> None:
-        """Finish a work whose receive has completed. Any thread may call this; only one finishes the work."""
+        """Finish a work whose receive has completed. Any thread may call this; only one thread finishes the work."""
         work = self._works.pop(handle, None)
         if work is not None:
             work.finish()

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _ANYBODY = -1
 _SINGLE = "takes a single tensor"
 _LINGER_S = 1.0
-_MANY = 64  # channels; beyond that, unused ones are deleted
+_MANY = 64  # channels; if there are more, unused channels are deleted
 
 
 class GroupMessages:
@@ -123,7 +123,7 @@ def send(group: PhalanxProcessGroup, tensors: Sequence[Tensor], dst: int, tag: i
         try:
             if memory.send_now(tensor, dst, tag, ctx):
                 return group.done_work
-        except PhalanxError as error:  # raised by `wait`, as for a send that takes time
+        except PhalanxError as error:  # `wait` raises it, as for a send in the background
             return _failed(error, [tensor])
     channel = messages.channel("send", dst, tag, group.timeout_s)
     return group.enqueue(channel, lambda: group.transport.send(tensor, dst, tag, ctx), [tensor])

@@ -72,7 +72,7 @@ class Registration:
     """A `Registration` is a group with its entries in torch's tables."""
 
     group: Any
-    name: Any  # a string; for mypy a type of torch's
+    name: Any  # a string; in torch's stubs a type of its own
     ranks: tuple[int, ...]
     backend: str
     config: str

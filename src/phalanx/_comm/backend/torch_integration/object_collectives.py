@@ -154,7 +154,7 @@ class _Call:
         """Return the pickle of the next object that this rank receives.
 
         Raises:
-            PhalanxError: the message is not the expected one.
+            PhalanxError: the message is not the expected message.
         """
         if not self._receives:
             self._receives = [(s, self._pickles.count_received(s)) for s in self._incoming()]

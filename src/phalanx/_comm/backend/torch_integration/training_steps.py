@@ -16,7 +16,7 @@ _recorders: list[Any] = []  # at most one
 _marks: list[Any] = []  # the `mark` of the recorder's log, for batches and backwards
 _hooks: list[Any] = []  # the optimizers' hooks, for updates
 
-_NUM_EXAMINED = 16  # elements of a list that are examined: the first ones show its kind
+_NUM_EXAMINED = 16  # elements of a list that are examined: the first elements show its kind
 _DEEPEST = 8
 _MOST_PARTS = 256  # the most parts examined: nested lists without a tensor have up to 16 on each level
 
@@ -118,7 +118,7 @@ def _observe_backward() -> None:
             else:
                 mark(END_BACKWARD_WITH_LOSS, loss) if type(loss) is float else mark(END_BACKWARD)
         elif not isinstance(tensors, tensor) or (has_scaled and not hasattr(tensors, "unscaled_loss")):
-            mark(END_BACKWARD)  # there are several tensors, or one was computed from a scaled loss
+            mark(END_BACKWARD)  # several tensors, or a tensor that was computed from a scaled loss
         else:
             _recorders[0].end_backward(tensors)
 
