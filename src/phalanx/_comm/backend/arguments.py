@@ -26,7 +26,7 @@ _UNSET = timedelta(0)
 class ArgumentError(ValueError, RuntimeError):
     """An `ArgumentError` reports an argument that is wrong whatever the other ranks do.
 
-    It is also the RuntimeError that torch's own groups raise, and its message contains their text.
+    It is also a RuntimeError, which torch's own groups raise; its message contains their text.
     """
 
 
@@ -39,16 +39,15 @@ def timeout_of(options: Any, default_s: float) -> float:
 
 
 def reduction_of(op: Any, dtype: torch.dtype, operation: str) -> tuple[int, Any]:
-    """Return the core's number of the reduction, and the factor of PREMUL_SUM (else None).
+    """Return the core's code of the reduction `op`, and the factor of PREMUL_SUM (else None).
 
     Raises:
         ValueError: there is no such reduction, or it has no meaning for `dtype`.
         TypeError: `op` is not a reduction.
     """
     kind = getattr(op, "op", op)  # a ReduceOp holds its type in `op`
-    number = (
-        int(cast(Any, kind)) if isinstance(kind, ReduceOp.RedOpType) else -1
-    )  # comparing the enum itself costs 2 us
+    # comparing the enum itself costs 2 us
+    number = int(cast(Any, kind)) if isinstance(kind, ReduceOp.RedOpType) else -1
     code = _CODES.get(number, -1)
     if code < 0:
         known = ", ".join(r.name for r in REDUCTIONS)
@@ -82,7 +81,7 @@ def device_allowed(device: torch.device) -> Iterator[None]:
 
 
 def check_tensor(tensor: Any, operation: str, *, written: bool = False) -> Tensor:
-    """Return `tensor` if it is dense and the call supports it; raise otherwise. A `written` tensor gets the result."""
+    """Return `tensor`; raise unless it is dense and on a supported device. `written`: the call writes to it."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{operation}: expected a tensor, got {type(tensor).__name__}")
     if not tensor.is_cpu and tensor.device != _allowed.device:
@@ -130,7 +129,7 @@ def check_alike(tensors: Sequence[Any], operation: str, *, written: bool = False
 
 
 def check_one_type(tensors: Sequence[Any], operation: str) -> list[Tensor]:
-    """Check tensors that get results, of one dtype and any shapes, which torch's backends reduce as one."""
+    """Check that output tensors, which may differ in shape, have one layout and dtype, as torch's backends require."""
     for at, tensor in enumerate(tensors):
         if isinstance(tensor, Tensor) and tensor.layout != tensors[0].layout:
             raise _layouts_differ(operation, at, tensors)
@@ -186,12 +185,11 @@ def check_list(
 def check_apart(
     inputs: Sequence[Tensor], outputs: Sequence[Tensor], operation: str, name: str, *, suffix: str = ""
 ) -> bool:
-    """Return whether no tensors of a call overlap; otherwise inputs must be copied first.
+    """Return whether no tensors of a call overlap; if some do, the caller must copy the inputs first.
 
-    Outputs that share memory are refused: the final result would depend on the order of arrival.
+    Refuse outputs that share memory: their final values would depend on the order of arrival.
 
-    Cost: sorting as many addresses as there are tensors. Single elements are compared only if the address ranges of
-    two outputs overlap.
+    Cost: sorts one address per tensor. Compares single elements only if the address ranges of two outputs overlap.
     """
     written = [extent_of(tensor) for tensor in outputs]
     if not extents_overlap([extent_of(tensor) for tensor in inputs], written):
@@ -255,7 +253,7 @@ def check_parts(whole: Tensor, part: Tensor, world_size: int, operation: str, na
 
 
 def check_rank(rank: int, world_size: int, operation: str, name: str) -> int:
-    """Return `rank`, which must be a rank of the group."""
+    """Return `rank`; raise an ArgumentError unless it is a rank of the group."""
     if not 0 <= rank < world_size:
         raise ArgumentError(f"{operation}: {name} is {rank}, the group has ranks 0 to {world_size - 1}")
     return rank

@@ -55,7 +55,7 @@ def build_engine(group: RendezvousGroup, settings: Options, deadline: Deadline, 
 
     Raises:
         PhalanxError: the ranks cannot connect with this engine; the message has their addresses.
-        PeerLostError: another rank was interrupted meanwhile.
+        PeerLostError: another rank was lost or interrupted meanwhile.
     """
     if settings.engine == "mpi":
         # imported here, since it needs mpi4py
@@ -70,7 +70,7 @@ def build_engine(group: RendezvousGroup, settings: Options, deadline: Deadline, 
                 f"init_process_group of group {group.name!r} on rank {rank}: no communicator from {runtime.vendor}: "
                 f"{error}.\nDestroy groups that are no longer used."
             ) from None
-    # a rank that has its host for itself runs Gloo's own collectives, one at a time
+    # a rank that is alone on its host runs Gloo's own collectives, one at a time
     num_threads = int(group.layout.has_one_rank_each)
     return open_gloo(group, settings, deadline, failure_store, num_threads=num_threads)
 
@@ -128,10 +128,10 @@ def open_gloo(
 
 
 def _interruptible(connect: Callable[[], GlooEngine], check_others: Callable[[], None], name: str) -> GlooEngine:
-    """Run `connect` on its own thread, since Gloo connects in C++, where signals are not handled.
+    """Run `connect` in a thread of its own, because Gloo connects in C++, where Python handles no signals.
 
-    `check_others` is called meanwhile. When it raises, or a signal handler does, the thread is abandoned: it ends with
-    Gloo's timeout, or with the process.
+    The calling thread runs `check_others` meanwhile. If that or a signal handler raises, the thread of `connect` is
+    abandoned: it ends at Gloo's timeout, or with the process.
     """
 
     def close_late(late: Future[GlooEngine]) -> None:
@@ -204,7 +204,7 @@ def start_mpi_together(
 
 
 def _refuse_without_mpi(here: str, problems: list[str]) -> None:
-    """Raise the most frequent problem, if there is one, with the ranks that have it."""
+    """Raise the most frequent problem, if any, with the ranks that report it."""
     by_text: dict[str, list[int]] = {}
     for r, problem in enumerate(problems):
         if problem:

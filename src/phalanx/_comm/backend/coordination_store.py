@@ -23,14 +23,14 @@ R = TypeVar("R")
 
 _DEFAULT_TIMEOUT = timedelta(seconds=300)  # as in PyTorch's stores
 
-# torch's C++ keeps a store without its Python object, which would be freed with the last Python reference.
+# torch's C++ does not keep a store's Python object alive; this set does.
 _open_stores: set[CoordinationStore] = set()
 
 
 def _in_torchs_words(
     method: Callable[Concatenate[CoordinationStore, P], R],
 ) -> Callable[Concatenate[CoordinationStore, P], R]:
-    """Raise the errors of PyTorch's stores, which callers catch."""
+    """Convert the errors of `method` to those of PyTorch's stores, which callers catch."""
 
     @functools.wraps(method)
     def call(self: CoordinationStore, /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -45,11 +45,11 @@ def _in_torchs_words(
 
 
 class CoordinationStore(Store):
-    """A `CoordinationStore` is a PyTorch `Store` in the coordinator at `address`. Threads and forks may share it.
+    """A `CoordinationStore` is a PyTorch `Store`, kept by the coordinator at `address`. Threads and forks may share it.
 
     A waiting call does not delay other threads' calls; clones share one connection. The connection stays open until
     `close`, or the end of the process: torch does not report when it no longer needs a store. A PrefixStore around this
-    store has queues in a rank of `phalanx run`, and in other processes once a group of ours is created.
+    store supports queues in a rank of `phalanx run`, and elsewhere once a group of ours is created.
 
     Raises:
         AuthenticationError, CoordinationError, DeadlineError: as `Client`. The methods raise TCPStore's errors:
@@ -57,8 +57,7 @@ class CoordinationStore(Store):
     """
 
     wait_is_interruptible = True
-    """Whether Ctrl-C interrupts a wait, and a wait that times out prints nothing: then callers need not poll.
-    """
+    """Whether Ctrl-C interrupts a wait, and a timed-out wait prints nothing. If so, callers need not poll."""
 
     if TYPE_CHECKING:
         timeout: timedelta  # missing in torch's stub
@@ -72,7 +71,7 @@ class CoordinationStore(Store):
         client: Client | None = None,
     ) -> None:
         super().__init__()
-        self.set_timeout(timeout)  # the base class has it: a PrefixStore around this store sets that one
+        self.set_timeout(timeout)  # stored in the base class, where a PrefixStore around this store sets it, too
         self._client = Client(address, key) if client is None else client
         self._captured = threading.local()
         _open_stores.add(self)
@@ -114,12 +113,12 @@ class CoordinationStore(Store):
 
     @_in_torchs_words
     def add_item(self, counter: str, prefix: str, value: str | bytes) -> int:
-        """Add one to `counter`'s number, set the key `prefix` + number to `value`, and return the old number."""
+        """Set the key `prefix` + `counter`'s number to `value`, add one to the number, and return the old number."""
         return self._client.add_item(counter, prefix, value)
 
     @_in_torchs_words
     def read_and_check(self, key: str, checked: str) -> tuple[bytes, bool]:
-        """Return the value of `key`, set to "" if missing, and whether `checked` exists, in one request."""
+        """Return the value of `key`, set to "" if missing, and whether `checked` exists, in one round trip."""
         return self._client.read_and_check(key, checked)
 
     @_in_torchs_words
@@ -135,7 +134,7 @@ class CoordinationStore(Store):
 
     @_in_torchs_words
     def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
-        """Set `key` to the desired value if it has the expected one; return the value afterwards."""
+        """Set `key` to the desired value if its value is the expected value; return the value afterwards."""
         return self._client.compare_set(key, expected_value, desired_value)
 
     @_in_torchs_words
@@ -195,7 +194,7 @@ class CoordinationStore(Store):
 
     @_in_torchs_words
     def list_keys(self, prefix: str = "") -> list[str]:
-        """Return all keys, or those that start with `prefix`."""
+        """Return the keys that start with `prefix`; by default all keys."""
         return self._client.list_keys(prefix)
 
     def has_extended_api(self) -> bool:
@@ -211,7 +210,7 @@ class CoordinationStore(Store):
     deleteKey = delete_key
 
     def name_through(self, store: Store, key: str) -> str:
-        """Return the full name of `key` in `store`, a PrefixStore around this one, without sending anything."""
+        """Return the full name of `key` in `store`, a PrefixStore around this store, without sending anything."""
         self._captured.keys = []
         try:
             store.check([key])

@@ -275,9 +275,8 @@ def _cannot_share(infos: Sequence[RankInfo]) -> str:
 
 
 def _share(server: FdServer, bootstrap: Bootstrap, options: Any, deadline: Deadline) -> Transport:
-    from phalanx._comm.transport.shared_memory import (
-        SharedMemoryTransport,
-    )  # imported here, because it needs the C core
+    # imported here, because it needs the C core
+    from phalanx._comm.transport.shared_memory import SharedMemoryTransport
 
     infos = bootstrap.infos
     transport = SharedMemoryTransport(options.group_id)
@@ -297,7 +296,7 @@ def _group_class() -> Any:
 
 @contextlib.contextmanager
 def _explained_shortage(here: str) -> Iterator[None]:
-    """Convert an error in the block that reports a lack of descriptors or memory to one with the limit and advice.
+    """Add the limit and advice to an error in the block that reports a lack of descriptors or memory.
 
     Raises:
         PhalanxError: descriptors or memory ran out in the block.
@@ -350,7 +349,7 @@ def _complete(transport: Transport, bootstrap: Bootstrap, options: Any, deadline
 
 
 def _report_lost_host(global_ranks: Sequence[int], processes: Sequence[str]) -> FailureReport | None:
-    """Convert the agent's report of a lost host to one of this group; None without a report that concerns the group."""
+    """Return the agent's report of a lost host as a report for this group; None if no rank of the group is lost."""
     lost = find_lost_host()
     lost_ranks = [r for r, global_rank in enumerate(global_ranks) if lost is not None and global_rank in lost.ranks]
     if lost is None or not lost_ranks:
@@ -392,14 +391,14 @@ def _signals_of(store: Any) -> FailureSignals:
 
 
 def _over_gloo(bootstrap: Bootstrap, options: Any, settings: Options, deadline: Deadline) -> Transport:
-    """Connect the ranks by Gloo, even on one host, because memory cannot be shared."""
+    """Connect the ranks through Gloo, even on one host, because they cannot share memory."""
     rank, name, infos = options.group_rank, options.group_id, bootstrap.infos
     layout = Layout.of([info.host for info in infos], rank)
     processes = [f"{info} {info.address}".rstrip() for info in infos]
     key = hashlib.blake2b(infos[0].secret.encode(), digest_size=16).hexdigest()
     failure_store = _open_failure_store(options, key, infos, processes)
     group = RendezvousGroup(name, key, options.store, infos, layout)
-    # it runs one collective at a time
+    # one thread: the transport runs one collective at a time
     engine = open_gloo(group, settings, deadline, failure_store, num_threads=1)
     session = GlooSession(name, engine, failure_store, processes, lambda r: infos[r].has_ended(infos[rank]))
     transport = GlooTransport(session)
@@ -412,7 +411,7 @@ _exit_reason = ""
 
 
 def _leave_at_exit() -> None:
-    """Leave all open groups at exit, before MPI waits for all ranks, so that their peers are notified of the reason.
+    """Leave all open groups at exit, before MPI waits for all ranks, and notify their peers of the reason.
 
     A group is open if the program has not called `destroy_process_group`.
     """

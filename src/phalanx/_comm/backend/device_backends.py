@@ -42,7 +42,7 @@ def is_nccl_available() -> bool:
 def _open_nccl(
     store: Any, rank: int, world_size: int, timeout: timedelta, name: str, global_ranks: Sequence[int]
 ) -> Any:
-    """Return a process group of torch's with NCCL for CUDA tensors. It sends nothing until it is first used."""
+    """Return one of torch's process groups, with NCCL for CUDA tensors. It sends nothing until it is first used."""
     nccl: Any = vars(c10d)["ProcessGroupNCCL"]  # a CPU build does not have it
     options = nccl.Options()
     options._timeout = timeout
@@ -55,7 +55,7 @@ def _open_nccl(
 
 
 def group_of(backend: Any, kind: str, device: torch.device, store: Any, rank: int, world_size: int, name: str) -> Any:
-    """Return one of torch's backends as a process group for tensors on `device`, as `init_process_group` makes them."""
+    """Wrap one of torch's backends in a process group for tensors on `device`, as `init_process_group` does."""
     group = _ProcessGroup(store, rank, world_size)
     backend_type = getattr(_ProcessGroup.BackendType, kind.upper())
     group._set_default_backend(backend_type)
@@ -101,14 +101,15 @@ def first_tensor(arguments: Sequence[Any]) -> Tensor | None:
 
 
 def find_device(arguments: Sequence[Any]) -> torch.device | None:
-    """Return the device of the first tensor among a collective's outputs and inputs; None for the CPU, or none."""
+    """Return the device of a collective's first tensor (outputs, then inputs); None for the CPU, or if none exists."""
     tensor = first_tensor(arguments)
     return None if tensor is None or tensor.is_cpu else tensor.device
 
 
 def no_backend_for(device: torch.device, operation: str, other: torch.device | None = None) -> str:
-    """Return the error for a tensor on a device that no engine supports, with alternatives; `other` is the device of
-    another tensor of the call.
+    """Return the error message, with alternatives, for a tensor on a device that no engine supports.
+
+    `other` is the device of another tensor of the call.
     """
     device_backend = DEVICE_BACKENDS.get(device.type)
     here = f"{operation}: the tensor is on {device}; "

@@ -1,4 +1,4 @@
-"""Mark functions that torch.compile must not trace, above all the methods of a group and its works.
+"""Mark functions that torch.compile must not trace, mainly the methods of a group and of its works.
 
 torch's own groups are C++, where Dynamo ends its graph. Ours are Python, so Dynamo would trace their locks, threads and
 opaque objects, unless they are marked. `torch.compiler.disable` also sets the marks, but imports all of Dynamo, which
@@ -59,7 +59,7 @@ def _functions(member: Any) -> list[types.FunctionType]:
 
 
 def _exclude(function: Any, *, with_callees: bool = True) -> None:
-    function = inspect.unwrap(function)  # a decorator's code, as of `torch.no_grad()`, is shared
+    function = inspect.unwrap(function)  # wrappers of one decorator, such as `torch.no_grad()`, share their code
     # A call in traced code ends the graph.
     function._torchdynamo_disable = True
     function._torchdynamo_disable_msg = "a process group's operations are executed, not traced"

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-# A gradient of this size or more has its own bucket, stays where autograd wrote it, and is divided between ranks: for a
-# smaller one, copying in the cache costs less than the bookkeeping.
+# A gradient of this size or more has its own bucket, stays where autograd wrote it, and is divided between ranks. For a
+# smaller gradient, a copy within the cache costs less than the bookkeeping.
 LARGE_BYTES = 256 * 1024
 
 

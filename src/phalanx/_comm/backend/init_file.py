@@ -1,7 +1,7 @@
 """Check the file of `init_method="file://..."`, and refuse a file that no store has written.
 
-torch's FileStore appends records to its file, and each rank reads all of them. It reads the first bytes of any file as
-the length of a key, and waits for the rest, already in its constructor, where no timeout applies.
+torch's FileStore appends records to its file, and each rank reads all of them. Its constructor reads the first bytes of
+any file as the length of a key, and waits for the rest without a timeout.
 
     u32 length | key | u32 length | value | u32 length | key | ...
 """
@@ -27,13 +27,13 @@ _POLL_S = 0.005
 def file_rendezvous(
     original: Callable[..., Iterator[Any]], url: str, timeout: timedelta, **kwargs: Any
 ) -> Iterator[Any]:
-    """Yield torch's handler of `file://`, once the file is known to be a store's, or does not exist."""
+    """Yield from torch's handler of `file://`, after checking that the file is a FileStore's or is missing."""
     check_init_file(url, Deadline.after(timeout))
     yield from original(url, timeout=timeout, **kwargs)
 
 
 def check_init_file(url: str, deadline: Deadline) -> None:
-    """Refuse a `file://` URL of a file that is not a FileStore's; a missing file is allowed.
+    """Refuse a `file://` URL of a file that no FileStore has written; a missing file is allowed.
 
     Wait for the file's folder, which another rank may be creating.
 
@@ -87,7 +87,7 @@ def is_written_by_store(file: int) -> bool:
 
 
 def _lock(file: int) -> bool:
-    """Exclude writes of other ranks while we read; return False if a rank is writing now."""
+    """Lock the file against writes by other ranks; return False if a rank is writing now."""
     try:
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -36,7 +36,7 @@ class Job:
         return self.rank == 0
 
     def close(self) -> None:
-        """Leave the job: the process group is destroyed. A second call does nothing."""
+        """Leave the job by destroying the process group. A second call does nothing."""
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -204,9 +204,9 @@ def find_cuda_backend(config: str) -> str | None:
 def decide_device(
     local_rank: int, ranks_here: int | None, gpus: int, ranks_per_gpu: int, backend: str | None
 ) -> torch.device:
-    """Return the device for a rank on a host with `gpus`: `ranks_per_gpu` neighbours share one.
+    """Return the device for a rank on a host with `gpus` GPUs, each shared by `ranks_per_gpu` neighbours.
 
-    If there are more ranks than the GPUs have room for, all ranks get the CPU; with NCCL, which supports nothing else,
+    If there are more ranks than the GPUs have room for, all ranks get the CPU; with NCCL, which supports only GPUs,
     they get the GPUs in turn. With Gloo or MPI as `backend`, they get the CPU: a rank that needs a GPU selects it
     itself. If `ranks_here` is unknown, each rank for which the GPUs have room gets a GPU.
     """

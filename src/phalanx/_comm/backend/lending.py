@@ -30,7 +30,7 @@ class Lending:
     """A `Lending` lends and borrows tensors for one rank. All ranks of `group` create theirs together.
 
     Arguments:
-        sizes: by size in bytes, the most tensors of that size that are lent at the same time; the same on all ranks.
+        sizes: the most tensors lent at the same time, by their size in bytes; the same on all ranks.
     """
 
     def __init__(self, group: PhalanxProcessGroup, sizes: Mapping[int, int]) -> None:
@@ -49,7 +49,7 @@ class Lending:
         self._memory.append(words)
         self._lent: dict[int, Tensor] = {}
         self.copied = 0
-        """How many tensors were not made in `making()`, and had to be copied."""
+        """The number of tensors that were not created in `making()` and had to be copied."""
         self._free = list(range(_PIECES))
 
     def _allocate(self, group: PhalanxProcessGroup, nbytes: int) -> Tensor:
@@ -59,7 +59,7 @@ class Lending:
 
     @contextlib.contextmanager
     def making(self) -> Iterator[None]:
-        """In the block, create this thread's tensors of these sizes in memory that other ranks can read."""
+        """In the block, create this thread's tensors of the given sizes in memory that other ranks can read."""
         was_inside = self._pool.enter()
         try:
             yield
@@ -68,7 +68,7 @@ class Lending:
                 self._pool.leave()
 
     def lend(self, tensor: Tensor) -> int | None:
-        """Lend `tensor`, and return its place for a borrower; None if no room is left, or its size is not one of these.
+        """Lend `tensor`, and return its place for a borrower; None if no room is left, or its size is not in `sizes`.
 
         Cost: nothing if the tensor was created in `making()`; else one copy.
         """

@@ -20,7 +20,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-c10d: Any = dist.distributed_c10d  # its stubs lack what is used here
+c10d: Any = dist.distributed_c10d  # its stubs lack names used here
 
 # The overloads in torch's order and with its names. T is a tensor, T* a list of tensors, T** a list of such lists; an
 # argument with ? is optional. Methods of `Backend` (from `group._get_backend(device)`) have some other names.
@@ -75,7 +75,7 @@ OLDER_NAMES = {
     "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
     "all_to_all_single": "alltoall_base",
 }
-"""torch's names up to 2.12, which still work, by the present names."""
+"""torch's names up to 2.12, which still work, keyed by the present names."""
 _OVERLOADS |= {older: _OVERLOADS[name] for name, older in OLDER_NAMES.items()}
 
 _ALL_TO_ALL = c10d.AllToAllOptions
@@ -190,7 +190,7 @@ def _in_first_form(
         if slot.kind == "opts":
             break
         value = given.get(parameter)
-        # A single value becomes a list. torch passes an empty list on all ranks but the root: then there is no list.
+        # A single value becomes a list. Ranks other than the root pass an empty list; the list of lists is then empty.
         wrapped = len(slot.kind) > len(parameter.kind) and slot.kind.startswith("T")
         arguments.append(([value] if isinstance(value, Tensor) or value else []) if wrapped else value)
     if name not in _OPTIONS:

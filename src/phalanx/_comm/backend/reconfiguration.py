@@ -2,7 +2,7 @@
 
 A group that was created with `enable_reconfigure` has no peers at first. The program exchanges the processes' handles.
 Each future member calls `reconfigure` with the same handles and a new uuid. They form the group in its first store,
-under that uuid. A process whose handle is missing loses the others.
+under that uuid. A process whose handle is missing loses its peers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _NEVER = -1
 
 @dataclass(frozen=True, order=True)
 class MemberHandle:
-    """A `MemberHandle` is a member's rank, the uuid of the call that set it, its first rank, and a random token."""
+    """A `MemberHandle` has a member's rank and the uuid of the call that set it, its first rank, and a random token."""
 
     rank: int
     uuid: int
@@ -62,7 +62,7 @@ def order_handles(handles: list[str] | set[str], own: str) -> list[str]:
     """Return the handles in the order of their new ranks: a list unchanged, a set ordered by the present ranks.
 
     Raises:
-        PhalanxError: there is no handle, one is repeated or invalid, or `own` is not among them.
+        PhalanxError: there is no handle, a handle is repeated or invalid, or `own` is missing.
     """
     parsed = {text: MemberHandle.parse(text) for text in handles}
     if not handles:

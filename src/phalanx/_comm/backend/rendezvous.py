@@ -110,8 +110,8 @@ def address_rendezvous(original: Handler, url: str, timeout: timedelta, **kwargs
     if _is_complete(place):
         yield _open_at(place, url), place.rank, place.world_size
         raise RuntimeError(_NOT_AGAIN)
-    # torch reports what `place` lacks. No `yield` is inside the `with`: an iterator that was not exhausted is closed
-    # at the interpreter's exit, when modules are empty.
+    # torch reports what is missing in `place`. No `yield` is inside the `with`: an iterator that was not exhausted is
+    # closed at the interpreter's exit, when modules are empty.
     addresses = original(url, timeout=timeout, **kwargs)
     with launched(url), explained(place):
         address = next(addresses)
@@ -137,7 +137,7 @@ def _open_at(place: StoreAddress, url: str) -> Any:
     is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun serves the store
     libuv = parse_qs(urlsplit(url).query).get("use_libuv", [os.environ.get("USE_LIBUV", "1")])[0] == "1"
     store = open_store(place, serve=place.rank == 0 and not is_agents, libuv=libuv)
-    # torchrun's store outlives an attempt; torch's own handler uses the same prefix
+    # torchrun's store outlives an attempt, so each attempt has a prefix, the same as in torch's own handler
     return PrefixStore(f"/worker/attempt_{attempt()}", store) if is_agents else store
 
 
@@ -186,7 +186,7 @@ def agents_key() -> Key | None:
 
 
 def own_address() -> str:
-    """Return this host's address in a job on several hosts, as the agents have tested it; "" in other jobs."""
+    """Return this host's address in a job on several hosts, which the agents have tested; "" in other jobs."""
     return os.environ.get("PHALANX_ADDRESS", "") if find_agents_store(os.environ) else ""
 
 
@@ -207,9 +207,9 @@ def is_rehearsing() -> bool:
 
 
 def enter_generation(environment: Mapping[str, str]) -> StoreAndRank:
-    """Become the rank that `environment` describes, in its generation; return the store of that generation's ranks.
+    """Become the rank that `environment` describes; return the store of its generation, the rank and the world size.
 
-    If `environment` is empty, this process was started for that generation, with the variables set.
+    An empty `environment` means that the launcher started this process for the generation and set its variables.
     """
     os.environ.update(environment)
     path = find_agents_store(os.environ)
@@ -252,9 +252,8 @@ def _find_file(path: str) -> str:
 
 def _open_coordinator(path: str) -> Any:
     """Return the store of a job on several hosts."""
-    from phalanx._comm.backend.coordination_store import (
-        CoordinationStore,  # these are not imported at the top, since a job on one host needs none of them
-    )
+    # imported here, since a job on one host needs neither
+    from phalanx._comm.backend.coordination_store import CoordinationStore
     from phalanx._comm.control.key import Key
 
     global _agent_file
@@ -325,7 +324,7 @@ def join(launch: LaunchedProcess, deadline: Deadline) -> StoreAndRank:
 
 
 def join_siblings(rank: int, world_size: int, secret: bytes, deadline: Deadline) -> StoreAndRank:
-    """Return the store, rank and world size of a process of `multiprocessing`; it shares `secret` with its siblings.
+    """Return the store, rank and world size of a process of `multiprocessing`, which shares `secret` with its siblings.
 
     Raises:
         DeadlineError: some rank never joined.
@@ -351,7 +350,7 @@ def _check_world_size(launch: LaunchedProcess, environ: Mapping[str, str]) -> No
 
 
 def _open_on_one_host(launch: LaunchedProcess, prefix: str, deadline: Deadline) -> Any:
-    """Return the store of a job on one host: it is in rank 0's memory, at a socket in the user's own folder.
+    """Return the store of a job on one host: rank 0's memory, served at a socket in the user's own folder.
 
     The socket's name need not be secret: no other user can enter the folder, or create the name first.
     """

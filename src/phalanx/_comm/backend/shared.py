@@ -24,7 +24,7 @@ def require_member(group: Any, caller: str, argument: str = "process_group") -> 
     Raises:
         ValueError: it is not; the message names `caller` and its `argument`.
     """
-    if group is dist.GroupMember.NON_GROUP_MEMBER:  # a number, which torch types as a group elsewhere
+    if group is dist.GroupMember.NON_GROUP_MEMBER:  # an integer, which torch's stubs type as a group
         raise ValueError(
             f"{caller}: this rank is not in {argument}: dist.new_group returns no group on ranks that it leaves "
             "out. Give each rank a group that it is in, as dist.new_subgroups does"

@@ -1,9 +1,9 @@
 """Append to keys of torch's FileStore, whose own append loses values. The store of `phalanx run` is a FileStore.
 
-torch's append is compare_set(key, old, old + value), and counts the answer old + value as success. But that is also the
-answer if another rank has appended an equal value in between, or if `value` is the key's whole value.
+torch's append is compare_set(key, old, old + value), and counts the answer old + value as success. But compare_set also
+returns old + value if another rank has appended an equal value in between, or if `value` is the key's whole value.
 
-claim       compare_set  <key>/appending   from what was read there to "<token> <length of old> <old + value>"
+claim       compare_set  <key>/appending   from the value read to "<token> <length of old> <old + value>"
 carry out   compare_set  <key>             from old to old + value; another rank does it if it finds the claim
 release     compare_set  <key>/appending   from the claim to "<token>"
 
@@ -36,14 +36,14 @@ def append(store: Any, key: str, value: str | bytes) -> None:
 
 
 def _carry_out(store: Any, key: str, claim: bytes) -> bytes:
-    """Apply the change of `claim` if no rank has, and return the key's value afterwards."""
+    """Apply the change of `claim` if no rank has done so, and return the key's value afterwards."""
     _, length, new = claim.split(b" ", 2)
     value: bytes = store.compare_set(key, new[: int(length)], new)
     return value
 
 
 def _release(store: Any, claims: str, claim: bytes) -> None:
-    """Record that a claim was carried out; another rank may have done so already, and made its own claim."""
+    """Record that a claim was carried out. Another rank may have recorded that already, and made its own claim."""
     store.compare_set(claims, claim, claim.partition(b" ")[0])
 
 

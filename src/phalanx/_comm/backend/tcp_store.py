@@ -30,7 +30,7 @@ _LONGEST_PAUSE_S = 0.25
 
 @dataclass(frozen=True)
 class StoreAddress:
-    """A `StoreAddress` is where a rank looks for the job's store; an unknown rank or world size is -1."""
+    """A `StoreAddress` is the place at which a rank looks for the job's store; an unknown rank or world size is -1."""
 
     host: str
     port: int
@@ -41,7 +41,7 @@ class StoreAddress:
 
     @property
     def caller(self) -> str:
-        """The function and rank that open the store, for messages."""
+        """Return the function and rank that open the store, for messages."""
         return self.function + (f" on rank {self.rank} of {self.world_size}" if self.rank >= 0 else "")
 
 
@@ -49,7 +49,7 @@ def open_store(place: StoreAddress, *, serve: bool, libuv: bool = True) -> Any:
     """Return the store at `place`; with `serve` this process serves it.
 
     Raises:
-        DistNetworkError: another process uses the port, or rank 0 cannot be reached; the message tells which.
+        DistNetworkError: another process uses the port, or rank 0 cannot be reached; the message says which.
     """
     if serve:
         return _serve(place, libuv)
@@ -68,7 +68,7 @@ def open_store(place: StoreAddress, *, serve: bool, libuv: bool = True) -> Any:
 def _wait_for_listener(place: StoreAddress, deadline: Deadline) -> str:
     """Return "" once a process listens at `place`, or after the deadline why the last connection failed.
 
-    After five seconds a notice is logged, once. torch's own client would print its C++ stack at each failed attempt.
+    Log one notice after five seconds. torch's own client would print its C++ stack at each failed attempt.
     """
     notice_at = Deadline.after(NOTICE_S)
     has_notified, pause_s = False, 0.01
@@ -126,12 +126,12 @@ _served: set[tuple[int, int]] = set()
 
 
 def note_served(store: Any) -> None:
-    """Record that this process serves the store, which ends with it."""
+    """Record that this process serves the store, which ends with the process."""
     _served.add((os.getpid(), store.port))
 
 
 def is_served_here(store: Any) -> bool:
-    """Return whether this process serves the store, and opened it here."""
+    """Return whether this process, and not the parent from which it was forked, serves the store."""
     return (os.getpid(), getattr(store, "port", -1)) in _served
 
 
@@ -156,7 +156,7 @@ def _contest(place: StoreAddress, libuv: bool) -> str:
     return ""
 
 
-# Explain why the job's store cannot be reached: the rank, the address, what answers there, and advice.
+# Explain why the job's store cannot be reached: the rank, the address, the answer from there, and advice.
 #
 # The errors have torch's classes, and quote its text after the explanation.
 
@@ -220,7 +220,7 @@ def _quote(torch_error: str) -> str:
 
 
 def _explain_port_in_use(address: StoreAddress, contested: str, torch_error: str) -> str:
-    """Return the message of a rank 0 whose port another process uses; `contested` is the error of the waiting ranks."""
+    """Return the message for a rank 0 whose port another process uses; `contested` is the waiting ranks' error."""
     fact = f"\n{contested}" if contested else " That process is another program, or a job that already runs."
     return (
         f"{address.caller}: port {address.port} is in use by another process of this host, "

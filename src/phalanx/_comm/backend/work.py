@@ -99,7 +99,7 @@ class PhalanxWork(dist.Work):
         """Check that this process and this thread can wait for the operation.
 
         Raises:
-            ClosedError: this process is a fork of the one that called the operation.
+            ClosedError: this process was forked after the operation was called.
             PhalanxError: this is a signal handler, and the operation that it interrupted must complete first.
         """
         if self._process != process.number:
@@ -185,8 +185,7 @@ class PhalanxWork(dist.Work):
     def release_outputs(self) -> bool:
         """Keep only weak references to the tensors; return False if the operation has not completed.
 
-        Small tensors keep strong references, because DDP's count of the ranks that have not joined is stored nowhere
-        else.
+        Keep strong references to small tensors: DDP's count of the ranks that have not joined is stored nowhere else.
         """
         with self._lock:
             if not self._completed:
@@ -198,7 +197,7 @@ class PhalanxWork(dist.Work):
             return True
 
     def wake_waiters(self) -> None:
-        """Wake all waiters. Completed works then share one event, because the group keeps them for long."""
+        """Wake all waiters. Completed works then share one event, because the group keeps the works for a long time."""
         self._done.set()
         self._done = _OVER
 
@@ -209,9 +208,9 @@ _MOST_RECENT, _EXAMINED = 4096, 8
 class RecentWorks:
     """`RecentWorks` keeps the latest works of a group alive, but not their tensors.
 
-    torch's C++ may keep its half of a Work for a long time, and would wait for ever without the Python half. Once a
-    completed work is referenced here only, its tensors are released, when later works are added. There is no lock: a
-    signal handler may add a work while this thread does.
+    torch's C++ may keep its half of a Work for a long time, and would wait for ever without the Python half. `append`
+    releases the tensors of completed works that only this object references. There is no lock: a signal handler may add
+    a work while this thread does.
 
     Cost: each added work examines `_EXAMINED` others.
     """
@@ -225,13 +224,13 @@ class RecentWorks:
         return reversed(self._works)
 
     def append(self, work: PhalanxWork | CompletedWork) -> None:
-        """Add a work, and release the tensors of completed works that nobody else has."""
+        """Add a work, and release the tensors of completed works that only this object references."""
         for _ in range(min(_EXAMINED, len(self._with_outputs))):
             try:
                 number, one, count = _pop(self._with_outputs)
             except IndexError:  # another thread has taken the rest
                 break
-            # A work that is about to leave `_works` belongs to whoever else has it.
+            # A work that is about to leave `_works` belongs to its other owners.
             is_recent = number > self._number - _MOST_RECENT + _EXAMINED
             if is_recent and (count > _REFERENCES_HERE or not one.release_outputs()):
                 self._with_outputs.append((number, one))
@@ -252,7 +251,7 @@ def _pop(works: deque[tuple[int, Result]]) -> tuple[int, Result, int]:
 
 
 def _measure_references() -> int:
-    """Return the count for an object that only one other deque has; versions of Python count differently."""
+    """Return `_pop`'s count for an object that only one other deque references; Python versions count differently."""
     probe = object()
     others, waiting = deque([probe]), deque([(0, probe)])
     del probe
@@ -323,12 +322,12 @@ Action = Callable[[], None]
 
 
 class SerialExecutor:
-    """A `SerialExecutor` is one thread that runs actions in order of submission; it starts with the first.
+    """A `SerialExecutor` runs actions in order of submission, in one thread, which starts with the first action.
 
     A thread that waits for the next action runs the action itself: a synchronous call, such as `dist.recv`, then never
     changes threads. If `interrupted` is given, actions may block signals. The main thread must handle Ctrl-C, so it
     runs no such action; when an exception ends its wait, it calls `interrupted` with the exception, to end the action.
-    With `linger_s`, the thread exits after being idle for so long.
+    With `linger_s`, the thread exits after being idle for that long.
 
     With `callbacks_first`, operations called by a future's callback run within that call, before all queued ones.
     PowerSGD's callbacks wait for their own collectives: queued collectives would deadlock, and their order among the
@@ -346,7 +345,7 @@ class SerialExecutor:
     ) -> None:
         self.name = name
         self.callers: set[int] = set()
-        """The threads that run an operation, or wait for one; there, only a signal handler can call another."""
+        """The threads that run an operation or wait for one. In them, only a signal handler can call another."""
         self.interrupted = interrupted
         self._ledger = ledger
         self._linger_s = linger_s
@@ -413,7 +412,7 @@ class SerialExecutor:
 
     @contextlib.contextmanager
     def bypass(self) -> Iterator[None]:
-        """Let other threads queue their calls while this thread is in an operation that bypasses the queue."""
+        """Make other threads queue their calls while this thread is in an operation that bypasses the queue."""
         me = threading.get_ident()
         try:
             self.is_bypassed = True
@@ -464,7 +463,7 @@ class SerialExecutor:
         if notify is not None:
             self._in_callbacks = me = threading.get_ident()
             self.callers.discard(me)  # a callback may call operations
-            notify()  # torch keeps what a callback raises for the callback's own future
+            notify()  # torch stores a callback's error in the callback's own future
             self.callers.add(me)
         # Clear `busy` before waking the waiting thread, or its next call would be queued.
         if not nested:

@@ -76,9 +76,8 @@ def _listen(family: int, place: tuple[object, ...], backlog: int, *, both: bool)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
             listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0 if both else 1)
-        if hasattr(
-            socket, "TCP_DEFER_ACCEPT"
-        ):  # a connection that sends nothing stays in the kernel, and costs this process nothing
+        # a connection that sends nothing stays in the kernel, and costs this process nothing
+        if hasattr(socket, "TCP_DEFER_ACCEPT"):
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, 5)
         listener.setblocking(False)
         listener.bind(place)

@@ -1,7 +1,7 @@
 """Admit only processes that know the key; count the refused ones, and report them with their addresses.
 
-ZeroMQ does the cryptography (CURVE) and asks here about each public key (its protocol ZAP). A process with another key
-fails earlier, in the handshake, which `connection_guard` observes.
+ZeroMQ does the cryptography (CURVE), and sends this module a request for each public key (ZAP). A process with another
+key fails earlier, in the handshake, which `connection_guard` observes.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Admission:
 
 
 def recent_peers(port: int) -> str:
-    """Return the addresses whose connections to our `port` ended a moment ago, from the kernel's table."""
+    """Return, from the kernel's table, the addresses whose connections to our `port` ended a moment ago."""
     found: dict[str, None] = {}
     for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
         try:

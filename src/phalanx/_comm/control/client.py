@@ -16,13 +16,13 @@ from phalanx._comm.control.wire import MAX_VALUE_BYTES, Op, pack_number
 from phalanx.errors import DeadlineError
 
 _BUSY_PAUSE_S, _TRY_S = 0.005, 5.0
-_MAX_PART = 4096  # the number of fields that one request may have
+_MAX_PART = 4096  # the most fields of one request
 
 
 class Client(MemberConnection):
     """A `Client` sends requests to the coordinator. Any number of threads may call it.
 
-    The constructor takes and raises the same as `Connection`.
+    The constructor has the arguments and errors of `Connection`.
     """
 
     def __enter__(self) -> Client:
@@ -48,7 +48,7 @@ class Client(MemberConnection):
         return int(self._call(Op.ADD, _name(key), pack_number(amount))[0])
 
     def add_item(self, counter: str, prefix: str, value: str | bytes) -> int:
-        """Add one to the number at `counter`, and set the key `prefix` + that number, in one request.
+        """Set the key `prefix` + the number at `counter`, and add one to that number, in one request.
 
         Return the number before the addition; the first is zero.
         """
@@ -168,7 +168,7 @@ class Client(MemberConnection):
             ValueError: there is no such member, or it has left.
         """
         deadline = self._deadline(timeout)
-        # Each attempt is answered at once unless the network is cut, and must not be abandoned before its answer.
+        # Each attempt must wait for its answer, which the coordinator sends at once unless the network is cut.
         each_s = max(deadline.left_s, _TRY_S)
 
         def is_accepted() -> bool:
@@ -253,7 +253,7 @@ def _bytes(value: str | bytes) -> bytes:
 
 
 def _parts(fields: list[bytes], step: int) -> Iterator[list[bytes]]:
-    """Split fields into parts that fit in one request, at multiples of `step`; without fields, yield one empty part."""
+    """Split fields into parts that each fit in a request, at multiples of `step`; if empty, yield one empty part."""
     part: list[bytes] = []
     size = 0
     for at in range(0, len(fields), step):

@@ -51,13 +51,13 @@ Timeout = float | timedelta | None
 
 
 class Connection:
-    """A `Connection` to the coordinator at `address` finds, tries and authenticates it on construction.
+    """A `Connection` finds, tries and authenticates the coordinator at `address` on construction.
 
     Arguments:
         address: HOST:PORT, or the path of the coordinator's socket on this host.
         key: the job's key; a path needs none.
-        timeout: for the construction, and for each call without a timeout of its own.
-        job: compared with the coordinator's job, if both have one.
+        timeout: for the construction, and for each call that passes no timeout.
+        job: the job's name, which must match the coordinator's if both have one.
         heartbeat_s: the pause between ZeroMQ's heartbeats; a process that becomes a member needs few.
 
     Raises:
@@ -281,7 +281,7 @@ class Connection:
             self._try_read(call)
 
     def _try_read(self, call: PendingCall) -> None:
-        """Read what has arrived, unless another thread reads."""
+        """Read the data that has arrived, unless another thread reads."""
         self._reader.try_read(call, self._poll_once)
 
     def _release_call(self, call: PendingCall) -> None:
@@ -303,7 +303,7 @@ class Connection:
         return late(self._where, deadline.timeout_s, list(waits_for), silent_s, is_cut=is_cut)
 
     # ZeroMQ's descriptor becomes readable once for everything that has arrived, and a send resets it for the thread
-    # that polls it: after a send, `_read` before releasing the lock.
+    # that polls it: so call `_read` after each send, before releasing the lock.
 
     def _transmit(self, *calls: PendingCall) -> None:
         now = time.monotonic()
@@ -325,7 +325,7 @@ class Connection:
             self._inbox.note_reported()
 
     def _poll_once(self, limit_s: float) -> None:
-        """Wait for data, and read them. Only the thread that has the turn may call this."""
+        """Wait for data, and read it. Only the thread that has the turn may call this."""
         if self._suspect is not None:
             self._diagnose(self._suspect, limit_s)
             return
@@ -400,12 +400,12 @@ class Connection:
                 for call in list(self._calls.values())[:_MAX_CALLS]:
                     call.num_sent = 0
                     self._transmit(call)
-                self._send_heartbeat()  # TCP may have lost the last ones
+                self._send_heartbeat()  # TCP may have lost the last heartbeats
             self._was_connected, self._cut_at, self._refused_at = True, None, None
         elif event == zmq.EVENT_DISCONNECTED:
             if self._was_connected and self._cut_at is None:
                 self._cut_at = time.monotonic()
-        # a connection that was once admitted has the right key
+        # a connection that was admitted before has the right key
         elif event != zmq.EVENT_CONNECTED and not self._was_connected:
             self._failed += 1
             now = time.monotonic()
@@ -462,7 +462,7 @@ class CallSlots:
     def acquire(self, number: int, timeout_s: float) -> bool:
         """Acquire `number` slots as soon as all of them are free; return False after `timeout_s`.
 
-        It acquires none while it waits, so that two large requests cannot deadlock.
+        The call acquires no slot while it waits, so that two large requests cannot deadlock.
         """
         with self._changed:
             if self._num_free < number and not self._changed.wait_for(
@@ -503,7 +503,7 @@ class EventInbox:
         self.last = self.consumed = self._unreported_bytes = 0
 
     def receive(self, number: int, event: Event) -> None:
-        """Keep event `number` if it is the next one; drop it if it is a duplicate, or if an earlier event is missing.
+        """Keep event `number` if it is next; drop it if it is a duplicate, or if an earlier event is missing.
 
         The coordinator sends dropped events again.
         """
@@ -531,7 +531,7 @@ class EventInbox:
         return self._unreported_bytes > _REPORT_BYTES
 
     def note_reported(self) -> None:
-        """Record that the coordinator was sent the value of `consumed`."""
+        """Record that the value of `consumed` was sent to the coordinator."""
         self._unreported_bytes = 0
 
     def close(self) -> None:
@@ -544,10 +544,10 @@ class EventInbox:
 #     call ──► send ──► does another thread read? ── no ──► read until my answer arrives, then wake another reader
 #                                                 └─ yes ─► sleep until the reader wakes this thread
 #
-# A single thread never switches to another one.
+# If only one thread calls, it never switches to another thread.
 
 PollOnce = Callable[[float], None]
-"""A function that waits up to so many seconds for data, and reads it."""
+"""A function that waits for data up to the given number of seconds, and reads the data."""
 
 
 class Reader:
@@ -562,7 +562,7 @@ class Reader:
         self.is_closed = False
 
     def wait(self, call: PendingCall, deadline: Deadline, poll_once: PollOnce) -> None:
-        """Read until the call is over, or sleep until the reading thread wakes this one, perhaps too early."""
+        """Read until the call is over, or sleep until the reading thread wakes this one, perhaps before that."""
         if not self.turn.acquire(blocking=False):
             wake = threading.Lock()
             wake.acquire()
@@ -583,7 +583,7 @@ class Reader:
             self._wake_next_reader()
 
     def try_read(self, call: PendingCall, poll_once: PollOnce) -> None:
-        """Read what has arrived, unless the call is over or another thread reads."""
+        """Read the data that has arrived, unless the call is over or another thread reads."""
         if not call.is_over and self.turn.acquire(blocking=False):
             try:
                 poll_once(0.0)
@@ -650,7 +650,7 @@ def explain_refusal(
 def _hangs_up(route: Route, key: Key, deadline: Deadline) -> bool:
     """Return whether the coordinator closes a connection in the handshake with our key; False if it does not in time.
 
-    It cannot report that the key is wrong: its answer would be encrypted for processes with its key.
+    The coordinator cannot report a wrong key: its answer would be encrypted for processes with its key.
     """
     with zmq.Context() as context, open_dealer(context, key) as dealer:
         dealer.reconnect_ivl = -1
@@ -670,7 +670,7 @@ def _hangs_up(route: Route, key: Key, deadline: Deadline) -> bool:
 
 
 def without_key(address: Address) -> AuthenticationError:
-    """Return the error of a client without a key."""
+    """Return the error for a client without a key."""
     return AuthenticationError(
         f"the coordinator at {address} lets in who knows the job's key, and there is none here.\n"
         "Give the key of the host where it runs: a file (PHALANX_KEY_FILE, or ~/.config/phalanx/key), or "
@@ -679,7 +679,7 @@ def without_key(address: Address) -> AuthenticationError:
 
 
 def unreachable(address: Address, tried: NoRouteError) -> CoordinationError:
-    """Return the error of an address where this host cannot reach a coordinator."""
+    """Return the error for an address at which this host cannot reach a coordinator."""
     return CoordinationError(
         f"the coordinator at {address} cannot be reached from {os.uname().nodename}. Tried {tried}.\n"
         "Check that it runs there, that this host can route to it, and that no firewall is in between.",
@@ -688,7 +688,7 @@ def unreachable(address: Address, tried: NoRouteError) -> CoordinationError:
 
 
 def cut_off(where: str, for_s: float) -> CoordinationError:
-    """Return the error of a connection that was cut and could not be restored."""
+    """Return the error for a connection that was cut and could not be restored."""
     return CoordinationError(
         f"{where} cannot be reached any more: the connection was cut {for_s:.0f} s ago, and nobody answers there.\n"
         "Either it has ended (read the output of its host first), or the network between the hosts is down.",
@@ -697,7 +697,7 @@ def cut_off(where: str, for_s: float) -> CoordinationError:
 
 
 def started_again(where: str) -> CoordinationError:
-    """Return the error of a coordinator that no longer knows the job."""
+    """Return the error for a coordinator that was restarted and no longer has the job's state."""
     return CoordinationError(
         f"{where} is another one than before: it was started again, and the job's keys, members and queues are gone.\n"
         "Start the job again.",
@@ -706,12 +706,12 @@ def started_again(where: str) -> CoordinationError:
 
 
 def ended(where: str) -> CoordinationError:
-    """Return the error of a coordinator that has ended while its host still runs."""
+    """Return the error for a coordinator that has ended while its host still runs."""
     return CoordinationError(f"{where} has ended: its host answers, and nothing listens there any more", reason="lost")
 
 
 def late(where: str, timeout_s: float, keys: Sequence[str], silent_s: float, *, is_cut: bool) -> DeadlineError:
-    """Return the error of a request that was not answered in time: `keys` are missing, or the coordinator is silent."""
+    """Return the error for an unanswered request: `keys` are missing, or the coordinator is silent."""
     if keys and silent_s < COORDINATOR_SILENT_S and not is_cut:
         shown = ", ".join(keys[:5]) + (f" and {len(keys) - 5} more" if len(keys) > 5 else "")
         return DeadlineError(f"wait timeout after {timeout_s * 1000:.0f}ms, keys: {shown}")

@@ -4,8 +4,8 @@
                    ├── not authenticated within HANDSHAKE_S ──► closed by ZeroMQ
                    ╰── too many are young, or too many open ──► the oldest young one is closed
 
-ZeroMQ accepts every connection and has no limit, so the guard closes single connections. A member whose connection is
-closed connects again by itself.
+ZeroMQ accepts every connection and has no limit, so the guard closes individual connections. A member whose connection
+is closed reconnects automatically.
 
 The guard also notices when a member's connection has ended and was not replaced: the kernel closes the connections of
 a killed process, whereas a live process reconnects at once.
@@ -51,8 +51,8 @@ class ConnectionGuard:
 
     Arguments:
         listening: the descriptor of the socket from which ZeroMQ accepts.
-        max_young: how many connections may be open before their first message.
-        max_open: how many connections may be open in all.
+        max_young: the most connections that may be open before their first message.
+        max_open: the most connections that may be open in all.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class ConnectionGuard:
         self._peers: dict[int, _Place | None] = {}  # by descriptor: the address and port of the other end
         self._young: dict[int, float] = {}  # by descriptor, the oldest first: when it was accepted
         self._unread: set[int] = set()  # descriptors that are no longer young, with their first message still unread
-        self._members: dict[int, bytes] = {}  # by descriptor: the identity of the member whose connection it is
+        self._members: dict[int, bytes] = {}  # by descriptor: the identity of the connection's member
         self._current: dict[bytes, int] = {}  # by identity: the descriptor of the newest connection
         self._ended: dict[bytes, _EndedConnection] = {}  # by identity
         self._failed = False
@@ -136,7 +136,7 @@ class ConnectionGuard:
         if event == zmq.EVENT_ACCEPTED:
             self._accept(fd)
         elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
-            self._failed = True  # the next connection that ends is the failed one: one thread reports both
+            self._failed = True  # the next connection to end is the failed connection: one thread reports both events
         elif event == zmq.EVENT_DISCONNECTED:
             self._note_end(fd)
         return True
@@ -154,9 +154,8 @@ class ConnectionGuard:
         place = self._peers.pop(fd, None)
         identity = self._forget(fd)
         if identity and place is not None and not any(self._is_from(young, place[0]) for young in self._young):
-            self._ended[identity] = _EndedConnection(
-                place[0], self._now
-            )  # otherwise one of these may be its next connection
+            # otherwise a young connection may be the member's next one
+            self._ended[identity] = _EndedConnection(place[0], self._now)
         if self._failed:
             self._failed = False
             self._refuse("" if place is None else place[0])
@@ -178,7 +177,7 @@ class ConnectionGuard:
     def pop_ended(self, now: float) -> list[tuple[bytes, float]]:
         """Return, once each, the members whose connection ended at least CONNECTION_ENDED_S ago.
 
-        Each has its identity and the time of the end. A new connection from a member's host removes it from the list.
+        Each entry has the member's identity and the time of the end. A new connection from a member's host removes it.
         """
         if self._ended and int(self.socket.get(zmq.EVENTS)) & int(zmq.POLLIN):  # they may have reconnected
             return []
@@ -233,7 +232,7 @@ class ConnectionGuard:
 
 
 def protect(listening: zmq.Socket[bytes], piece_bytes: int = PIECE_BYTES) -> None:
-    """Limit what one connection of `listening`, which is not bound yet, costs before it is authenticated."""
+    """Limit the cost of an unauthenticated connection to `listening`, which is not bound yet."""
     listening.maxmsgsize = piece_bytes + _CURVE_BYTES
     listening.handshake_ivl = int(HANDSHAKE_S * 1000)
 

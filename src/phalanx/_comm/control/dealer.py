@@ -11,7 +11,7 @@ from phalanx._comm.control.key import Key
 
 EPOCH_BYTES = 8  # in front of each frame of the coordinator
 HEARTBEAT_S = 6.0  # the pause between ZeroMQ's heartbeats, and the timeout for their answers
-MEMBER_HEARTBEAT_S = 30.0  # the same for a member, whose own heartbeats detect a coordinator that hangs
+MEMBER_HEARTBEAT_S = 30.0  # the same for a member, whose own heartbeats detect that the coordinator hangs
 EVENTS = (
     zmq.EVENT_CONNECTED
     | zmq.EVENT_DISCONNECTED

@@ -1,4 +1,4 @@
-"""An `Event` reaches a client without a request."""
+"""An `Event` is a message that a client receives without a request."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Event:
-    """An `Event` happened to a member or to this process; events come in the coordinator's order.
+    """An `Event` concerns a member or this process; events arrive in the coordinator's order.
 
-    "joined"                      `member` has joined; `facts` are what it published
+    "joined"                      `member` has joined, and has published `facts`
     "left", "lost"                `member` has left or was lost; `why` is the reason
     "message"                     `body` is a message from `member`
     "datagram"                    the same, but unreliable: it may be lost

@@ -29,7 +29,7 @@ class CurvePair:
 
 @dataclass(frozen=True)
 class Key:
-    """A `Key` is a job's key. It is never printed: `repr` has a fingerprint, by which users compare two keys."""
+    """A `Key` is a job's key. `str` shows the key; `repr` only a fingerprint, by which users compare two keys."""
 
     raw: bytes = field(repr=False)
 
@@ -78,7 +78,7 @@ class Key:
         return self._pair(b"plx-member")
 
     def reach_secret(self) -> bytes:
-        """Return a secret by which a host proves only, with a visitor's nonce, that it belongs to the job."""
+        """Return the secret with which a host answers a visitor's nonce, to prove only that it belongs to the job."""
         return self._derive(b"plx-reach")
 
     def _derive(self, purpose: bytes) -> bytes:

@@ -110,7 +110,7 @@ def make_key(path: str | os.PathLike[str]) -> tuple[Key, bool]:
         AuthenticationError: the file holds no valid key, or cannot be written; or there is no home folder for it.
     """
     path = Path(path)
-    if path.parts[:1] == ("~",):  # a default path: the shell expands one that a user types
+    if path.parts[:1] == ("~",):  # the default path: the shell would expand a path that the user types
         raise AuthenticationError(
             "there is no folder for the key: HOME is not set, and this user is not in the user database (getent "
             f"passwd).\nMake one in a file of your choice, and name the file in {FILE_VARIABLE}: phalanx key FILE"

@@ -25,13 +25,13 @@ _STOPPED_S = 1.0  # so late a heartbeat means that the whole process, or its mac
 
 
 class MemberConnection(Connection):
-    """A `Connection` whose process may join the job. It takes and raises the same as `Connection`."""
+    """A `MemberConnection` is a `Connection` whose process may join the job; it has the same arguments and errors."""
 
     is_served: Callable[[], bool] | None = None
     """Whether this process runs a coordinator that is serving; then its silence means nothing."""
 
     def join(self, facts: Mapping[str, Any], *, watch: Collection[int] | None = None) -> int:
-        """Become a member, and return its number; from now on receive the joins and ends of members in `watch`, or all.
+        """Become a member, and return its number; from now on receive the joins and ends of `watch`, or of all members.
 
         `facts` is published to the other members: JSON, up to 64 KiB; messages name this member by its "host".
         """
@@ -155,7 +155,7 @@ class MemberConnection(Connection):
     def _check_end(self, cut_at: float) -> None:
         """After a cut connection, check whether the coordinator has ended: its host answers, but its port is closed.
 
-        A host that is switched off, or a cut link, gives no answer; only silence shows those.
+        A host that is switched off, or a cut link, gives no answer: only silence reveals it.
         """
         is_over = self.is_over()
         now = time.monotonic()

@@ -15,10 +15,10 @@ RESEND_PARKED_S = 20.0  # the coordinator drops the requests of a client that is
 
 
 def resend_after(num_sent: int, *, is_parked: bool) -> float:
-    """Return after how many seconds to repeat an unanswered request that was sent `num_sent` times.
+    """Return the seconds after which to repeat an unanswered request that was sent `num_sent` times.
 
     The pauses grow: a coordinator with thousands of clients answers late, and each repeated request adds to its load.
-    A parked request is one whose arrival the coordinator has confirmed.
+    The coordinator has confirmed the arrival of a parked request.
     """
     if is_parked:
         return RESEND_PARKED_S

@@ -4,9 +4,9 @@
                     ╰─── too many others, or time is up ───┴──► closed
 
 A stranger costs no thread, and a bounded number of descriptors and bytes: each of the two states has at most 64
-connections, with the beginning of a request or the rest of an answer. When there are more, one is closed: in "reading"
-the oldest; in "answering" the one whose client has received nothing for longest. A connection whose answer is being
-made is never closed, nor is a connection in its first quarter of a second: until then new connections wait in the
+connections, with the beginning of a request or the rest of an answer. Beyond that, one is closed: in "reading"
+the oldest; in "answering" the connection whose client has received nothing for longest. A connection whose answer is
+being made is never closed, nor is a connection in its first quarter of a second: until then new connections wait in the
 kernel. A connection that sends nothing also waits there, for its first five seconds.
 """
 
@@ -156,7 +156,7 @@ class RequestServer:
         self._connections[connection.fd] = connection
         self._reading[connection.fd] = time.monotonic()
         self._selector.register(accepted, selectors.EVENT_READ)
-        self._receive(connection)  # data that came with the connection counts before it may have to make room
+        self._receive(connection)  # read first: a connection that brings a whole request need not make room
         if len(self._reading) > MOST_OPEN:
             oldest = next(iter(self._reading))
             self._receive(self._connections[oldest])

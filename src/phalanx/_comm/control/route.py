@@ -1,4 +1,4 @@
-"""Find an address of a host at which the coordinator can be reached; each is tried before one is used."""
+"""Find an address at which the coordinator can be reached, by trying all addresses of its host."""
 
 from __future__ import annotations
 
@@ -117,12 +117,12 @@ def is_refused(address: Address, timeout_s: float) -> bool:
 def who_answers(
     address: Address, timeout_s: float, hangs_up: Callable[[Deadline], bool] = lambda deadline: False
 ) -> tuple[str, bool]:
-    """Return what listens at a numeric address ('coordinator', a guess, or '' without an answer), and whether a
-    coordinator refuses our handshake.
+    """Return what listens at a numeric address, and whether a coordinator refuses our handshake.
 
-    `hangs_up` makes that handshake, and returns whether the coordinator closed the connection. The coordinator may also
-    close it because it is full or ending, so a second, silent connection is opened first: a full coordinator closes
-    the older one first. This takes at most `timeout_s`, however slow the other end is.
+    The first result is 'coordinator', a guess, or '' without an answer. `hangs_up` makes that handshake, and returns
+    whether the coordinator closed the connection. The coordinator may also close it because it is full or ending, so a
+    second, silent connection is opened first: a full coordinator closes the older connection first. This takes at most
+    `timeout_s`, however slow the other end is.
     """
     deadline = Deadline.after(timeout_s)
     greeting, refuses = b"", False
@@ -140,7 +140,7 @@ def who_answers(
                 refuses = hangs_up(deadline)
             time.sleep(_LINGER_S)
             refuses = refuses and _is_open(probe)
-            probe.sendall(_NO_HELLO)  # it is refused, so that the coordinator's log certainly has our address
+            probe.sendall(_NO_HELLO)  # refused: so the coordinator certainly logs our address
     except OSError:
         return "", False
     if is_coordinator:

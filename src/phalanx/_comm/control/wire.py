@@ -1,4 +1,4 @@
-"""Messages between a member and the coordinator are a few byte strings each; a frame has one or several messages.
+"""Pack messages between a member and the coordinator: a few byte strings each. A frame has one or more messages.
 
     fields (u16) · what (u8) · number (u64) · length of each field (u32) · the fields
 
@@ -60,11 +60,11 @@ class Op(enum.IntEnum):
     BARRIER = 26
     RELAY = 27  # from a relay: frames from processes on its host
     UNDELIVERED = 28  # from a relay: answers that a process on its host did not receive
-    ADD_ITEMS = 29  # values for a numbered row of keys, and their number added to the row's counter
+    ADD_ITEMS = 29  # set numbered keys to these values, and add their number to the counter
     FOLLOW = 30  # from a standby: send the whole state, and every later change
     FOLLOWED = 31  # from a standby: the last batch of changes received
     DATAGRAM = 32  # an unreliable message to a member: it may be lost
-    OF_MEMBER = 33  # from a relay: the member that has opened it; its clients end with that member's host
+    OF_MEMBER = 33  # from a relay: the member that opened it; the relay's clients end with that member's host
 
 
 class AnswerStatus(enum.IntEnum):

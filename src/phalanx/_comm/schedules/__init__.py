@@ -1,6 +1,6 @@
 """Describe collectives as schedules: which ranks combine which data in which step.
 
-Algorithms are data that are executed, proved, printed and drawn from the same source. All of it is pure and torch-free.
+Algorithms are data that are executed, proved, printed and drawn from the same source. All code is pure, without torch.
 """
 
 from phalanx._comm.schedules.algorithms import ALGORITHMS, build

@@ -1,4 +1,4 @@
-"""List every algorithm by name: which operations it offers, and its schedule for a topology."""
+"""List every algorithm by name, with its operations and their schedules for a topology."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ ALGORITHMS: dict[str, Algorithm] = {
 
 
 def find(name: str) -> Algorithm:
-    """Return the algorithm called `name`; dashes and underscores are equivalent. ValueError lists the valid names."""
+    """Return the algorithm called `name`; dashes and underscores are equivalent. A ValueError lists the valid names."""
     algorithm = ALGORITHMS.get(name.replace("-", "_").lower())
     if algorithm is None:
         raise ValueError(f"algorithm {name!r} is unknown{_close(name, ALGORITHMS)} Valid: {', '.join(ALGORITHMS)}")
@@ -105,7 +105,7 @@ def find(name: str) -> Algorithm:
 
 
 def offering(operation: str) -> list[Algorithm]:
-    """Return the algorithms that offer `operation`. ValueError lists the valid operations."""
+    """Return the algorithms that offer `operation`. A ValueError lists the valid operations."""
     if operation not in OPERATIONS:
         close = _close(operation, OPERATIONS)
         raise ValueError(f"operation {operation!r} is unknown{close} Valid: {', '.join(OPERATIONS)}")
@@ -116,7 +116,7 @@ def build(name: str, operation: Operation, topology: Topology, root: int = 0) ->
     """Return the schedule of `operation` by the algorithm `name` for the ranks of `topology`.
 
     Raises:
-        ValueError: an unknown name or operation, an algorithm that does not offer it, or cannot run on this topology.
+        ValueError: the name or operation is unknown, or the algorithm does not support the operation or topology.
     """
     algorithm = find(name)
     able = offering(operation)

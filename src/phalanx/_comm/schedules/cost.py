@@ -37,7 +37,7 @@ def cheapest(operation: Operation, nbytes: int, num_hosts: int, link: Link = ETH
     # On hosts of one rank the hierarchy is a ring, and there is no memory to share.
     names = [one.name for one in offering(operation) if not one.one_host and one.name != "hierarchical"]
     seconds = [seconds_of(build(name, operation, topology), nbytes, link) for name in names]
-    # Of equal ones, the first in `ALGORITHMS`: a ring needs only two connections.
+    # Of equally fast algorithms, take the first in `ALGORITHMS`: a ring needs only two connections.
     return next(name for name, one in zip(names, seconds, strict=True) if one <= min(seconds) * _CLOSE)
 
 

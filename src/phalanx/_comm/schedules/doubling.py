@@ -1,4 +1,4 @@
-"""In recursive doubling ranks exchange whole buffers, in few steps, but with many bytes if there are many ranks.
+"""Recursive doubling exchanges whole buffers: it takes few steps, but sends many bytes if there are many ranks.
 
 Distance d = 1, 2, 4, … Q/2: every rank swaps all it has with the rank whose number differs in that bit; both combine.
 

@@ -1,7 +1,7 @@
 """Recursive halving and doubling sends as few bytes as the ring in as few steps as a tree, if P is a power of two.
 
 Halving, distance d = Q/2, Q/4, … 1: every rank swaps halves with the rank whose number differs in that bit, and keeps
-and combines the half that it is itself in. Doubling runs the same exchanges backwards, with results instead of parts.
+and combines the half with its own chunk. Doubling runs the same exchanges backwards, with results instead of parts.
 
     Q = 4   rank 0           rank 1           rank 2           rank 3
     d = 2   sends cd to 2    sends cd to 3    sends ab to 0    sends ab to 1     then 0, 1 work on ab and 2, 3 on cd
@@ -62,7 +62,7 @@ class Fold:
         return None if rank % 2 else rank // 2
 
     def first_chunk(self, actor: int) -> int:
-        """Return where the chunks of `actor` begin; the last actor's chunks end at first_chunk(actors)."""
+        """Return the first chunk of `actor`; the last actor's chunks end at first_chunk(actors)."""
         return self.rank(actor) if self.chunk_per_rank else actor
 
 
@@ -109,7 +109,7 @@ def neighbours(
 
 
 def all_reduce(world_size: int) -> Schedule:
-    """Return a schedule that folds, halves, doubles, unfolds: 2 log2 Q steps and 2S(Q-1)/Q bytes; 2 and S if folded."""
+    """Return a schedule that folds, halves, doubles, unfolds: 2 log2 Q steps, 2S(Q-1)/Q bytes; +2, +S if folded."""
     require_world_size(world_size)
     fold = Fold(world_size, chunk_per_rank=False)
     phases = (
@@ -134,9 +134,7 @@ def reduce_scatter(world_size: int) -> Schedule:
 
 
 def all_gather(world_size: int) -> Schedule:
-    """Return a schedule that collects the chunks of idle ranks, doubles and returns all to them: log2 Q steps, plus 2
-    if P is not Q.
-    """
+    """Return a schedule that folds (collects idle ranks' chunks), doubles, unfolds: log2 Q steps, +2 if folded."""
     require_world_size(world_size)
     fold = Fold(world_size, chunk_per_rank=True)
     phases = (

@@ -1,6 +1,6 @@
 """An all-reduce on two levels reduces in each host's memory, combines slices across hosts, and gathers in memory.
 
-The buffer is cut into L slices, L the most ranks on any host. Inside a host of R ranks each combines its L/R slices
+The buffer is cut into L slices; L is the most ranks on any host. Inside a host of R ranks each combines its L/R slices
 (rounded up or down) directly from the others' memory. Each slice is then all-reduced across the H hosts by the ranks
 that hold it, by any flat algorithm; all slices at once, so that every rank drives a part of its host's link. Finally
 the ranks of a host copy the finished slices from each other.

@@ -18,7 +18,7 @@ class PendingTransfer(Protocol):
     """A `PendingTransfer` is a pending send or receive."""
 
     def wait(self) -> object:
-        """Wait until it is complete; raise if it failed."""
+        """Wait until the transfer is complete; raise its error if it failed."""
 
 
 class Buffer(Protocol):
@@ -46,12 +46,12 @@ def play(
 ) -> Iterator[None]:
     """Play `rank`'s part of `schedule` on `buffer`, in place; the other ranks must play theirs.
 
-    It pauses 1 + `schedule.num_steps` times. At the first pause all receives have been started, so that no sender waits
-    for this rank; `buffer` may still be written. At each later pause a step has been started, even an idle one.
-    Resuming waits for the step and starts the next. Several plays may run in turns, so that the messages of one are
-    sent while another computes, if all ranks take the same turns and messages of different plays are distinguished.
+    The iterator pauses 1 + `schedule.num_steps` times. At the first pause all receives have been started, so that no
+    sender waits for this rank; `buffer` may still be written. At each later pause a step, perhaps an idle one, has been
+    started. Resuming waits for the step and starts the next. Several plays may run in turns, so that the messages of
+    one are sent while another computes, if all ranks take the same turns and can distinguish the plays' messages.
 
-    `send(dst, view)` and `recv(src, view)` start and return a handle, or None if there is nothing to wait for. Neither
+    `send(dst, view)` and `recv(src, view)` start a transfer and return its handle, or None if it needs no wait. Neither
     may wait for an action of the peer. Messages between two ranks arrive in the order of sending.
     `combine(into, first, second)` combines `first`, which came from the lower rank, with `second`, and stores the
     result in `into`, which is one of the two. `scratch(n)` returns an uninitialised buffer of n elements.
@@ -94,7 +94,7 @@ def _receive(
 ) -> _Arrivals:
     arrivals = _Arrivals([], [])
     used = 0
-    below: dict[int, B] = {}  # by rank: data from lower ranks, by chunk; our own part is added to them
+    below: dict[int, B] = {}  # with `by_rank`: the data from lower ranks, by chunk; our own part is added
     for t in step.recvs:
         begin, end = bounds[t.start], bounds[t.stop]
         if end == begin:
@@ -131,7 +131,7 @@ def _finish(sent: Sequence[PendingTransfer | None], arrivals: _Arrivals, combine
     for handle in (*sent, *arrivals.handles):
         if handle is not None:
             handle.wait()
-    # Only now: a chunk may be sent and combined in one step, and the sent value is the one from before.
+    # Combine only now: a chunk may be sent and combined in one step, and must be sent with its old value.
     for into, first, second in arrivals.parts:
         combine(into, first, second)
 

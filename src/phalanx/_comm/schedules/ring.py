@@ -1,4 +1,4 @@
-"""In a ring every rank only sends to the next one, one chunk at a time.
+"""In a ring every rank sends only to the next rank, one chunk at a time.
 
 P ranks, P chunks. Scatter-reduce, step s: rank r sends chunk r-1-s, combined with all data received so far, to rank
 r+1. After P-1 steps rank r holds the reduction of chunk r. All-gather, step s: rank r forwards chunk r-s unchanged.

@@ -42,8 +42,8 @@ class Transfer(NamedTuple):
 class SchedulePhase:
     """A `SchedulePhase` is a run of steps that follow one rule.
 
-    `sends(step, rank)` are the transfers of `rank` in `step`, counted from 0 within the phase; only this defines the
-    rule. `sources(step, rank)` lists the ranks that send to `rank`, in the order in which it combines;
+    `sends(step, rank)` returns the transfers of `rank` in `step`, counted from 0 within the phase; this function alone
+    defines the rule. `sources(step, rank)` lists the ranks that send to `rank`, in the order in which it combines;
     `senders(step)` lists the ranks that send anything (all of them, and perhaps some that send nothing).
     """
 
@@ -86,7 +86,7 @@ class Schedule:
         all_reduce      every rank ends with the reduction of every chunk.
         reduce_scatter  rank r ends with the reduction of chunk r (one chunk per rank); the rest is scratch.
         all_gather      rank r starts with chunk r only; every rank ends with every chunk.
-        broadcast       `root` starts with every chunk; every rank ends with them.
+        broadcast       `root` starts with every chunk; every rank ends with every chunk.
         reduce          `root` ends with the reduction of every chunk; the other ranks' buffers are scratch.
 
     `order` describes in words how the contributions to one chunk are combined. A chunk's combination is the same
@@ -136,7 +136,7 @@ class Schedule:
 
 
 class RankStep(NamedTuple):
-    """The transfers of one rank in one step; it combines in this order (see `SchedulePhase.by_rank`)."""
+    """The transfers of one rank in one step; the rank combines `recvs` in order (see `SchedulePhase.by_rank`)."""
 
     number: int
     phase: str
@@ -146,7 +146,7 @@ class RankStep(NamedTuple):
 
 
 def chunk_bounds(length: int, num_chunks: int) -> list[int]:
-    """Return the begin (entry c) and the end (entry c + 1) of chunk c of a buffer of `length` elements.
+    """Return the chunk bounds of a buffer of `length` elements: chunk c begins at entry c, and ends at entry c + 1.
 
     Sizes differ by at most one, the longer ones first; with fewer elements than chunks some chunks are empty.
     """

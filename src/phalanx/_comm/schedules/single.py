@@ -1,7 +1,7 @@
-"""With a single reducer all ranks send everything to one rank, which sends the result back; it is the baseline.
+"""With a single reducer, the baseline, all ranks send everything to one rank, which sends the result back.
 
-A parameter server on one machine works like this, and every other algorithm here is compared with it: its time grows
-with the number of ranks, because all bytes pass one rank's link, one sender after the other.
+A parameter server on one machine works like this. The time grows with the number of ranks, because all bytes pass one
+rank's link, one sender after the other. Every other algorithm here is compared with this one.
 
 Steps: P-1 for each phase. Bytes at the reducer: S(P-1) for each phase (S bytes).
 Order: by rank, counted from the reducer: ((x0 + x1) + x2) + …

@@ -75,7 +75,7 @@ def check(schedule: Schedule) -> None:
     """Prove that `schedule` computes its operation, for its number of ranks and chunks; costs P·C per step.
 
     Raises:
-        ValueError: it does not; the message says where and how.
+        ValueError: the schedule does not; the message says where and how.
     """
     for snapshot in trace(schedule):
         state = snapshot.state
@@ -131,7 +131,7 @@ def _is_in_result(schedule: Schedule, rank: int, chunk: int) -> bool:
 
 
 def _refuse_impossible(schedule: Schedule, phase: SchedulePhase, transfers: tuple[Transfer, ...]) -> None:
-    """Refuse errors of a step that do not depend on the ranks' values."""
+    """Refuse a step whose transfers break a rule, whatever the ranks' values are."""
     for t in transfers:
         if not (0 <= t.src < schedule.world_size and 0 <= t.dst < schedule.world_size and t.src != t.dst):
             raise ValueError(f"{_words(t)}: source and destination must be two different ranks of the schedule")
@@ -149,7 +149,7 @@ def _apply(step: Step, state: list[list[Value | None]], trees: _Trees, transfers
     sent = {(t.src, chunk) for t in transfers for chunk in range(t.start, t.stop)}
     written: dict[tuple[int, int], Transfer] = {}
     for rank in range(len(state)):
-        below: dict[int, Value] = {}  # by rank: data from lower ranks, to which our own part is added
+        below: dict[int, Value] = {}  # with `by_rank`: the data from lower ranks, by chunk; our own part is added
         for t in step.phase.recvs(step.within, rank):
             received.append(t)
             for chunk in range(t.start, t.stop):

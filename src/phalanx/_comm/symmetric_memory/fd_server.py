@@ -27,7 +27,7 @@ Notice = Callable[[set[int]], None]
 
 
 class FdServer(LocalListener):
-    """An `FdServer` is local rank 0's listener. It takes and raises the same as `LocalListener`."""
+    """An `FdServer` is local rank 0's listener. It has the arguments and errors of `LocalListener`."""
 
     def __enter__(self) -> FdServer:
         return self
@@ -134,7 +134,7 @@ def receive_fds(
 
     Raises:
         PhalanxError: local rank 0 is lost, or refused this process.
-        DeadlineError: it did not answer in time.
+        DeadlineError: local rank 0 did not answer in time.
     """
     try:
         sock = _connect(address, deadline, wait_for_leader, check)

@@ -22,7 +22,7 @@ MOST_RANKS = 250  # Linux passes 253 descriptors at once: two memories, a rank's
 
 
 def needs_liveness_pipes(processes: Sequence[ProcessId]) -> bool:
-    """Return whether these processes of one host need pipes to detect each other's exit; all get the same answer."""
+    """Return whether these processes of one host need pipes to detect each other's exit; the same answer for all."""
     return len(processes) > 1 and not can_watch_each_other(processes)
 
 

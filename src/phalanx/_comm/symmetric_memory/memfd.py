@@ -1,9 +1,9 @@
 """Create unnamed memory for several processes, which needs no cleaning up, however any of them dies.
 
-It is a `memfd`. If the kernel has none, or a seccomp filter forbids it, it is an unlinked empty file in /dev/shm or
-else in the folder for temporary files. That file system may be small, and a write beyond its end would be a bus error:
-so memory is reserved before it is written. For the same reason the size of a mapped memfd is sealed: no process that
-has it open can change it.
+The memory is a `memfd`. If the kernel has no memfds, or a seccomp filter forbids them, it is an unlinked empty file in
+/dev/shm or else in the folder for temporary files. That file system may be small, and a write beyond its end would be a
+bus error: so memory is reserved before it is written. For the same reason the size of a mapped memfd is sealed: no
+process that has it open can change the size.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class SparseFile:
     in_folder: str = ""
 
     def reserve(self, offset: int, nbytes: int) -> None:
-        """Make sure that these bytes can be written. It costs nothing for a memfd, which only the machine limits.
+        """Make sure that these bytes can be written. This costs nothing for a memfd, which only the machine limits.
 
         Raises:
             PhalanxError: the file system has no room for them.
@@ -123,10 +123,8 @@ def _seal(fd: int) -> None:
 
 
 def _warn_where(folder: str, problems: Sequence[str]) -> None:
-    from phalanx._base.log import (
-        get_logger,
-        warn_once,
-    )  # imported here, because the agent must start in a few milliseconds
+    # imported here, because the agent must start in a few milliseconds
+    from phalanx._base.log import get_logger, warn_once
 
     text = f"shared memory lies in files without a name in {folder}, because {'; '.join(problems)}"
     warn_once(get_logger(__name__), text)
@@ -148,7 +146,7 @@ def open_memfd(name: str, *, is_sealable: bool = False) -> int:
     """Return the descriptor of a new memfd, whose size may be sealed if `is_sealable`.
 
     Raises:
-        OSError: the kernel, a filter or this Python's C library has none.
+        OSError: the kernel or this Python's C library has no memfds, or a filter forbids them.
     """
     if not hasattr(os, "memfd_create"):  # a Python built with a C library older than 2.27
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))

@@ -42,7 +42,7 @@ _NO_ROOM, _DISK_FULL = -1, -2  # returned instead of a block's index
 
 @dataclass(frozen=True)
 class LocalRank:
-    """A `LocalRank` is a rank of this host: its process, its allowed cores, and its number of threads in a wait."""
+    """A `LocalRank` is a rank of this host: its process, its allowed cores, and its number of waiting threads."""
 
     process: ProcessId
     cpus: frozenset[int]
@@ -62,7 +62,7 @@ def _background_spin_ns(members: Sequence[LocalRank]) -> int:
 
 
 def channel_bytes(world_size: int) -> int:
-    """Return the bytes of the ring between two ranks; larger groups, with world_size² rings, have smaller ones."""
+    """Return the bytes of the ring between two ranks; larger groups have smaller rings, as there are world_size²."""
     return 256 * 1024 if world_size <= 8 else 64 * 1024 if world_size <= 32 else 16 * 1024
 
 
@@ -138,7 +138,7 @@ class SymmetricMemory:
         self._heap_file: SparseFile | None = None
         try:
             self._control = _core.map(control, self._control_bytes)
-            # One page of the heap keeps it alive until it is needed: a thousand idle groups hold no descriptor.
+            # One mapped page keeps the heap alive until its first use: a thousand idle groups hold no descriptor.
             self._heap_page: int | None = _core.map(heap, _core.PAGE)
             if heap_folder:  # the leader reserves room there
                 self._heap_file = SparseFile(os.dup(heap), heap_folder)
@@ -172,7 +172,7 @@ class SymmetricMemory:
     ) -> Buffer:
         """Return this rank's piece of a block at the same offset of every rank's heap, as a buffer of `nbytes`.
 
-        With `owner` it is that rank's piece, on every rank: one memory for all. The other pieces stay unused, without
+        With `owner`, every rank gets that rank's piece: one memory for all. The other pieces stay unused, and have no
         pages. The memory outlives its owner.
 
         All ranks call it. The block is released when the buffer is collected; its memory is reused, or returned to the
@@ -313,9 +313,9 @@ class SymmetricMemory:
             self._heap_page = None
 
     def close(self) -> None:
-        """Leave. Ranks that wait for this one are notified at once, and so are threads of this process that are inside.
+        """Leave the group. Notify at once the ranks that wait for this rank, and this process's threads in the core.
 
-        The memory is freed with the last of these. Shared tensors stay valid while they exist.
+        The memory is freed when the last of these threads has left. Shared tensors stay valid while they exist.
         """
         with self._lock:
             if self._closed:
@@ -325,7 +325,7 @@ class SymmetricMemory:
         self.core.close(self._release_memory)
 
     def close_for_good(self) -> None:
-        """Close at the end of the process: threads that are inside stay there, and the memory stays, too."""
+        """Close at the end of the process: threads in the core stay there, and the memory stays, too."""
         with self._lock:
             if self._closed:
                 return
@@ -334,7 +334,7 @@ class SymmetricMemory:
         self.core.close(None)
 
     def _release_memory(self) -> None:
-        """Release the memory, once no thread is inside or will be."""
+        """Release the memory, once no thread is in the core or can enter it."""
         _core.unmap(self._control, self._control_bytes)
         self._watchers.close()
         with self._lock:

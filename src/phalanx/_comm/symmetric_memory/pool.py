@@ -1,4 +1,4 @@
-"""Give torch's allocator blocks of the shared heap while a backward runs; csrc/pool.h has the picture."""
+"""Provide torch's allocator with blocks of the shared heap while a backward runs; csrc/pool.h has a diagram."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from phalanx import _core
 from phalanx._base.log import get_logger, warn_once
 from phalanx._comm.symmetric_memory.memory import SymmetricMemory
 
-_SPARE = 2  # blocks of a size for each expected tensor: autograd may need one more to compute the next
+_SPARE = 2  # blocks for each expected tensor: autograd may need one more to compute the next gradient
 
 _logger = get_logger(__name__)
 

@@ -24,8 +24,8 @@ from phalanx.errors import PhalanxError
 class ProcessId:
     """A `ProcessId` identifies a process uniquely: its number, its start (clock ticks after boot), and the namespace.
 
-    `namespace` names the pid and time namespace; it is "" if unknown. `has_pidfds`: the kernel lets the process open
-    pidfds.
+    `namespace` names the pid and time namespaces; it is "" if unknown. `has_pidfds` is true if the kernel lets the
+    process open pidfds.
     """
 
     pid: int
@@ -56,7 +56,7 @@ class ProcessId:
 
 
 def can_watch_each_other(processes: Sequence[ProcessId]) -> bool:
-    """Return whether each process can open a pidfd of each other one. All of them get the same answer."""
+    """Return whether all processes can open each other's pidfds. All of them get the same answer."""
     return len({p.namespace for p in processes}) == 1 and all(p.namespace and p.has_pidfds for p in processes)
 
 
@@ -77,7 +77,7 @@ def _has_pidfds() -> bool:
 
 
 def wait_status(process: ProcessId) -> int | None:
-    """Return the wait status of an exiting process or a zombie; None if it cannot be read."""
+    """Return the wait status of an exiting process or a zombie; None if the status cannot be read."""
     if process.namespace != _namespace():
         return None
     fields = read_stat(process.pid)
@@ -95,7 +95,7 @@ class WatchedProcess(NamedTuple):
 
 
 class _DescriptorCache:
-    """A `_DescriptorCache` has the descriptors of processes, with counts: many groups watch the same few processes."""
+    """A `_DescriptorCache` holds processes' descriptors and counts their uses: many groups watch the same processes."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -138,10 +138,8 @@ def _open(process: ProcessId) -> WatchedProcess:
     except OSError:  # no /proc, or it hides others' processes, or no descriptor is free
         stat = -1
     watched = WatchedProcess(pidfd, stat)
-    if read_start_ticks(process.pid) not in (
-        process.start_ticks,
-        None,
-    ):  # another process with the same pid
+    # another process may have the same pid now
+    if read_start_ticks(process.pid) not in (process.start_ticks, None):
         _close(watched)
         return _ended_process()
     return watched

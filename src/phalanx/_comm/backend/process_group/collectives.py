@@ -73,7 +73,7 @@ from phalanx.errors import DeadlineError
 if TYPE_CHECKING:
     from phalanx._comm.backend.process_group.group import PhalanxProcessGroup
 
-c10d: Any = dist.distributed_c10d  # its stubs lack what is used here
+c10d: Any = dist.distributed_c10d  # its stubs lack names used here
 
 Work = dist.Work
 _SUM: Any = dist.ReduceOp.SUM
@@ -176,11 +176,11 @@ def broadcast(group: PhalanxProcessGroup, tensors: Any, opts: Any = None) -> Wor
 
 
 def broadcast_buffers(group: PhalanxProcessGroup, tensor: Tensor, root: int, *, number: int = 0) -> None:
-    """Overwrite `tensor` with the tensor of rank `root`, which does not wait; the others wait only for it.
+    """Overwrite `tensor` with the tensor of rank `root`, which does not wait; the others wait only for the root.
 
     This is for a frequent broadcast, for example of a module's buffers before each forward: no rank waits for the
-    slowest one. The group's next collective checks that all ranks called it, so a mismatch, or a lost or late rank, is
-    reported then, for this call; by then `tensor` may already be the root's. Ranks must share memory.
+    slowest one. The group's next collective checks that all ranks made this call. So a mismatch, or a lost or late
+    rank, is reported only then; by then `tensor` may already hold the root's values. Ranks must share memory.
 
     Arguments:
         tensor: any shape, the same number of bytes on all ranks; best contiguous.
@@ -401,7 +401,7 @@ def all_to_all_single(
     input_split_sizes: Sequence[int] | None = None,
     opts: Any = None,
 ) -> Work:
-    """Write the rows that rank r's tensor holds for this rank to the rows of `output` from rank r."""
+    """Write this rank's part of the rows of rank r's tensor to part r of the rows of `output`."""
     check_tensor(output, "all_to_all_single", written=True)
     check_tensor(tensor, "all_to_all_single")
     if output.dtype != tensor.dtype:
@@ -419,7 +419,7 @@ def all_to_all_single(
             group.transport.all_to_all_single(output, unshared([tensor], [output])[0], ctx)
 
         return group.carry_out(run_plain, opts, [output])
-    # A contiguous copy, whose rows are pieces of memory.
+    # A contiguous output, whose rows are contiguous pieces of memory.
     dense = output if output.is_contiguous() else torch.empty(output.shape, dtype=output.dtype, device="cpu")
     inputs = split_rows(tensor, input_split_sizes or [], group.members.size, "all_to_all_single", "the input")
     outputs = split_rows(dense, output_split_sizes or [], group.members.size, "all_to_all_single", "the output")
@@ -454,7 +454,7 @@ def monitored_barrier(
 
 
 def allreduce_coalesced(group: PhalanxProcessGroup, tensors: Sequence[Tensor], opts: Any = None) -> Work:
-    """Reduce each tensor from its values before the call, even if tensors share memory."""
+    """Reduce each tensor, with its values from before the call even if tensors share memory."""
     if not tensors:
         raise ArgumentError("all_reduce_coalesced: requires non-empty tensor list")
     checked = check_one_type(tensors, "all_reduce_coalesced")

@@ -31,12 +31,11 @@ from phalanx._comm.backend.work import PhalanxWork, SerialExecutor
 from phalanx._comm.diagnostics.failure_report import closed
 from phalanx._comm.transport.base import CallContext
 
-c10d: Any = dist.distributed_c10d  # its stubs lack what is used here
+c10d: Any = dist.distributed_c10d  # its stubs lack names used here
 
-_IDENTITY_BYTES = 128  # a device's name has at most so many bytes in UTF-8
-_IDENTITY_TAG = -(
-    1 << 20
-)  # the tag of the messages in which two ranks exchange their devices; PyTorch's tags are never negative
+_IDENTITY_BYTES = 128  # a device's identifier (UTF-8) is cut or padded to this length
+# the tag of the messages in which two ranks exchange their devices; PyTorch's tags are never negative
+_IDENTITY_TAG = -(1 << 20)
 
 _logger = get_logger(__name__)
 
@@ -137,7 +136,7 @@ class RoutedProcessGroup(PhalanxProcessGroup):
         return device_backend
 
     def _publish_device(self, device: torch.device) -> None:
-        """Send this rank's device to all peers, once: ranks in a ring would otherwise all wait for their next one's."""
+        """Send this rank's device to all peers, once. If sent on demand, ranks in a ring would wait for each other."""
         with self._comparing:
             if device.type in self._identities:
                 return
@@ -152,7 +151,7 @@ class RoutedProcessGroup(PhalanxProcessGroup):
         return torch.tensor(list(identity.ljust(_IDENTITY_BYTES, b"\0")), dtype=torch.uint8, device="cpu")
 
     def _use_one_device(self, device: torch.device, peer: int) -> bool:
-        """Return whether `peer` uses this rank's device, which it sends before its first message on a device."""
+        """Return whether `peer` uses this rank's device. Each rank sends its device before its first device message."""
         with self._comparing:
             answer = self._one_device.setdefault((device.type, peer), _CachedAnswer())
 

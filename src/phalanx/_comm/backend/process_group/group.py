@@ -62,7 +62,7 @@ def _refuse(what: str) -> Callable[..., Any]:
 
 
 class Members(NamedTuple):
-    """`Members` is this process's rank in a group, the number of ranks, and the rank of each in the job."""
+    """`Members` is this process's rank in a group, the number of ranks, and each rank's rank in the job."""
 
     rank: int
     size: int
@@ -78,9 +78,9 @@ _JOIN_S = 5.0
 def _entry_point(method: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a collective or message of a group so that it accepts all of PyTorch's overloads.
 
-    The method itself receives the form in which torch's functions call it: positional arguments, the options last. It
-    may raise `FakeCall`. PyTorch's tools see the call. `allreduce` does all this itself, because another Python frame
-    would cost too much there.
+    The method itself receives the form in which torch's functions call it: positional arguments, the options last. The
+    method may raise `FakeCall`. PyTorch's tools observe the call. `allreduce` does all this itself, because another
+    Python frame would cost too much there.
     """
     name = method.__name__
     count, last = plain_form(name)
@@ -112,8 +112,8 @@ class PhalanxProcessGroup(TorchGroup):
 
     It has torch's process group interface, and runs the group's operations in order. Asynchronous calls run on the
     group's executor, a single thread with a FIFO queue. A synchronous call runs in the caller's thread, unless calls
-    are queued. Either way all ranks run the same calls in the same order. The transport lets Ctrl-C interrupt an
-    operation in the main thread; a wait for the executor can always be interrupted.
+    are queued. Either way all ranks run the same calls in the same order. The transport makes operations in the
+    main thread interruptible by Ctrl-C; a wait for the executor always is.
     """
 
     # The interface of torch's `Backend`. The group refuses what Gloo refuses, with torch's error and text.
@@ -187,7 +187,7 @@ class PhalanxProcessGroup(TorchGroup):
 
     # -- the calls: each is a function that receives the group, checks, and calls its operation of the transport ----
 
-    allreduce: Any = collectives.allreduce  # does by itself what `_entry_point` does
+    allreduce: Any = collectives.allreduce  # does the work of `_entry_point` itself
     allreduce_sparse = allreduce
     broadcast = _entry_point(collectives.broadcast)
     reduce = _entry_point(collectives.reduce)
@@ -227,7 +227,7 @@ class PhalanxProcessGroup(TorchGroup):
 
     @property
     def supports_reconfigure(self) -> bool:
-        """Return whether the group was made with `enable_reconfigure`."""
+        """Return whether the group was created with `enable_reconfigure`."""
         return self.reconfiguration is not None
 
     def _require_reconfiguration(self) -> Reconfiguration:
@@ -256,7 +256,7 @@ class PhalanxProcessGroup(TorchGroup):
         size: int,
         global_ranks: Sequence[int] = (),
     ) -> None:
-        """Leave the group's members, and connect to those that `connect` reaches; if that fails, keep `instead`."""
+        """Leave the group's members, and connect to those that `connect` reaches; on failure, keep `instead`."""
         if not self.transport.closed:
             self.leave_members(_JOIN_S)
         self._connect(instead, self.members.rank, self.members.size, self.members.global_ranks)
@@ -286,7 +286,7 @@ class PhalanxProcessGroup(TorchGroup):
     # -- identity ------------------------------------------------------------------------------------------------
 
     def getBackendName(self) -> str:
-        """Return the name under which torch knows us."""
+        """Return the name of our backend in torch."""
         return "phalanx"
 
     _get_backend_name = getBackendName
@@ -360,7 +360,7 @@ class PhalanxProcessGroup(TorchGroup):
     def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return a tensor of `size` elements that other ranks can read in place; without room, an ordinary tensor.
 
-        All ranks make the first call of a group. Large tensors of this kind are gathered with one copy, not two.
+        A group's first call is collective. Large tensors of this kind are gathered with one copy, not two.
 
         Shape: (size,).
 
@@ -391,7 +391,7 @@ class PhalanxProcessGroup(TorchGroup):
         return self.in_order(lambda: memory.allocate(shape, dtype, ctx, owner=owner))
 
     def allocate_on_host(self, nbytes: int, place: tuple[str, int]) -> dict[int, torch.Tensor]:
-        """Allocate memory of each rank of this host; `place` is the user's call site. All ranks call it.
+        """Allocate memory for each rank of this host; `place` is the user's call site. All ranks call it.
 
         Shape: (nbytes,) each.
 
@@ -489,7 +489,7 @@ class PhalanxProcessGroup(TorchGroup):
         return executor.put(action, work)
 
     def find_failure(self) -> BaseException | None:
-        """Return the error of a background operation, which torch's C++ may have converted."""
+        """Return the latest error of a background operation, or None; torch's C++ may have converted the error."""
         return next((error for work in reversed(self.recent_works) if (error := work.exception()) is not None), None)
 
     # -- torch's interface of a backend --------------------------------------------------------------------------
@@ -502,7 +502,7 @@ class PhalanxProcessGroup(TorchGroup):
         """Do nothing: torch needs the uid only for its own log."""
 
     def _enable_collectives_timing(self) -> None:
-        """Do nothing, as Gloo."""
+        """Do nothing, like Gloo."""
 
     def get_error(self) -> Any:
         """Return torch's `ErrorType` for the failure of an operation that ran in the background."""
@@ -514,7 +514,7 @@ class PhalanxProcessGroup(TorchGroup):
         return _ErrorType.REMOTE_ERROR if isinstance(error, PeerLostError) else _ErrorType.COMM_ERROR
 
     def perform_nocolor_split(self, device: torch.device) -> None:
-        """Do nothing: a rank outside of a group of `new_group` does not help to create it."""
+        """Do nothing: ranks outside a new group take no part in its creation."""
 
     def eager_connect_single_device(self, device: torch.device) -> None:
         """Do nothing: the members are connected from the start."""
@@ -549,7 +549,7 @@ class PhalanxProcessGroup(TorchGroup):
         self._leave(_JOIN_S)
 
     def abort(self) -> None:
-        """Leave the group at once; threads that wait in it get an error."""
+        """Leave the group at once; threads that wait in it receive an error."""
         self._leave(0.0)
 
     def leave_at_exit(self, exit_reason: str) -> None:
@@ -559,7 +559,7 @@ class PhalanxProcessGroup(TorchGroup):
             self._leave(0.1, for_good=True)
 
     def _leave(self, patience_s: float, *, for_good: bool = False) -> None:
-        """Leave the group; with `for_good` the process ends, and abandons what still runs after `patience_s`."""
+        """Leave the group; with `for_good`, as the process ends, abandon operations that run after `patience_s`."""
         with self._closing:
             if self.closed:
                 return

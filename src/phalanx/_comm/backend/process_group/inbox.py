@@ -46,7 +46,7 @@ class ReceiveWork(PhalanxWork):
         """Receive messages until the work has completed or the deadline has passed.
 
         Without a deadline the group's timeout begins now, and not when the receive was posted, which may be long before
-        anybody sends.
+        the peer sends.
         """
         if deadline is None:
             self._begin_timeout()
@@ -77,7 +77,7 @@ class ReceiveWork(PhalanxWork):
 class Inbox:
     """An `Inbox` matches receives with messages by sender and tag, each in the order of posting.
 
-    It has one thread for all senders and tags. The thread starts with the first receive whose message has not arrived,
+    One thread serves all senders and tags. The thread starts with the first receive whose message has not arrived,
     and stays idle while another thread waits.
     """
 
@@ -87,12 +87,12 @@ class Inbox:
         self._works: dict[Receive, ReceiveWork] = {}  # by handle
         self._ended: list[Receive] = []  # receives that the core has completed and no thread has finished yet
         self._stopped = False
-        self._starting = threading.RLock()  # a signal handler may post during it
+        self._starting = threading.RLock()  # reentrant: a signal handler may post a receive meanwhile
         self._begun = False
         self._thread: threading.Thread | None = None
 
     def post(self, tensor: Tensor, src: int, tag: int, ctx: CallContext) -> PhalanxWork | CompletedWork:
-        """Post a receive into `tensor` of the next message from `src` (below zero: any rank) with `tag`; never wait."""
+        """Post a receive into `tensor` of the next message with `tag` from `src` (below 0: any rank); never wait."""
         receive = self._memory.post(tensor, src, tag, ctx, handed_over=True)
         if self._works:
             self._reap()  # the messages that arrived may have completed other receives
@@ -167,7 +167,7 @@ class Inbox:
                 self._finish(self._ended.pop(0))
 
     def _finish(self, handle: Receive) -> None:
-        """Finish a work whose receive has completed. Any thread may call this; only one finishes the work."""
+        """Finish a work whose receive has completed. Any thread may call this; only one thread finishes the work."""
         work = self._works.pop(handle, None)
         if work is not None:
             work.finish()

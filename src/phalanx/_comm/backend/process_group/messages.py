@@ -9,7 +9,7 @@ Cost: on one host two copies, through shared memory, where a message waits until
 Raises:
     ValueError, TypeError: an argument that is wrong whatever the peer does; nothing was sent.
     MismatchError: the message does not fit the receiver's tensor, which was not changed.
-    PeerLostError, DeadlineError, ClosedError: as for collectives, of the one peer.
+    PeerLostError, DeadlineError, ClosedError: as for collectives, but only about the one peer.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _ANYBODY = -1
 _SINGLE = "takes a single tensor"
 _LINGER_S = 1.0
-_MANY = 64  # channels; beyond that, unused ones are deleted
+_MANY = 64  # channels; if there are more, unused channels are deleted
 
 
 class GroupMessages:
@@ -73,7 +73,7 @@ class GroupMessages:
             raise ArgumentError(f"{operation}: {name} is {peer}, which is this rank itself")
 
     def channel(self, direction: str, peer: int, tag: int, timeout_s: float) -> SerialExecutor:
-        """Return the executor of a message that must wait; earlier receives have `timeout_s` to complete."""
+        """Return the executor for a message that must wait; earlier receives have `timeout_s` to complete."""
         if self.inbox is not None:
             return self._executor_of((direction, peer, 0), None, timeout_s)
         # A receive from any rank matches every channel, so all receives with its tag then share one executor.
@@ -113,7 +113,7 @@ class GroupMessages:
 
 
 def send(group: PhalanxProcessGroup, tensors: Sequence[Tensor], dst: int, tag: int) -> dist.Work:
-    """Send the tensor. The work completes when the tensor may be changed again, perhaps before it is received."""
+    """Send the tensor. The work completes when the tensor may be changed again, perhaps before the peer receives it."""
     tensor = one(tensors, "send", words=_SINGLE)
     messages, memory = group.messages, group.shared_memory
     messages.check_peer(dst, "send", "dst")
@@ -123,14 +123,14 @@ def send(group: PhalanxProcessGroup, tensors: Sequence[Tensor], dst: int, tag: i
         try:
             if memory.send_now(tensor, dst, tag, ctx):
                 return group.done_work
-        except PhalanxError as error:  # raised by `wait`, as for a send that takes time
+        except PhalanxError as error:  # `wait` raises it, as for a send in the background
             return _failed(error, [tensor])
     channel = messages.channel("send", dst, tag, group.timeout_s)
     return group.enqueue(channel, lambda: group.transport.send(tensor, dst, tag, ctx), [tensor])
 
 
 def recv(group: PhalanxProcessGroup, tensors: Sequence[Tensor], src: int, tag: int) -> dist.Work:
-    """Receive the tensor. The work completes when the tensor has the message."""
+    """Receive the tensor. The work completes when the tensor holds the message."""
     tensor = one(tensors, "recv", words=_SINGLE, written=True)
     group.messages.check_peer(src, "recv", "src")
     return _receive(group, tensor, src, tag)

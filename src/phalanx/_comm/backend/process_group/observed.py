@@ -2,13 +2,13 @@
 
 A call of torch's own groups goes through an operator of the dispatcher, such as `c10d::allreduce_`, where
 CommDebugMode, DebugMode, every TorchDispatchMode and make_fx observe it, and torch.func unwraps its tensors. Our calls
-bypass the dispatcher, which makes them fast. Only while one of these tools is active, a call takes the slow path:
+bypass the dispatcher, which makes them fast. A call takes the slow path only while one of these tools is active:
 
     group.allreduce ─▶ a plain group of torch's, the face ─▶ c10d::allreduce_ ─▶ modes ─▶ our kernel ─▶ group.allreduce
                        (torch packs the arguments)                                       (at BackendSelect)
 
 The kernels have a dispatch key that c10d does not use, below the modes and above the devices' kernels. They redispatch
-calls of other groups, and of meta tensors. A graph from make_fx calls the same operators, so it runs.
+calls of other groups, and of meta tensors. A graph from make_fx calls the same operators, so the graph works, too.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from phalanx._base.torch_names import find
 
-c10d: Any = dist.distributed_c10d  # its stubs lack what is used here
+c10d: Any = dist.distributed_c10d  # its stubs lack names used here
 
 _library_of: Any = torch.library.Library
 _UNSEEN = "PyTorch's tools (modes of the dispatcher, make_fx, torch.func) do not see our operations"
@@ -96,7 +96,7 @@ def _is_dispatched() -> bool:
 
 
 # is_recorded: the tools have recorded this thread's next call; below: the thread is inside one of our kernels;
-# reduce_op, work: those of the operator that the thread has called.
+# reduce_op, work: the reduction and the work of the operator that the thread has called.
 _this_thread = threading.local()
 
 
@@ -143,8 +143,8 @@ def _tensors(value: Any) -> Any:
 # -- the dispatcher ----------------------------------------------------------------------------------------------------
 
 _library: list[Any] = []
-_faces: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # faces, which live as long as their groups
-_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # a weak reference to the group, by its face
+_faces: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # by group: its face, which lives as long
+_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # by face: a weak reference to its group
 
 
 def _through_dispatcher(group: Any, name: str, args: tuple[Any, ...]) -> Any:
@@ -214,7 +214,7 @@ def _options(kind: Callable[[], Any], given: dict[str, Any]) -> Any:
 
 
 def _boxed(group: Any, work: Any) -> Any:
-    """Return torch's half of `work`, as operators return it; the group keeps a reference to our half."""
+    """Return torch's half of `work`, which operators return; the group keeps a reference to our half."""
     _this_thread.work = work
     group.recent_works.append(work)
     return work.boxed()

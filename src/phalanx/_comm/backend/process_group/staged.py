@@ -31,12 +31,12 @@ from phalanx.errors import PhalanxError
 
 _PATIENCE_S = 5.0
 MESSAGES = ("send", "recv", "recv_anysource")
-# The first argument of these is both input and output; in all others, the outputs precede the inputs.
+# The first argument of these methods is both input and output; in all others, outputs precede inputs.
 _IN_PLACE = frozenset({"allreduce", "allreduce_coalesced", "broadcast", "reduce"})
 
 
 class _CurrentCall(threading.local):
-    """A `_CurrentCall` is each thread's current operation on device tensors."""
+    """A `_CurrentCall` holds each thread's current operation on device tensors."""
 
     call: StagedCall | None = None
 
@@ -167,7 +167,7 @@ class StagedWork(PhalanxWork):
     """A `StagedWork` is the work of a collective in the background.
 
     `wait` returns when the CPU operation has completed, and raises its error. Copies back to the device may still be
-    queued: the caller's stream waits for them, as with NCCL. Futures have the device's tensors.
+    queued: the caller's stream waits for them, as with NCCL. Futures hold the device's tensors.
     """
 
     def __init__(self, call: StagedCall) -> None:

@@ -1,7 +1,7 @@
-"""This package makes every change that Phalanx makes to PyTorch, one file for each subject; no other package does.
+"""This package makes all of Phalanx's changes to PyTorch, one file per subject; no other package makes any.
 
 A program that does not use our backend must see PyTorch as if Phalanx were not installed. So `import torch` only
-registers two names in torch's tables of backends. Everything else is applied when a program first uses one of them.
+registers two names in torch's tables of backends. Everything else is applied when a program first needs it.
 
     changed                              effect                                         applied when
     Backend.PHALANX, Backend.MPI         we notice that the backend is requested        torch is imported

@@ -20,7 +20,7 @@ def observe_loaders(
 ) -> None:
     """Call `before(owner, loader)` and `listener(owner, loader, iterator, is_new)` whenever a DataLoader is iterated.
 
-    The calls end when `owner` no longer exists. Between the two calls, workers already read indices.
+    The calls end when `owner` no longer exists. Workers already read indices between the two calls.
     """
     _loader_listeners[owner] = before, listener
     _observe_loaders()

@@ -72,7 +72,7 @@ class Registration:
     """A `Registration` is a group with its entries in torch's tables."""
 
     group: Any
-    name: Any  # a string; for mypy a type of torch's
+    name: Any  # a string; in torch's stubs a type of its own
     ranks: tuple[int, ...]
     backend: str
     config: str
@@ -168,7 +168,7 @@ def can_attach() -> bool:
 def _attach_backend(group: Any, device_types: Sequence[torch.device]) -> Any:
     """Put a `Backend` behind `group` in C++ for these devices, and return it; the caller must keep a reference.
 
-    It returns None if Python cannot create one.
+    Return None if Python cannot create a `Backend`.
     """
     if not can_attach():
         return None

@@ -30,7 +30,7 @@ _hookable: list[type] = []
 
 
 class _ThisThread(threading.local):
-    """A `_ThisThread` has the operation whose hooks this thread has called, and its result."""
+    """A `_ThisThread` records whether this thread is inside an operation whose hooks were called, and its work."""
 
     inside = False
     work: Any = None
@@ -176,7 +176,7 @@ _patched: list[Any] = []
 
 
 def _attach(name: str, theirs: Callable[..., Any], group: Any, *args: Any, loses: str) -> Any:
-    """Attach a hook of torch's to a group; if that fails for one of our groups, log it once and return None."""
+    """Attach one of torch's hooks to a group; if that fails for one of our groups, log it once and return None."""
     if not isinstance(group, tuple(_hookable)):
         return theirs(group, *args)
     problem = "" if _has_backend(group) else "does not let Python create a Backend"

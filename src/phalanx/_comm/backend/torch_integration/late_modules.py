@@ -19,7 +19,7 @@ def call_once_imported(name: str, change: Callable[[], None]) -> None:
 
 
 class _Watch(MetaPathFinder):
-    """A `_Watch` finds one module like Python's own finders, and calls `change` after its first import."""
+    """A `_Watch` finds one module through the other finders, and calls `change` after the module's first import."""
 
     def __init__(self, name: str, change: Callable[[], None]) -> None:
         self._name = name

@@ -43,7 +43,7 @@ def monitored_barrier(group: Any, timeout: timedelta | float | None, wait_all_ra
     """Run `dist.monitored_barrier`: ours for our groups, torch's for other groups.
 
     Raises:
-        DeadlineError: some rank did not join within `timeout` (default: the group's); `missing` has the ranks.
+        DeadlineError: some rank did not join within `timeout` (default: the group's); `missing` lists the ranks.
     """
     ours = phalanx_group(distributed_c10d().group.WORLD if group is None else group)
     if ours is None:

@@ -27,7 +27,7 @@ def patch_mpi() -> None:
     """Make backend "mpi" work; `is_mpi_available()` becomes true with the first group, since libraries choose by it.
 
     torch's own code for the name calls `is_mpi_available()` and `ProcessGroupMPI.create(ranks)`. It passes neither the
-    store nor the timeout, so they are read one call earlier.
+    store nor the timeout, so the wrapper around torch's helper reads them.
     """
     c10d = distributed_c10d()
     helper = c10d._new_process_group_helper

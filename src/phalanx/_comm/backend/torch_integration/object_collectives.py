@@ -1,7 +1,7 @@
 """Authenticate PyTorch's collectives of objects (`all_gather_object`, `send_object_list`, …) between hosts.
 
-torch pickles and unpickles in two functions of its own; here these add and check the MAC. They do not receive the call
-for which they run, so each collective of objects records it: a number binds a message to its call.
+torch pickles and unpickles in two functions of its own; their replacements here add and check the MAC. The functions do
+not receive the call for which they run, so each collective of objects records it: a number binds a message to its call.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ class _Call:
         """Return the pickle of the next object that this rank receives.
 
         Raises:
-            PhalanxError: the message is not the expected one.
+            PhalanxError: the message is not the expected message.
         """
         if not self._receives:
             self._receives = [(s, self._pickles.count_received(s)) for s in self._incoming()]
@@ -185,7 +185,7 @@ class _Call:
 
 
 class _Running(threading.local):
-    """A `_Running` has this thread's current call."""
+    """A `_Running` holds this thread's current call."""
 
     call: _Call | None = None
 

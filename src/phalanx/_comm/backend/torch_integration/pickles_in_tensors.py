@@ -167,7 +167,7 @@ def _transfer(group: Any, dst_ranks: Sequence[int] = (), src_rank: int = -1) -> 
 
 
 class _Running(threading.local):
-    """A `_Running` has this thread's current transfer."""
+    """A `_Running` holds this thread's current transfer."""
 
     transfer: _Transfer | None = None
 

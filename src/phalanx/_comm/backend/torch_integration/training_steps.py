@@ -13,12 +13,12 @@ from phalanx._comm.backend.torch_integration.patch import patch
 from phalanx._comm.diagnostics.interruptions import SuppressedErrors, is_interruption
 
 _recorders: list[Any] = []  # at most one
-_marks: list[Any] = []  # the `mark` of its log, for batches and backwards
+_marks: list[Any] = []  # the `mark` of the recorder's log, for batches and backwards
 _hooks: list[Any] = []  # the optimizers' hooks, for updates
 
-_NUM_EXAMINED = 16  # elements of a list that are examined: the first ones show its kind
+_NUM_EXAMINED = 16  # elements of a list that are examined: the first elements show its kind
 _DEEPEST = 8
-_MOST_PARTS = 256  # of nested lists without a tensor, there are 16 on each level
+_MOST_PARTS = 256  # the most parts examined: nested lists without a tensor have up to 16 on each level
 
 
 def observe_steps(recorder: Any) -> None:
@@ -57,7 +57,7 @@ def _hook_optimizers() -> None:
     loses="a run report lacks the DataLoader's batches",
 )
 def _observe_batches() -> None:
-    """Notify the recorder of batches, in few lines: a training step evicts them from the caches before each run."""
+    """Notify the recorder of batches. The code is short: each training step evicts it from the caches."""
     import torch
     from torch.utils.data import dataloader
 
@@ -90,7 +90,7 @@ def _observe_batches() -> None:
 
 @patch("torch.autograd.backward(tensors)", loses="a run report lacks backwards and losses")
 def _observe_backward() -> None:
-    """Notify the recorder of backwards and losses, in few lines: they run with cold caches, as for batches."""
+    """Notify the recorder of backwards and losses. The code is short, as in `_observe_batches`."""
     import torch
 
     from phalanx._comm.diagnostics.step_machine import BEGIN_BACKWARD, END_BACKWARD, END_BACKWARD_WITH_LOSS
@@ -118,7 +118,7 @@ def _observe_backward() -> None:
             else:
                 mark(END_BACKWARD_WITH_LOSS, loss) if type(loss) is float else mark(END_BACKWARD)
         elif not isinstance(tensors, tensor) or (has_scaled and not hasattr(tensors, "unscaled_loss")):
-            mark(END_BACKWARD)  # there are several tensors, or one was computed from a scaled loss
+            mark(END_BACKWARD)  # several tensors, or a tensor that was computed from a scaled loss
         else:
             _recorders[0].end_backward(tensors)
 
