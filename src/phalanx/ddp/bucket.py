@@ -47,7 +47,7 @@ class GradientBuffer:
         self._parameters = parameters
         self.views = [self._view(position) for position in range(len(plan.slots))]
         self._addresses = [flat.data_ptr() + slot.offset * plan.dtype.itemsize for slot in plan.slots]
-        self._lent = False  # whether a view was lent since the last check that all were returned
+        self._lent = False  # whether a view was lent since the last check that found all views returned
         self._unlent = reference_counts(self.views)  # the reference counts while no view is lent
         self._storage_unlent: int | None = None  # the same for the storage; an exchange may have a view of it
 
@@ -65,7 +65,7 @@ class GradientBuffer:
         self._parameters[position].grad = self.views[position]
 
     def may_overwrite(self) -> bool:
-        """Return whether the bucket may write to the buffer: nobody uses a view of it that is no longer a `.grad`.
+        """Return whether the bucket may write to the buffer: no code uses a view of it that is no longer a `.grad`.
 
         Other references to a view in `.grad` do not count: as everywhere in torch, a user who keeps a gradient, or a
         view of it, without setting `.grad` to None sees the gradient change.

@@ -22,9 +22,9 @@ if TYPE_CHECKING:  # needs the C core, which may be missing
 
 
 class BucketSet:
-    """A `BucketSet` has buckets for the gradients of `parameters`, which `specs` describe, one for one.
+    """A `BucketSet` has buckets for the gradients of `parameters`, which `specs` describe in the same order.
 
-    If the group's memory is shared, building a set and planning anew are collective.
+    If ranks share memory, constructing a set and adopting a new plan are collective.
     """
 
     def __init__(

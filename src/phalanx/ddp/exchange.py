@@ -98,13 +98,13 @@ class SharedExchange:
 
 
 def _content(bucket: DenseBucket) -> Tensor:
-    """Return the bucket's memory; for a single gradient without the gap, which a gradient in the pool does not have."""
+    """Return the bucket's memory; for a single gradient without the gap, since a gradient in the pool has no gap."""
     (first, *others) = bucket.plan.slots
     return bucket.buffer if others else bucket.buffer[: first.numel]
 
 
 def _needed(bucket: DenseBucket) -> tuple[int, int] | None:
-    """Return the range of elements that this rank needs of a bucket; a complex element counts as two."""
+    """Return the range of the bucket's elements that this rank needs; a complex element counts as two."""
     if bucket.needed is None:
         return None
     parts = 2 if bucket.plan.dtype.is_complex else 1

@@ -20,7 +20,7 @@ _SHOWN = 8  # the most differences in a message; more would hide the first
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A `TensorEntry` has the properties of one parameter or buffer on which all ranks must agree.
+    """A `TensorEntry` has those properties of a parameter or buffer that must be equal on all ranks.
 
     strides   of its gradient, if it is not contiguous
     beside    names of other parameters in the same memory
