@@ -36,8 +36,8 @@ _foreach_mul_: Any = find(
     "torch._foreach_mul_", loses="clipping gradients of an offloaded optimizer takes longer", instead=None
 )
 
-# While one wave is updated, the gradients of the next are copied to the host and the parameters of the previous one to
-# the device. A wave costs one call of the optimizer.
+# While one wave is updated, the gradients of the next wave are copied to the host, and the parameters of the previous
+# wave to the device. A wave costs one call of the optimizer.
 WAVE_BYTES = 32 << 20
 
 _FUSED = frozenset({optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad})
@@ -104,7 +104,7 @@ class Offload:
         return masters, parts, shards
 
     def prepare(self) -> None:
-        """Wait, before an update, until this rank reads no masters, and begin to copy the gradients."""
+        """Wait until this rank no longer reads masters, and begin to copy the gradients; call this before an update."""
         for masters in self._masters:
             masters.synchronize()
             masters.revive()
@@ -130,7 +130,7 @@ class Offload:
             used[key] += shard.count
 
     def update(self, optimizer: Optimizer, kwargs: dict[str, Any]) -> None:
-        """Update this rank's slices of the masters; in a group of one rank, also begin to copy these to the devices."""
+        """Update this rank's slices of the masters; in a group of one rank, also begin to copy them to the devices."""
         for masters in self._masters:
             masters.pull()
         with_gradient = [pair for pair in self._all() if pair[1].parameter.grad is not None]

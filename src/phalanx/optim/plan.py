@@ -15,7 +15,7 @@ from phalanx._comm.backend.gradient_shards import LARGE_BYTES
 
 # Cuts are at multiples of this from the parameter's start. torch's kernels process two vector registers, at most 128
 # bytes, at a time, and the rest one by one; the two ways may round differently (fused SGD's do). With such cuts every
-# element is processed as in an uncut parameter, so it gets the same bits. And no two ranks write into one cache line.
+# element is processed as in an uncut parameter, so it gets the same bits. Also, no two ranks write to one cache line.
 LINE = 128
 
 

@@ -134,7 +134,7 @@ _sharers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
 def exempt(optimizer: Optimizer) -> None:
-    """Let `optimizer` write to shared parameters: it updates this rank's slices only."""
+    """Allow `optimizer` to write to shared parameters: it updates this rank's slices only."""
     _sharers.add(optimizer)
 
 
@@ -146,7 +146,7 @@ def _register_hook() -> None:
 def _before_step(optimizer: Optimizer, _args: Any, _options: Any) -> None:
     """Move parameters that another optimizer is about to update, whole and on each rank, to this rank's own memory.
 
-    No rank writes to the block any more: all have finished the last step of the optimizer that shares it.
+    No rank still writes to the block: all ranks have completed the last step of the optimizer that shares it.
     """
     if not _addresses or optimizer in _sharers:
         return
@@ -164,7 +164,7 @@ def _before_step(optimizer: Optimizer, _args: Any, _options: Any) -> None:
         unregister_shared_update(parameter)
 
 
-_LOADS = 1 << 20  # a word is this times the number of collectives that the rank has called, plus its loads since
+_LOADS = 1 << 20  # a word is this times the number of collectives that the rank has called, plus its loads since then
 _MIN_POLL_S, _MAX_POLL_S = 20e-6, 1e-3
 _TIMEOUT_S = 10.0
 

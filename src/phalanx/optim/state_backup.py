@@ -25,7 +25,7 @@ from phalanx._comm.transport.tensors import copy_all
 _logger = get_logger(__name__)
 _HEAD = struct.Struct("qQ")  # the number of the step, and the length of the pickled structure
 _ALIGN = 64
-_TIMES = 8  # room for so many values of four bytes per element: Adam has two, in the parameter's own type
+_TIMES = 8  # room for this many four-byte values per element: Adam has two, in the parameter's own dtype
 
 
 class StateBackup:
