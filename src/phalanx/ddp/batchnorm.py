@@ -19,7 +19,7 @@ Wu and He (2018), Group Normalization, table 2: ResNet-50's error on ImageNet wi
 per worker, 23.7% with 16, and then 24.8% with 8, 27.3% with 4 and 34.7% with 2.
 """
 
-_UNKNOWN = 2**62  # stands for a batch of unknown size: above every threshold, so that it decides nothing
+_UNKNOWN = 2**62  # the size of an unknown batch: above every threshold, so that it decides nothing
 
 SyncChoice = Literal["auto"] | bool
 

@@ -94,10 +94,10 @@ class GradientBuffer:
 def allocate(
     plan: BucketPlan, group: dist.ProcessGroup, *, as_view: bool, pool: SharedPool | None
 ) -> list[tuple[Tensor, ...]]:
-    """Allocate the buffers of each bucket, each in a storage of its own: two, one, or none for a sparse bucket.
+    """Allocate the buffers of each bucket, each in its own storage: two or one, or none for a sparse bucket.
 
-    If ranks share memory, all ranks call it: buffers on the CPU are parts of one block that all can access. A page that
-    nobody touches costs no memory.
+    If ranks share memory, all ranks call it: buffers on the CPU are parts of one block that all ranks can access. An
+    untouched page costs no memory.
     """
     counts = [0 if bucket.sparse else 2 if as_view and not _is_pooled(bucket, pool) else 1 for bucket in plan.buckets]
     shared = shares_memory(group)

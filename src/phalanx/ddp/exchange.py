@@ -1,8 +1,8 @@
 """An exchange replaces a bucket by the mean over all ranks; it is the interface between reducer and communication.
 
 The reducer calls `launch` for each bucket, in the plan's order on every rank, from autograd's thread during backward,
-and `PendingBucket.wait` for each, in the same order, when backward is done. This module has an exchange for any
-backend and one for buckets in the shared heap; `comm_hook` has one for users' hooks.
+and `PendingBucket.wait` for each, in the same order, at the end of backward. This module has an exchange for any
+backend and an exchange for buckets in the shared heap; `comm_hook` has an exchange for users' hooks.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class SparsePending:
         self._bucket = bucket
         self._group = group
         parameter = bucket.parameters[0]
-        if grad is None:  # nothing to contribute, but the other ranks wait for this one
+        if grad is None:  # nothing to contribute, but the other ranks wait for this rank
             grad = torch.sparse_coo_tensor(
                 torch.empty(1, 0, dtype=torch.int64, device=parameter.device),
                 torch.empty(0, *parameter.shape[1:], dtype=parameter.dtype, device=parameter.device),

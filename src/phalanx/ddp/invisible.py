@@ -101,6 +101,6 @@ def elements_of(tensor: Tensor) -> Tensor | None:
 
 
 def all_elements_of(tensors: list[Tensor]) -> list[Tensor] | None:
-    """Return the elements of each tensor, or None if there are no tensors or one cannot be read."""
+    """Return the elements of each tensor, or None if there are no tensors or some tensor cannot be read."""
     found = [elements for tensor in tensors if (elements := elements_of(tensor)) is not None]
     return found if found and len(found) == len(tensors) else None

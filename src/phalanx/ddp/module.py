@@ -74,7 +74,7 @@ class DistributedDataParallel(JoinInterface, TorchInterface):
     Raises:
         ValueError: an argument is not supported, or disagrees with the module's devices.
         RuntimeError: there is no process group, or no parameter requires a gradient. In forward: a parameter was added
-            or unfrozen since construction, or backward left one without a gradient. In an optimizer's step: gradients
+            or unfrozen since construction, or got no gradient in backward. In an optimizer's step: gradients
             were not averaged, because no forward of the wrapper preceded their backward.
         MismatchError: the ranks' models or settings differ; raised on all ranks.
 
@@ -131,7 +131,7 @@ class DistributedDataParallel(JoinInterface, TorchInterface):
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.static_graph = static_graph
         self.require_backward_grad_sync = True
-        # PyTorch has two names for one setting; with False they differ, and only at construction.
+        # PyTorch has two names for one setting, which differ only if False, and only at construction.
         given = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
         self.broadcast_buffers = True if given is None else given
         self._divide_by_initial_world_size = True
@@ -332,7 +332,7 @@ class DistributedDataParallel(JoinInterface, TorchInterface):
 
         Raises:
             TypeError: `hook` is not callable.
-            ValueError: `hook` is one of PyTorch's that cannot work here; `phalanx docs data-parallel` lists them.
+            ValueError: `hook` is a PyTorch hook that cannot work here; `phalanx docs data-parallel` lists those hooks.
             RuntimeError: a hook is already registered, or a parameter has sparse gradients.
         """
         refuse_hook(hook, dist.get_backend(self.process_group))

@@ -211,7 +211,7 @@ class Reducer:
         return self._num_rounds
 
     def end_watch(self) -> None:
-        """End the watch of the first rounds, because ranks may have different ones."""
+        """End the watch of the first rounds, for example because ranks may have different rounds."""
         if self._watch is not None:
             self._watch.close()
             self._watch = None
@@ -360,14 +360,14 @@ class Reducer:
     def _leave(self) -> None:
         """End this backward, which autograd has completed, and the round if it is complete."""
         backward = self._backward
-        if backward is None:  # a forward has started again meanwhile
+        if backward is None:  # a forward has already ended it
             return
         reached_none = not self._round.started and backward.syncs and backward.writes
         if backward.fresh is not None and not backward.syncs:
             self._separate(backward.fresh)
         self._end_backward()
         if reached_none and (self._find_unused or self._learning or 0 in self._fires_expected):
-            self._round.started = True  # the other ranks still wait for this one's part
+            self._round.started = True  # the other ranks still wait for this rank's part
             self._skip_unused()
         if not self._round.started:  # it is torch.autograd.grad, or a backward that only accumulates
             return

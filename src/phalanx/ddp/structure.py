@@ -133,7 +133,7 @@ def verify_same(
     Cost: one all_gather of 32 bytes; descriptions are sent only if they differ.
 
     Raises:
-        MismatchError: models or settings differ; the message says how, and on which rank.
+        MismatchError: models or settings differ; the message has the differences by rank.
     """
     settings_text = {name: repr(value) for name, value in settings.items()}
     digest = hashlib.sha256(repr((structure, settings_text)).encode()).digest()

@@ -173,7 +173,7 @@ class TorchInterface(nn.Module):
         return scatter_kwargs(inputs, kwargs, device_ids, dim=self.dim)
 
     def to_kwargs(self, inputs: Any, kwargs: Any, device_id: int | torch.device) -> Any:
-        """Return the arguments on the wrapper's device, as the one element of two tuples."""
+        """Move the arguments to the wrapper's device; return each in a tuple of one element, for the one device."""
         return (self._moved(inputs),), (self._moved(kwargs),)
 
     def gather(self, outputs: Any, output_device: int | torch.device) -> Any:

@@ -121,7 +121,7 @@ class MLflowLogger(Logger):
 
 
 def plan_names(names: Iterable[str]) -> dict[str, str]:
-    """Return, for each name, a unique one that every store of MLflow accepts.
+    """Return, for each name, a unique name that every store of MLflow accepts.
 
     MLflow's file store keeps each parameter in a file of that name, so "optimizer/lr" would need "optimizer" to be a
     folder: a slash becomes a dot. The same names get the same result in every run.

@@ -60,7 +60,7 @@ class TensorBoardLogger(Logger):
 
     def _open(self) -> Any:
         if self._writer is None:
-            from torch.utils.tensorboard import SummaryWriter  # takes most of a second to import: imported on use
+            from torch.utils.tensorboard import SummaryWriter  # imported on use: the import takes most of a second
 
             self._writer = SummaryWriter(self.folder, purge_step=self._again_from)
             self._again_from = None

@@ -85,7 +85,7 @@ class SyncBatchNorm(_BatchNorm):
             return super().forward(input)
         return self._normalize_over(input, group)
 
-    @untraced  # collectives whose results decide the control flow: torch.compile leaves them as they are
+    @untraced  # collectives' results decide the control flow, which torch.compile cannot trace
     def _normalize_over(self, input: Tensor, group: dist.ProcessGroup) -> Tensor:
         """Normalize by the statistics of all ranks' inputs."""
         self._check_input_dim(input)
@@ -284,7 +284,7 @@ class Normalize(torch.autograd.Function):
         group: dist.ProcessGroup,
         counts: bool,
     ) -> Tensor:
-        """Scale and shift `x`, in one pass; `counts` says whether the statistics include `x`."""
+        """Scale and shift `x` in one pass; `counts` is whether the statistics include `x`."""
         variance = statistics.variance if statistics.count else torch.ones_like(statistics.m2)
         ctx.save_for_backward(x, weight, statistics.mean, variance)
         ctx.count, ctx.eps, ctx.group = statistics.count, eps, group

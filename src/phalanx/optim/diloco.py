@@ -39,7 +39,7 @@ class DiLoCo(Rounds):
 
     Arguments:
         model: the bare module. DistributedDataParallel over other ranks (for example, those of the host) may wrap it.
-        inner_optimizer, outer_optimizer: both over the model's own parameters; the outer one over all trained ones.
+        inner_optimizer, outer_optimizer: over the model's own parameters; the outer optimizer has all trained ones.
         backup_device: the device of the outer parameters between rounds; None for the parameters' device.
         process_group: the ranks that train together; the default group if None.
 

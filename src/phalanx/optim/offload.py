@@ -8,8 +8,8 @@ step          gradients ──────────────────�
 then          parameters ◀───────────────────────── all masters, rounded (by the device, for a single rank)
 
 Gradients are not copied during backward: other code (a collective, a GradScaler) may still write them before the
-update. Such a write shows only in the gradient's bits, and checking the bits twice takes longer than the copies. The
-update hides all copies but those of the first wave.
+update. Only the gradient's bits show such a write, and checking the bits twice takes longer than the copies. The
+update hides all copies except the first wave's.
 
 Source: Ren et al. (2021), ZeRO-Offload; masters and state once per host, in memory that its ranks share, are ours.
 """
@@ -82,7 +82,7 @@ class Offload:
         source: int,
         previous: MasterParameters | None,
     ) -> tuple[MasterParameters, Plan, list[OffloadedShard]]:
-        """Create masters for one more group of parameters, with the values of rank `source`. All ranks call it."""
+        """Create masters for another group of parameters, with the values of rank `source`. All ranks call it."""
         for device in {parameter.device for parameter in parameters}:
             if device not in self._stagings:
                 self._stagings[device] = self._make_staging(device)
@@ -117,7 +117,7 @@ class Offload:
             staging.follow()
 
     def _rooms(self, shards: Sequence[OffloadedShard]) -> Iterator[Tensor]:
-        """Yield host memory for the gradient of each shard; all of one dtype are in one block."""
+        """Yield host memory for the gradient of each shard, from one block per device and dtype."""
         used: dict[tuple[torch.device, torch.dtype], int] = {}
         for shard in shards:
             key = shard.staging.device, shard.tensor.dtype

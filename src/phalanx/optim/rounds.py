@@ -196,7 +196,7 @@ def check_kinds(name: str, model: Any, *optimizers: Any) -> None:
     """Check that `model` is a module, and `optimizers` are optimizers.
 
     Raises:
-        TypeError: an argument is refused; the message says what it is.
+        TypeError: an argument is of another type; the message has the argument.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"{name}: model must be a torch.nn.Module, got {model!r}")

@@ -175,7 +175,7 @@ class Readers:
     """`Readers` are the ranks of `group`, which may read parameters that they share. All ranks create it together.
 
     A rank publishes in a word how many loads it has begun. Another rank no longer reads if it has begun the same load,
-    or while it waits in a collective that this rank has not called yet, such as a barrier while one rank loads.
+    or while it waits in a collective that this rank has not called yet, such as the barrier after a load on one rank.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:

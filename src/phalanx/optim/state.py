@@ -26,7 +26,7 @@ StateDict = dict[str, Any]
 def merge_state_dicts(shards: Sequence[Mapping[str, Any]]) -> StateDict:
     """Merge the shards of all ranks, in any order, into the whole state: the plain optimizer's `state_dict`.
 
-    The shards of the ranks of one host are enough.
+    If several hosts each have all shards, the shards of one host are enough.
 
     Raises:
         ValueError: the shards do not fit together, or some are missing; the message says for which parameter.

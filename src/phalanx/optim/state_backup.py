@@ -71,7 +71,7 @@ class StateBackup:
         return [memory[at : at + t.nbytes].view(t.dtype).view(t.shape) for at, t in zip(offsets, tensors, strict=False)]
 
     def read(self, number: int) -> list[Any] | None:
-        """Return a copy of the state of each rank after step `number`; None if one is missing."""
+        """Return a copy of the state of each rank after step `number`; None if any rank's state is missing."""
         if not self.has_all(number):
             return None
         return [self.read_of(rank, number) for rank in self._by_rank]

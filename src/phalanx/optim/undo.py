@@ -46,7 +46,7 @@ from phalanx.optim.shared_parameters import SharedBlock
 _ARRIVED, _SAVED, _DONE, _FAILED = range(4)
 _OLD, _NEW = range(2)  # the two decisions
 _POLL_S = 0.001
-# A survivor in its update needs as long as an update takes. Ranks that the sync's timeout named are not waited for.
+# A survivor in its update needs as long as an update takes. There is no wait for ranks that the sync's timeout named.
 _TIMEOUT_S = 30.0
 
 
@@ -105,7 +105,7 @@ class Undo:
         self._words = RankWords(group)  # the common word is the decision
 
     def cover(self, shared: SharedBlock, plan: Plan) -> None:
-        """Include the updates of one more group of parameters."""
+        """Include the updates of another group of parameters."""
         self._regions.append(_Region(shared, plan))
 
     @contextlib.contextmanager

@@ -405,7 +405,7 @@ class ZeroRedundancyOptimizer(ShardedState):
         return self._moving is not None or self._undo is None or self._undo.number == self._undo.latest_started
 
     def can_roll_back(self, num_updates: int) -> bool:
-        """Return whether `roll_back(num_updates)` is possible: at most one update to undo, with a state backup."""
+        """Return whether `roll_back(num_updates)` is possible: it can undo at most one update, with a state backup."""
         undo, backup = None if self._moving is not None else self._undo, self._backup
         if self.num_updates == num_updates or undo is None or backup is None:
             return self.num_updates == num_updates

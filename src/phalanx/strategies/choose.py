@@ -1,4 +1,4 @@
-"""Look up a strategy by its name, and decide what "auto" means."""
+"""Look up a strategy by its name, or choose one for "auto"."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class _RoundsStrategy(ReplicatedStrategy):
         return {**super().training_objects(), **({} if self.rounds is None else {"rounds": self.rounds})}
 
     def parts(self) -> dict[str, Any]:
-        """Return the parts of a checkpoint: rank 0's, and one with the other ranks' states.
+        """Return the parts of a checkpoint: rank 0's objects, and a part with the states of all ranks.
 
         Cost: the models and optimizers of all ranks are sent to rank 0, which writes them.
         """

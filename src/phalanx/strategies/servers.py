@@ -34,7 +34,7 @@ class ParameterServerStrategy(Strategy):
 
     Arguments:
         num_servers: ranks that serve.
-        num_trainers: ranks that train, if the script starts itself; by default one for each core.
+        num_trainers: ranks that train, if the script restarts itself; by default one for each core.
         synchronous: average a step's gradients over the trainers. False applies each push when it arrives, as
             tf.distribute does.
         max_staleness: the bound in asynchronous training, in steps; None means no bound.
@@ -79,7 +79,7 @@ class ParameterServerStrategy(Strategy):
         rpc.init_rpc([*self._trainers, *self._servers][job.rank], rank=job.rank, world_size=job.world_size)
         if job.rank >= trainers:
             _ignore_sigterm()
-            rpc.shutdown()  # waits for the trainers to end; their calls are served meanwhile
+            rpc.shutdown()  # serves the trainers' calls until the trainers have ended
             sys.exit(0)
         atexit.register(self._close_at_exit)
         self._trainers_group: dist.ProcessGroup | None = group

@@ -1,10 +1,10 @@
 """`Strategy` defines how a way of distributing treats the five parts of a training script.
 
     model       setup()            wrapped, cut or left as it is; on this rank's device
-    optimizer   setup()            kept, or built again over what this rank holds
+    optimizer   setup()            kept, or created again over this rank's parameters
     data        loader()           the global batch, divided among the replicas
     step        step()             forward, backward, update: compute_gradients() and update() are its halves
-    checkpoint  parts()            what `phalanx.CheckpointManager` saves and loads
+    checkpoint  parts()            the objects that `phalanx.CheckpointManager` saves and loads
 
 Create the strategy first (it joins or starts the job), then the model, then call `setup`. Names and meanings follow
 `tf.distribute.Strategy` where it has them.
@@ -247,7 +247,7 @@ class Strategy(ABC):
                 scales the loss.
 
         Raises:
-            ValueError: the strategy can't train this model, or with this optimizer; the message says why.
+            ValueError: the strategy can't train this model, or not with this optimizer; the message has the reason.
         """
         if loss_fn is not None and loss_of is not None:
             raise ValueError(f"{self._called}.setup: loss_fn and loss_of are two ways to say the same: give one")
@@ -275,7 +275,7 @@ class Strategy(ABC):
     # -- a step --------------------------------------------------------------------------------------------------------
 
     def step(self, *batch: Any) -> Tensor:
-        """Take one step on this replica's batch, which ends with the target; return its loss (the mean of its samples).
+        """Take one step on this replica's batch, whose last element is the target; return the mean loss of its samples.
 
         Shape: the loss is (). If several ranks hold parts of one replica, all of them return the same loss.
         """
@@ -387,7 +387,7 @@ class Strategy(ABC):
             return fn(*args, **(kwargs or {}))
 
     def reduce(self, reduce_op: Reduce, value: Any, axis: int | tuple[int, ...] | None = None) -> Any:
-        """Reduce `value` of all replicas to one, on every rank. All ranks call it.
+        """Return the sum or the mean of all replicas' values, on every rank. All ranks call it.
 
         Arguments:
             reduce_op: "sum" or "mean", or torch.distributed.ReduceOp.SUM or AVG.

@@ -165,7 +165,7 @@ def hosts(
         ipv6: the hosts have IPv6 addresses, and no others.
         mtu: the largest packet in bytes, by default 1500; at least 1280 for IPv6.
         one_clock: all hosts have the machine's CLOCK_MONOTONIC, so that their times can be compared.
-        dead_end: each host has a second, unconnected interface, with addresses of one network and a default route.
+        dead_end: each host has a second, unconnected interface, with a default route; their addresses share a network.
 
     Raises:
         PhalanxError: namespaces are not permitted, or ip or tc is missing (see `why_no_hosts`).

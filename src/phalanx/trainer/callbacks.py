@@ -27,7 +27,7 @@ _logger = get_logger(__name__)
 class Callback:
     """Override the points that you need. All ranks call each point, in the order of the Trainer's `callbacks`.
 
-        on_fit_begin            model and optimizer are set up, a checkpoint was loaded if there is one
+        on_fit_begin            model and optimizer are set up, and a checkpoint is loaded if one exists
           on_epoch_begin        trainer.epoch is the coming epoch
             on_step_end         an update is done and counted: trainer.step
             on_checkpoint       a save of trainer.step has begun
@@ -148,7 +148,7 @@ class LambdaCallback(Callback):
 class CallbackStates:
     """`CallbackStates` is the checkpoint part with the states of callbacks, by name.
 
-    A checkpoint may lack a callback, or have one that no longer exists.
+    A checkpoint may lack a callback's state, or have the state of a callback that no longer exists.
     """
 
     def __init__(self, callbacks: Sequence[Callback]) -> None:

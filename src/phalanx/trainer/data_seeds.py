@@ -38,7 +38,7 @@ def agree_on_seeds(state: elastic.State, strategy: Strategy) -> None:
 def seed_of_replica(seeds: tuple[int, ...], replica: int) -> int:
     """Return the seed of a replica, which may have joined later.
 
-    If the script has seeded all replicas equally, they may divide one order among them: a new replica gets the same
+    If the script has seeded all replicas equally, they may divide a common order: a new replica then gets the same
     seed.
     """
     if replica < len(seeds):

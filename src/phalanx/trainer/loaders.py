@@ -75,7 +75,7 @@ class FitLoader:
         return count * self._strategy.num_replicas_in_sync / world_size
 
     def begin_epoch(self, epoch: int, batch_size: int | None, seeds: tuple[int, ...]) -> None:
-        """Prepare the data for an epoch, or for the rest of one. `seeds` has one for each replica."""
+        """Prepare the data for an epoch, or for the rest of an epoch. `seeds` has a seed for each replica."""
         loader = self.loader
         if self.sampler is not None:
             # A rank that joined later has divided the batch among more replicas: all use the first ranks' number.
@@ -207,7 +207,7 @@ _NONE = object()
 
 
 def divide(strategy: Strategy, name: str, given: Any, *, padding: bool = True) -> FitLoader:
-    """Divide `given` among the replicas; return the `FitLoader` of this one.
+    """Divide `given` among the replicas; return the `FitLoader` of this replica.
 
     Raises:
         ValueError, TypeError: `given` is not a loader, cannot be divided, or has no batch.
@@ -312,7 +312,7 @@ class BatchSizes:
 
     @classmethod
     def of(cls, loader: DataLoader[Any]) -> BatchSizes:
-        """Return the sizes for the rest of the epoch. Samples that are batches themselves count as one each."""
+        """Return the sizes for the rest of the epoch. A sample that is itself a batch counts as one."""
         total = len(loader)
         batch_size = getattr(loader.batch_sampler, "batch_size", None)
         if batch_size is None or loader.batch_sampler.drop_last or not total:  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""Show one display for the whole job on rank 0 while all ranks iterate."""
+"""Display the progress of the whole job on rank 0 while all ranks iterate."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ class Trainer:
             fifth epoch.
         keep: how many checkpoints to keep.
         keep_best: ("accuracy", "max", 3) also keeps the 3 checkpoints with the best validations; each epoch whose
-            validation is one of the best is saved.
+            validation is among the best is saved.
         callbacks: see `Callback`.
         report: a folder for the run's report, as `phalanx run --report` writes it (`phalanx docs report`).
         log_dir: a folder for TensorBoard: loss and learning rate of each `log_every`-th update, and validation metrics.
@@ -207,7 +207,7 @@ class Trainer:
         self._calls = CallbackCalls()
         self._recovery = CallbackRecovery(self.strategy)
 
-    # -- what callbacks read -------------------------------------------------------------------------------------------
+    # -- for callbacks -------------------------------------------------------------------------------------------------
 
     @property
     def step(self) -> int:
@@ -428,7 +428,7 @@ class Trainer:
         """
         return self._validation.measure(loader)
 
-    # -- what goes into a checkpoint -----------------------------------------------------------------------------------
+    # -- the parts of a checkpoint -------------------------------------------------------------------------------------
 
     def _make_state(self, loader: FitLoader) -> elastic.State:
         things = {**self.strategy.training_objects(), **({} if loader.sampler is None else {"sampler": loader.sampler})}
@@ -559,7 +559,7 @@ class Scalars:
             self.loggers.log_metrics(new, step)
 
     def begin(self, again_from: int | None, params: Mapping[str, Any]) -> None:
-        """Begin or resume the curves; `params` are the settings, `again_from` the checkpoint's step, 0 without one.
+        """Begin or resume the curves. `params` has the settings; `again_from` is as in `Logger.begin`.
 
         A logger that can remove points also removes the points of the checkpoint's own step, because a validation may
         have followed the save; the checkpoint's values of that step are logged again.

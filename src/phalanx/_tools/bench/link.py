@@ -57,7 +57,7 @@ def measure(transport: HierarchicalTransport, names: Sequence[str], rounds: int)
         mine = _exchange(transport, pair, rounds) if transport.rank in pair else {}
         everybody: list[dict[int, float]] = [{} for _ in range(transport.world_size)]
         dist.all_gather_object(everybody, mine)
-        # The slower side's time is the exchange's.
+        # The exchange takes as long as on its slower side.
         seconds = {size: max(everybody[r][size] for r in pair) for size in SIZES}
         measured.append(LinkMeasurement((names[pair[0]], names[pair[1]]), find_link(seconds), seconds))
     return measured
@@ -102,7 +102,7 @@ def slowest(measured: Sequence[LinkMeasurement]) -> Link:
 
 
 def is_slow(one: LinkMeasurement, measured: Sequence[LinkMeasurement]) -> bool:
-    """Return whether a link has less than half of the fastest one's throughput."""
+    """Return whether a link has less than half of the fastest link's throughput."""
     return one.link.bytes_per_s < max(each.link.bytes_per_s for each in measured) / 2
 
 

@@ -71,7 +71,7 @@ def check_cores(facts: DoctorFacts) -> CheckResult:
 
 
 def check_memory(facts: DoctorFacts) -> CheckResult:
-    """Return whether one rank per core fits."""
+    """Return whether memory suffices for one rank per core."""
     host = facts.host
     if host.available_bytes is None:
         return CheckResult("memory", CheckStatus.OK, "not reported by this platform")
@@ -465,7 +465,7 @@ def check_peers(facts: DoctorFacts) -> CheckResult:
 
 
 def check_mig(facts: DoctorFacts) -> CheckResult:
-    """Return whether GPUs are partitioned, or accept one process only."""
+    """Return whether GPUs are partitioned, or accept only one process each."""
     cut = [str(i) for i, gpu in enumerate(facts.driver.gpus) if gpu.mig]
     closed = [str(i) for i, gpu in enumerate(facts.driver.gpus) if gpu.exclusive]
     if cut:

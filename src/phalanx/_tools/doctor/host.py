@@ -30,7 +30,7 @@ _RESOLVE = "import socket; print(*sorted({entry[4][0] for entry in socket.getadd
 
 
 def examine() -> DoctorFacts:
-    """Return all facts that the checks need; this takes the seconds of importing PyTorch."""
+    """Return all facts that the checks need. This imports PyTorch in another process, which takes seconds."""
     torch, training = try_training()
     return DoctorFacts(phalanx.__version__, examine_host(), examine_kernel(), torch, training, query_driver())
 

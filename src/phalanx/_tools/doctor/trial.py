@@ -1,6 +1,6 @@
 """Import PyTorch and train for one step, in a separate process: either may crash, and the doctor must report it.
 
-The process prints its results in lines of JSON, one per stage; if it dies, the stage in which it died has no line.
+The process prints a line of JSON for each completed stage; if it dies, the stage in which it died has no line.
 """
 
 from __future__ import annotations
