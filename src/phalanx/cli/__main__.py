@@ -7,7 +7,7 @@ import sys
 
 from phalanx._job.output.standard import open_standard_descriptors
 
-open_standard_descriptors()  # first: importing ctypes may open a descriptor, with the number of a closed one
+open_standard_descriptors()  # first: importing ctypes may open a file that gets the number of a closed descriptor
 if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     # Ctrl-C during the imports exits without a traceback: nothing was started.
     signal.signal(signal.SIGINT, signal.SIG_DFL)

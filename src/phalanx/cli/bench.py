@@ -94,7 +94,7 @@ def _link(rounds: int, in_json: bool) -> None:
 
 
 class _Progress:
-    """`_Progress` prints the current measurement to stderr: on a terminal in one line, which is cleared."""
+    """`_Progress` prints the current measurement to stderr; on a terminal, in a line that is cleared at the end."""
 
     def __init__(self) -> None:
         self._redraws = sys.stderr.isatty()

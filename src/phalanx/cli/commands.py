@@ -24,7 +24,7 @@ SECTIONS = {
 
 
 class _Commands(click.Group):
-    """A group that imports a command's module when the command is used or listed."""
+    """A click group that imports a command's module when the command is used or listed."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted(

@@ -39,7 +39,7 @@ def _serve(bind: str, key_file: str | None, job: str, lost_after_s: float) -> No
     """Print one line with the address, then serve at `bind` until Ctrl-C or SIGTERM.
 
     Raises:
-        AuthenticationError: there is no key, or it may not be used.
+        AuthenticationError: there is no key, or the key may not be used.
         CoordinationError: the address cannot be bound.
         ValueError: `bind` is not an address.
     """

@@ -31,7 +31,7 @@ class WordsCommand(click.Command):
 
 
 class _OneOf(click.types.StringParamType):
-    """A value that is one of some words or any other text: `N|auto|cpu|gpu`."""
+    """A value of any text, for which a shell completes some words: `N|auto|cpu|gpu`."""
 
     def __init__(self, words: list[str]) -> None:
         self.words = words

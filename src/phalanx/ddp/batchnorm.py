@@ -19,7 +19,7 @@ Wu and He (2018), Group Normalization, table 2: ResNet-50's error on ImageNet wi
 per worker, 23.7% with 16, and then 24.8% with 8, 27.3% with 4 and 34.7% with 2.
 """
 
-_UNKNOWN = 2**62  # stands for a batch of unknown size: above every threshold, so that it decides nothing
+_UNKNOWN = 2**62  # the size of an unknown batch: above every threshold, so that it decides nothing
 
 SyncChoice = Literal["auto"] | bool
 
@@ -37,7 +37,7 @@ def check_choice(choice: object) -> None:
 
 
 def batch_size(inputs: Iterable[Tensor]) -> int | None:
-    """Return dimension 0 of forward's first input tensor with dimensions; None if there is none."""
+    """Return the size of dimension 0 of the first input tensor that has dimensions; None if no tensor has any."""
     return next((tensor.shape[0] for tensor in inputs if tensor.dim()), None)
 
 
@@ -53,10 +53,10 @@ def span_ranks(module: nn.Module, group: dist.ProcessGroup) -> None:
 
 
 def sync_if_small(module: nn.Module, inputs: Iterable[Tensor], group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Convert the module's BatchNorm layers if the batch per rank is below `SYNC_BELOW`; log one line on rank 0.
+    """Convert the module's BatchNorm layers if any rank's batch is below `SYNC_BELOW`; log one line on rank 0.
 
-    Return whether the layers were converted. All ranks call it, and agree on the smallest batch of any rank. Without
-    such layers, or in a group of one rank, nothing happens.
+    Return whether the layers were converted. All ranks call it, and agree on the smallest batch of any rank. Do nothing
+    without such layers, or in a group of one rank.
     """
     num_layers = len(find_batchnorms(module))
     if not num_layers or group.size() == 1:

@@ -47,7 +47,7 @@ class GradientBuffer:
         self._parameters = parameters
         self.views = [self._view(position) for position in range(len(plan.slots))]
         self._addresses = [flat.data_ptr() + slot.offset * plan.dtype.itemsize for slot in plan.slots]
-        self._lent = False  # whether a view was lent since the last check that all were returned
+        self._lent = False  # whether a view was lent since the last check that found all views returned
         self._unlent = reference_counts(self.views)  # the reference counts while no view is lent
         self._storage_unlent: int | None = None  # the same for the storage; an exchange may have a view of it
 
@@ -65,7 +65,7 @@ class GradientBuffer:
         self._parameters[position].grad = self.views[position]
 
     def may_overwrite(self) -> bool:
-        """Return whether the bucket may write to the buffer: nobody uses a view of it that is no longer a `.grad`.
+        """Return whether the bucket may write to the buffer: no code uses a view of it that is no longer a `.grad`.
 
         Other references to a view in `.grad` do not count: as everywhere in torch, a user who keeps a gradient, or a
         view of it, without setting `.grad` to None sees the gradient change.
@@ -94,10 +94,10 @@ class GradientBuffer:
 def allocate(
     plan: BucketPlan, group: dist.ProcessGroup, *, as_view: bool, pool: SharedPool | None
 ) -> list[tuple[Tensor, ...]]:
-    """Allocate the buffers of each bucket, each in a storage of its own: two, one, or none for a sparse bucket.
+    """Allocate the buffers of each bucket, each in its own storage: two or one, or none for a sparse bucket.
 
-    If ranks share memory, all ranks call it: buffers on the CPU are parts of one block that all can access. A page that
-    nobody touches costs no memory.
+    If ranks share memory, all ranks call it: buffers on the CPU are parts of one block that all ranks can access. An
+    untouched page costs no memory.
     """
     counts = [0 if bucket.sparse else 2 if as_view and not _is_pooled(bucket, pool) else 1 for bucket in plan.buckets]
     shared = shares_memory(group)

@@ -22,9 +22,9 @@ if TYPE_CHECKING:  # needs the C core, which may be missing
 
 
 class BucketSet:
-    """A `BucketSet` has buckets for the gradients of `parameters`, which `specs` describe, one for one.
+    """A `BucketSet` has buckets for the gradients of `parameters`, which `specs` describe in the same order.
 
-    If the group's memory is shared, building a set and planning anew are collective.
+    If ranks share memory, constructing a set and adopting a new plan are collective.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ def _share_memory_for(specs: Sequence[ParameterSpec], group: dist.ProcessGroup) 
 
 
 def _choose_exchange(group: dist.ProcessGroup, buckets: Sequence[DenseBucket]) -> Exchange:
-    """Return an exchange that reduces buckets in place if all ranks can access them; else one with all_reduce."""
+    """Return an exchange that reduces buckets in place if all ranks can access them; else a `WorkExchange`."""
     if shares_memory(group) and any(bucket.plan.numel and bucket.plan.device.type == "cpu" for bucket in buckets):
         return SharedExchange(group, buckets)
     return WorkExchange(group)

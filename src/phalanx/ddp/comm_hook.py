@@ -38,7 +38,7 @@ class GradBucket:
         return self._buffer
 
     def set_buffer(self, buffer: Tensor) -> None:
-        """Replace the tensor of `buffer()` and `gradients()`, for example by one of another dtype."""
+        """Replace the tensor of `buffer()` and `gradients()`, for example by a tensor of another dtype."""
         self._buffer = buffer
 
     def gradients(self) -> list[Tensor]:

@@ -65,5 +65,5 @@ def digests(tensors: Iterable[Tensor | None], device: torch.device) -> Tensor:
 
 
 def find_differences(rows: Sequence[Sequence[int]]) -> list[int]:
-    """Return the positions, in order, at which the rows (one per rank) differ. 0 means no value."""
+    """Return the positions, in order, at which the rows (one per rank) differ. A 0 counts as no value."""
     return [position for position, column in enumerate(zip(*rows, strict=True)) if len(set(column) - {0}) > 1]

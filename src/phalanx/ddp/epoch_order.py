@@ -13,15 +13,15 @@ from phalanx.ddp.graph import find_tensors
 from phalanx.ddp.invisible import all_elements_of, invisible
 
 NUM_BATCHES = 3
-"""The number of first batches whose repetition, in the same order, is no accident."""
+"""The number of first batches to keep: enough that a repetition in the same order is no accident."""
 
 MOST_STEPS = 1000
 """The number of steps after which the search for the first batches ends."""
 
 MOST_OBJECTS = 1000
-"""The number of objects in forward's inputs above which they are not searched for tensors."""
+"""The number of objects in forward's inputs after which the search for tensors ends, and inputs are not compared."""
 
-# about so many elements of each tensor are compared: that takes microseconds for any batch
+# About this many elements of each tensor are compared, which takes microseconds for any batch.
 _NUM_ELEMENTS = 256
 
 # torch.equal supports these on the CPU; for other dtypes, it fails in some versions for some strides.
@@ -34,7 +34,7 @@ Probe = list[Tensor]
 
 
 class EpochOrder:
-    """An `EpochOrder` compares the batches of one rank with its first ones until these are repeated."""
+    """An `EpochOrder` compares each batch of a rank with the rank's first batches, until these are repeated."""
 
     def __init__(self) -> None:
         self._first: list[Probe] = []
@@ -47,10 +47,10 @@ class EpochOrder:
     def repeats(self, inputs: object) -> bool:
         """Return whether, with this batch, the first `NUM_BATCHES` were repeated in their order.
 
-        The result is never True if two of the first batches are equal, or if torch cannot compare the tensors. It is
-        never True for tensors that are not on the CPU either: comparing them would stall their device.
+        The result is never True if two of the first batches are equal, or if torch cannot compare the tensors, or if
+        they are not on the CPU: comparing them would stall their device.
 
-        Cost: compares some 256 elements of each tensor, up to the first difference, in at most `MOST_STEPS` steps.
+        Cost: compares about 256 elements of each tensor, up to the first difference, in at most `MOST_STEPS` steps.
         """
         self.num_steps += 1
         tensors, is_complete = find_tensors(inputs, MOST_OBJECTS)

@@ -1,8 +1,8 @@
 """An exchange replaces a bucket by the mean over all ranks; it is the interface between reducer and communication.
 
 The reducer calls `launch` for each bucket, in the plan's order on every rank, from autograd's thread during backward,
-and `PendingBucket.wait` for each, in the same order, when backward is done. This module has an exchange for any
-backend and one for buckets in the shared heap; `comm_hook` has one for users' hooks.
+and `PendingBucket.wait` for each, in the same order, at the end of backward. This module has an exchange for any
+backend and an exchange for buckets in the shared heap; `comm_hook` has an exchange for users' hooks.
 """
 
 from __future__ import annotations
@@ -98,13 +98,13 @@ class SharedExchange:
 
 
 def _content(bucket: DenseBucket) -> Tensor:
-    """Return the bucket's memory; for a single gradient without the gap, which a gradient in the pool does not have."""
+    """Return the bucket's memory; for a single gradient without the gap, since a gradient in the pool has no gap."""
     (first, *others) = bucket.plan.slots
     return bucket.buffer if others else bucket.buffer[: first.numel]
 
 
 def _needed(bucket: DenseBucket) -> tuple[int, int] | None:
-    """Return the range of elements that this rank needs of a bucket; a complex element counts as two."""
+    """Return the range of the bucket's elements that this rank needs; a complex element counts as two."""
     if bucket.needed is None:
         return None
     parts = 2 if bucket.plan.dtype.is_complex else 1
@@ -127,7 +127,7 @@ class SparsePending:
         self._bucket = bucket
         self._group = group
         parameter = bucket.parameters[0]
-        if grad is None:  # nothing to contribute, but the other ranks wait for this one
+        if grad is None:  # nothing to contribute, but the other ranks wait for this rank
             grad = torch.sparse_coo_tensor(
                 torch.empty(1, 0, dtype=torch.int64, device=parameter.device),
                 torch.empty(0, *parameter.shape[1:], dtype=parameter.dtype, device=parameter.device),

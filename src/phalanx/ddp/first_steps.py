@@ -47,9 +47,9 @@ _SUMMED = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64
 
 
 class FirstSteps:
-    """`FirstSteps` holds this rank's observations in the first `NUM_STEPS` rounds. All ranks have one, or none has.
+    """`FirstSteps` holds this rank's observations in the first `NUM_STEPS` rounds. All ranks have one, or no rank has.
 
-    `names` are the names of `parameters`, one for one.
+    `names` are the names of `parameters`, in the same order.
 
     Cost: each of these steps reads the inputs, the gradients and the parameters once more.
     """
@@ -63,7 +63,7 @@ class FirstSteps:
         """Whether an error has ended the watch on this rank."""
         self._steps: list[StepObservations] = []
         self._reported: set[str] = set()
-        self._unconfirmed: list[Mistake] = []  # the parameters differed in the last backward: the step after it decides
+        self._unconfirmed: list[Mistake] = []  # found in the last backward; the optimizer step after it decides
         self._restores_parameters = False  # the program changes parameters for a backward, and restores them
         self._optimizers = OptimizerWatch(parameters)
         self._begin_step()
@@ -131,7 +131,7 @@ class FirstSteps:
         return False
 
     def _select_confirmed(self, found: list[Mistake]) -> list[Mistake]:
-        """Return the warnings to log now; a difference of parameters is logged once a step was taken from them."""
+        """Return the warnings to log now. Hold back differing parameters until an optimizer has stepped from them."""
         if self._unconfirmed and were_restored(self._steps[-1]):
             self._restores_parameters = True
         confirmed = [] if self._restores_parameters else self._unconfirmed
@@ -182,7 +182,7 @@ def _digest_each(parameters: Sequence[Tensor]) -> Tensor:
 
 
 def _nans(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Yield, for each tensor that can hold a NaN and be summed, whether its sum is NaN: faster than a test of elements.
+    """Yield, for each tensor that can hold a NaN, whether its sum is NaN: faster than testing its elements.
 
     Infinities of both signs in one tensor also count.
     """
@@ -220,7 +220,7 @@ class OptimizerWatch:
         return self._found_lookalikes and not self._found_ours
 
     def expect_step(self) -> None:
-        """Compute the digest of the parameters at the next step; other steps then cost nothing."""
+        """Compute the digest of the parameters at the next step only, so that other steps cost nothing."""
         self._is_expected = True
 
     def pop_step_digest(self) -> int:

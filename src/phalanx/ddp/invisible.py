@@ -42,7 +42,7 @@ _R = TypeVar("_R")
 
 
 def can_observe() -> bool:
-    """Return whether an operator would compute now, instead of being transformed, traced or faked."""
+    """Return whether an operator called now computes real values: it is not transformed, traced or faked."""
     return not (
         _functorch_level() is not None
         or _tracing_state() is not None
@@ -59,7 +59,7 @@ def outside_modes() -> Iterator[None]:
 
 
 def invisible(method: Callable[Concatenate[_W, _P], _R]) -> Callable[Concatenate[_W, _P], _R | None]:
-    """Run a method of a watch outside of modes; do nothing if the watch is disabled, or operators do not compute now.
+    """Run a method of a watch outside of modes; do nothing if the watch is disabled, or `can_observe` is False.
 
     An error in the method disables the watch, and is not raised.
     """
@@ -101,6 +101,6 @@ def elements_of(tensor: Tensor) -> Tensor | None:
 
 
 def all_elements_of(tensors: list[Tensor]) -> list[Tensor] | None:
-    """Return the elements of each tensor, or None if there are no tensors or one cannot be read."""
+    """Return the elements of each tensor, or None if there are no tensors or some tensor cannot be read."""
     found = [elements for tensor in tensors if (elements := elements_of(tensor)) is not None]
     return found if found and len(found) == len(tensors) else None

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class JoinStatus:
-    """A `JoinStatus` says how a rank takes part in one forward."""
+    """A `JoinStatus` describes how a rank takes part in one forward."""
 
     active: bool
     """Whether this rank is in the context; a rank that has left it shadows the others."""
@@ -90,7 +90,7 @@ def _gather(row: list[bool], group: dist.ProcessGroup, device: torch.device) -> 
 
 
 def refuse_join_shadow(module: nn.Module, group: dist.ProcessGroup) -> None:
-    """Refuse to shadow a rank whose forward or update needs this rank's own batch.
+    """Refuse to shadow ranks whose forward or update needs this rank's own batch.
 
     Raises:
         RuntimeError: batch statistics are over all ranks, or each rank updates a part of the parameters.
@@ -123,7 +123,7 @@ class JoinShadow(JoinHook):
         self._shadow_step()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Copy the model of a rank that left last to all, now that all ranks have left."""
+        """Copy the model of a rank that left last to all ranks, once all ranks have left."""
         self._end(is_last_joiner)
 
 

@@ -14,7 +14,7 @@ from torch.nn.modules.module import (
 
 
 class LateParameters:
-    """`LateParameters` detects parameters that require a gradient and were added or unfrozen after it was built.
+    """`LateParameters` detects parameters that require a gradient and were added or unfrozen after its construction.
 
     Torch's registration hooks report additions. Tensors that replace parameters during a call
     (`torch.func.functional_call`) are not registered, and do not count as added.
@@ -73,7 +73,7 @@ def _parameters_in(module: nn.Module) -> Iterator[Tensor]:
 
 
 def explain_newcomers(names: Sequence[str], rank: int) -> str:
-    """Return an error with advice about parameters that were added or unfrozen."""
+    """Return the error message, with advice, for parameters that were added or unfrozen."""
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     return (
         f"DistributedDataParallel on rank {rank}: {names[0]!r}{more} needs a gradient, but was missing or frozen when "
@@ -90,7 +90,7 @@ _all: weakref.WeakSet[LateParameters] = weakref.WeakSet()
 def _register_hooks() -> None:
     """Register a hook of each kind, once per process.
 
-    They stay: removing a hook when its wrapper is collected could happen while torch iterates over the hooks.
+    The hooks are never removed: a wrapper may be collected while torch iterates over the hooks.
     """
     for register in (register_module_parameter_registration_hook, register_module_module_registration_hook):
         register(_on_registration)

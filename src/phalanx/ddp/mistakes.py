@@ -20,7 +20,7 @@ DIFFERING_PARAMETERS = "differing parameters"
 
 @dataclass(frozen=True)
 class Observation:
-    """An `Observation` is what one rank saw in one step, as numbers to gather: digests, flags and positions."""
+    """An `Observation` has the observations of a rank in a step, as numbers to gather: digests, flags, positions."""
 
     has_inputs: int = 0
     """1 if an input tensor of forward has an element."""
@@ -61,7 +61,7 @@ class Mistake:
 def decide_warnings(
     steps: Sequence[StepObservations], names: Sequence[str], differing: Sequence[int] = ()
 ) -> list[Mistake]:
-    """Return the warnings to log after `steps`, whose last is the latest.
+    """Return the warnings to log after the latest of `steps`, which is the last.
 
     Arguments:
         names: the parameters' names, in the order that `Observation.nan_gradient` counts.
@@ -83,7 +83,7 @@ def decide_warnings(
 def were_restored(latest: StepObservations) -> bool:
     """Return whether all ranks stepped from the same parameters, even if their last backwards used different ones.
 
-    Some methods move the parameters for one backward and restore them, as sharpness-aware minimization (SAM) does.
+    Some methods change the parameters for one backward and then restore them, such as sharpness-aware minimization.
     """
     return latest[0].stepped != 0 and len({one.stepped for one in latest}) == 1
 

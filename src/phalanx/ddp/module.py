@@ -47,22 +47,23 @@ class DistributedDataParallel(JoinInterface, TorchInterface):
     """Train one model on many ranks: each rank computes its own batch's gradients, and backward averages them.
 
     Replaces `torch.nn.parallel.DistributedDataParallel`, over any backend of `torch.distributed`. On `"phalanx"`
-    gradients are in memory that the ranks share, and are reduced there. All ranks construct it together, with the same
-    model; all ranks get rank 0's parameters and buffers.
+    gradients are in memory that the ranks share, and are reduced there. Construction is collective: all ranks pass the
+    same model, and get rank 0's parameters and buffers.
 
     Arguments are PyTorch's, with these differences. `gradient_as_bucket_view` defaults to True: `.grad` is a view of a
-    bucket, which replaces a `.grad` that you assigned, and which the next backward overwrites unless you have a
-    reference to it. `batched_grad_copy`, `lazy_bucket_allocation` and `dim` have no effect. An unsupported argument
-    is an error that names it. Gradients are averaged once per backward, not once per forward: two forwards followed
-    by their two backwards give the correct mean.
+    bucket. The view replaces a `.grad` that you assigned. The next backward overwrites the view, unless you keep a
+    reference to it and set `.grad` to None. `batched_grad_copy`, `lazy_bucket_allocation` and `dim` have no effect. An
+    unsupported argument is an error that names it. Gradients are averaged once per backward, not once per forward: two
+    forwards followed by their two backwards give the correct mean.
 
     A forked process shares `.grad` with its parent (no copy on write). Before the fork, clone the gradients that the
     child reads.
 
     Phalanx adds two arguments. With `sync_batchnorm=True` BatchNorm layers normalize over all ranks' batches
     (`phalanx.SyncBatchNorm`); with "auto" they do so if a rank's first batch has fewer than 16 samples, and rank 0 logs
-    it. With `check` the wrapper detects common mistakes in the first 3 steps (for example, that every rank reads the
-    same batch), and logs one warning for each on rank 0; `phalanx docs mistakes` lists them. False turns this off.
+    the choice. With `check` the wrapper detects common mistakes in the first 3 steps (for example, that every rank
+    reads the same batch), and logs one warning for each on rank 0; `phalanx docs mistakes` lists them. False turns this
+    off.
 
     Names follow the module tree, as in PyTorch: the wrapped module is the child `module`, and the keys of
     `state_dict()` begin with `module.`; the keys of `ddp.module.state_dict()` do not. `load_state_dict` accepts both.
@@ -73,7 +74,7 @@ class DistributedDataParallel(JoinInterface, TorchInterface):
     Raises:
         ValueError: an argument is not supported, or disagrees with the module's devices.
         RuntimeError: there is no process group, or no parameter requires a gradient. In forward: a parameter was added
-            or unfrozen since construction, or backward left one without a gradient. In an optimizer's step: gradients
+            or unfrozen since construction, or got no gradient in backward. In an optimizer's step: gradients
             were not averaged, because no forward of the wrapper preceded their backward.
         MismatchError: the ranks' models or settings differ; raised on all ranks.
 
@@ -130,7 +131,7 @@ class DistributedDataParallel(JoinInterface, TorchInterface):
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.static_graph = static_graph
         self.require_backward_grad_sync = True
-        # PyTorch has two names for one setting; with False they differ, and only at construction.
+        # PyTorch has two names for one setting, which differ only if False, and only at construction.
         given = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
         self.broadcast_buffers = True if given is None else given
         self._divide_by_initial_world_size = True
@@ -198,10 +199,10 @@ class DistributedDataParallel(JoinInterface, TorchInterface):
         )
 
     def regroup(self, process_group: dist.ProcessGroup) -> None:
-        """Continue in another group with the same module; drop all gradients. All ranks of `process_group` call this.
+        """Move the wrapper to another group, and drop all gradients. All ranks of `process_group` call this.
 
-        The order of gradients and a static graph are recorded again, since new ranks do not know them. The caller
-        synchronises parameters and buffers. Of a comm hook's state only its `process_group` is changed.
+        The next backward records the order of gradients and the static graph again, since new ranks do not know them.
+        The caller synchronises parameters and buffers. In a comm hook's state only `process_group` changes.
 
         Cost: as the constructor, without its broadcast.
         """
@@ -293,9 +294,9 @@ class DistributedDataParallel(JoinInterface, TorchInterface):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate the gradients of forwards inside on this rank only; the first backward outside averages the sum.
+        """Accumulate gradients on this rank only, without averaging; the first backward outside averages the sums.
 
-        The forward must be inside, too: it decides whether its backward averages.
+        Call the forward inside the context, too: the forward decides whether its backward averages.
         """
         before = self.require_backward_grad_sync
         self.require_backward_grad_sync = False
@@ -331,7 +332,7 @@ class DistributedDataParallel(JoinInterface, TorchInterface):
 
         Raises:
             TypeError: `hook` is not callable.
-            ValueError: `hook` is one of PyTorch's that cannot work here; `phalanx docs data-parallel` lists them.
+            ValueError: `hook` is a PyTorch hook that cannot work here; `phalanx docs data-parallel` lists those hooks.
             RuntimeError: a hook is already registered, or a parameter has sparse gradients.
         """
         refuse_hook(hook, dist.get_backend(self.process_group))
@@ -344,7 +345,7 @@ class DistributedDataParallel(JoinInterface, TorchInterface):
         self._reducer.use_exchange(HookExchange(state, hook, lambda: len(self.plan.buckets)))
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load state whose keys all begin with PyTorch's `module.`, or are the wrapped module's own keys.
+        """Load a state with the wrapped module's keys, either all with PyTorch's prefix `module.` or all without it.
 
         Raises:
             ValueError: `assign=True`, which would replace the parameters whose gradients are in buckets.
@@ -380,7 +381,7 @@ def _is_bare(own: Collection[str], keys: Collection[str], prefix: str = "") -> b
 
 
 def _restore_prefix(ddp: DistributedDataParallel, state_dict: dict[str, Any], prefix: str, *_unused: Any) -> None:
-    """Accept both kinds of keys when a module that contains the wrapper loads a state."""
+    """Accept keys with and without `module.` when a module that contains the wrapper loads a state."""
     own = ddp.module.state_dict().keys()
     if _is_bare(own, state_dict.keys(), prefix):
         bare = {key: state_dict.pop(prefix + key) for key in own if prefix + key in state_dict}
@@ -395,7 +396,7 @@ _REFUSED = {
 }
 
 _HOOKS = "torch.distributed.algorithms.ddp_comm_hooks."
-# Hooks of PyTorch, by their module, that cannot work here, or on this backend.
+# PyTorch's hooks that cannot work here, by module.
 _REFUSED_HOOKS = {
     _HOOKS + "mixed_precision_hooks": "it is a part of PyTorch's own DistributedDataParallel(mixed_precision=...). "
     "Use torch.autocast around forward, and bf16_compress_hook to send fewer bytes",
@@ -418,7 +419,7 @@ def refuse_hook(hook: Callable[..., Any], backend: str) -> None:
     """Refuse PyTorch's communication hooks that cannot work here, before a backward fails in them.
 
     Raises:
-        TypeError: `hook` is not a function.
+        TypeError: `hook` is not callable.
         ValueError: `hook` cannot work here; the message names an alternative.
     """
     if not callable(hook):
@@ -482,7 +483,7 @@ def decide_group(process_group: dist.ProcessGroup | None, device_mesh: DeviceMes
 def localize(module: nn.Module, device_mesh: DeviceMesh) -> None:
     """Replace parameters that are DTensors by their local parts between forwards, as PyTorch's wrapper does.
 
-    This applies if the mesh is one axis of a larger mesh, whose other axes are for tensor parallelism.
+    Do this only if the mesh is one axis of a larger mesh, whose other axes are for tensor parallelism.
     """
     if device_mesh._get_root_mesh() != device_mesh:
         transform: Any = find(
@@ -497,7 +498,7 @@ def decide_device(
     device_ids: Sequence[int | torch.device] | None,
     output_device: int | torch.device | None,
 ) -> torch.device | None:
-    """Return the device that inputs are moved to; None does not move them.
+    """Return the device to which the wrapper moves inputs, or None to leave inputs where they are.
 
     Raises:
         ValueError: the module spans devices, or `device_ids` disagrees with the parameters.

@@ -74,9 +74,9 @@ class Backward:
     """A `Backward` is the backward in progress.
 
     Arguments:
-        syncs: it averages gradients, or only accumulates.
-        writes: it writes `.grad` of every parameter that it reaches, unlike torch.autograd.grad.
-        fresh: in a backward that only accumulates, whether it creates the gradient, for each parameter.
+        syncs: whether it averages gradients; otherwise it only accumulates.
+        writes: whether it writes `.grad` of every parameter that it reaches, unlike torch.autograd.grad.
+        fresh: for each parameter, whether this backward creates the gradient; recorded while it only accumulates.
     """
 
     syncs: bool
@@ -89,11 +89,11 @@ class Forwards:
     """`Forwards` summarises the forwards since the last round.
 
     Arguments:
-        latest_syncs: the decision of the latest forward, which is kept after the round.
-        any_syncs: one of them syncs.
-        any_accumulates: one of them only accumulates.
-        num_hidden: the number of syncing forwards without a graph in their outputs, whose backward is still to come.
-        reach: the leaves that they reach; None if unknown.
+        latest_syncs: whether the latest forward syncs; kept after the round.
+        any_syncs: whether any forward syncs.
+        any_accumulates: whether any forward only accumulates.
+        num_hidden: the number of syncing forwards without a graph in their outputs, whose backward is still pending.
+        reach: the leaves that the forwards' outputs reach; None if unknown.
     """
 
     latest_syncs: bool = False
@@ -113,9 +113,9 @@ class Forwards:
 class Reducer:
     """A `Reducer` averages the gradients of `parameters` over the ranks of `group`, once per backward.
 
-    `specs` describe `parameters`, one for one. `watch` observes the first rounds; all ranks have one, or none has.
-    `accumulates` returns whether to accumulate on this rank only, for now. If the group's memory is shared, all ranks
-    build their reducers together.
+    `specs` describe `parameters`, in the same order. `watch` observes the first rounds; all ranks have one, or no rank
+    has. `accumulates` returns whether this rank only accumulates, for now. If ranks share memory, all ranks construct
+    their reducers together.
     """
 
     def __init__(
@@ -211,7 +211,7 @@ class Reducer:
         return self._num_rounds
 
     def end_watch(self) -> None:
-        """End the watch of the first rounds, because ranks may have different ones."""
+        """End the watch of the first rounds, for example because ranks may have different rounds."""
         if self._watch is not None:
             self._watch.close()
             self._watch = None
@@ -234,7 +234,7 @@ class Reducer:
             raise self._missing_gradients()
 
     def prepare_backward(self, outputs: Iterable[Tensor], *, sync: bool) -> None:
-        """Record the task of a backward from `outputs`: sync, or only accumulate."""
+        """Record whether a backward from `outputs` syncs or only accumulates."""
         outputs = list(outputs)
         forwards = self._forwards
         forwards.latest_syncs = sync
@@ -301,7 +301,7 @@ class Reducer:
         )
 
     def _syncs_unannounced(self) -> bool:
-        """Return whether a backward syncs that passed no observed output.
+        """Return whether a backward that passed no observed output syncs.
 
         A backward from hidden tensors of a forward syncs. A backward that belongs to no forward does not: a penalty on
         the parameters, after the backward of the loss, adds to this rank's gradients, which hold the mean, as in
@@ -358,16 +358,16 @@ class Reducer:
     # At the end of backward
 
     def _leave(self) -> None:
-        """Finish when autograd has completed this backward."""
+        """End this backward, which autograd has completed, and the round if it is complete."""
         backward = self._backward
-        if backward is None:  # a forward has started again meanwhile
+        if backward is None:  # a forward has already ended it
             return
         reached_none = not self._round.started and backward.syncs and backward.writes
         if backward.fresh is not None and not backward.syncs:
             self._separate(backward.fresh)
         self._end_backward()
         if reached_none and (self._find_unused or self._learning or 0 in self._fires_expected):
-            self._round.started = True  # the other ranks still wait for this one's part
+            self._round.started = True  # the other ranks still wait for this rank's part
             self._skip_unused()
         if not self._round.started:  # it is torch.autograd.grad, or a backward that only accumulates
             return
@@ -393,7 +393,7 @@ class Reducer:
 
         AccumulateGrad adds in place, and does not check who else uses the memory: in `h + a.unsqueeze(0) +
         b.unsqueeze(0)` with one sample, the first gradients of `a` and `b` share memory, so that additions to one
-        change the other. Torch has this error without any wrapper.
+        change the other. Torch has this bug without any wrapper.
         """
         for index, (number, position) in self._set.places.items():
             if fresh[index]:
@@ -512,7 +512,8 @@ def weak_hook(
 ) -> Callable[[object], None]:
     """Return a hook that calls `call(owner, argument)` while the owner lives, and keeps nothing alive.
 
-    By its attribute `keeps_grad`, a distributed backward of `phalanx.rpc` leaves the gradient in `.grad` until it ends.
+    Because of its attribute `keeps_grad`, a distributed backward of `phalanx.rpc` leaves the gradient in `.grad` until
+    that backward ends.
     """
 
     @untraced
@@ -532,7 +533,7 @@ def is_last_hook(parameter: Tensor, hook_id: int) -> bool:
 
 
 def register_gradient_hook(parameter: Tensor, hook: Callable[..., None]) -> Any:
-    """Register a hook of a parameter's gradient, even if the parameter is frozen for now.
+    """Register a hook for a parameter's gradient, even if the parameter is frozen for now.
 
     A wrapper that switches to another group keeps its parameters, which may be frozen by then.
     """
@@ -598,7 +599,7 @@ def _here(rank: int) -> str:
 
 
 class Round:
-    """A `Round` tracks gradients that come in any order, and buckets that are launched in the plan's order."""
+    """A `Round` tracks gradients, which become ready in any order, and buckets, which are launched in plan order."""
 
     def __init__(self, buckets: Sequence[Bucket], num_parameters: int) -> None:
         self.started = False
@@ -632,7 +633,7 @@ class ShadowRound:
         }
 
     def launch(self, pending: list[PendingBucket]) -> None:
-        """Launch all buckets with zeros, in the plan's order; add those to wait for to `pending`."""
+        """Launch all buckets with zeros, in the plan's order; append the launched buckets to `pending`."""
         for bucket in self._set.buckets:
             if isinstance(bucket, SparseBucket):
                 pending.append(SparsePending(bucket, None, self._set.group))
@@ -642,7 +643,7 @@ class ShadowRound:
                 pending.append(self._set.exchange.launch(bucket))
 
     def restore(self) -> None:
-        """Restore the content of the buckets, once all launched buckets were waited for."""
+        """Restore the content of the buckets; call this after waiting for all launched buckets."""
         for bucket in self._set.buckets:
             if isinstance(bucket, SparseBucket):
                 bucket.mean = None

@@ -32,11 +32,12 @@ def check_replicas(model: nn.Module, group: dist.ProcessGroup | None = None, *, 
             forward, in which case they normally differ.
 
     Cost: reads every tensor once, at memory speed, and gathers 8 bytes per tensor; a tensor is sent only if replicas
-    differ. Of a sparse tensor it reads the stored values. Without a group, or with one rank, it does nothing.
+    differ. For a sparse tensor it reads the stored indices and values. Without a group, or with one rank, it does
+    nothing.
 
     Raises:
         MismatchError: tensors differ: the message names the first, the ranks whose values differ from rank 0's, and the
-            difference, unless it is sparse. Or models differ in names, shapes or dtypes.
+            difference, unless the tensor is sparse. Or models differ in names, shapes or dtypes.
     """
     ignored: frozenset[str] = frozenset()
     if isinstance(model, (DistributedDataParallel, TorchDistributedDataParallel)):

@@ -23,7 +23,7 @@ _unflatten: Any = find("torch._utils._unflatten_dense_tensors", loses=_LOSES)
 
 _neg_view: Any = find("torch._neg_view", loses="a model with a negative view as a buffer cannot be wrapped")
 
-_MESSAGE_BYTES = 32 * 1024 * 1024  # limits the memory beside the model
+_MESSAGE_BYTES = 32 * 1024 * 1024  # limits the temporary memory
 _ALIGN = 64
 _SHOWN = 8  # the most tensors in a message
 
@@ -31,9 +31,9 @@ _SHOWN = 8  # the most tensors in a message
 def broadcast_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup, src: int = 0) -> None:
     """Overwrite `tensors` on every rank with rank `src`'s, bit by bit.
 
-    They are sent as bytes, so one message carries any mixture of dtypes; on the CPU with a digest of their forms. The
-    widest elements come first, which keeps each tensor in the message aligned for its dtype. Version counters do not
-    change: autograd may have saved a buffer (batch norm in evaluation does) for a later backward.
+    Tensors are sent as bytes, so one message carries any mixture of dtypes; on the CPU it also has a digest of dtypes
+    and shapes. The widest elements come first, which keeps each tensor in the message aligned for its dtype. Version
+    counters do not change: autograd may have saved a buffer (batch norm in evaluation does) for a later backward.
 
     Raises:
         MismatchError: this rank's tensors have other dtypes or shapes than the source's; they were not changed.
@@ -57,7 +57,7 @@ def broadcast_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup, src: 
 
 
 def gather_rows(mine: Tensor, group: dist.ProcessGroup) -> list[list[Any]]:
-    """Return the numbers of every rank's `mine`, a small tensor of one dimension, by rank. All ranks call it."""
+    """Gather every rank's `mine`, a small one-dimensional tensor; return its numbers by rank. All ranks call it."""
     rows = [torch.empty_like(mine) for _ in range(group.size())]
     dist.all_gather(rows, mine, group=group)
     return [row.tolist() for row in rows]
@@ -66,11 +66,11 @@ def gather_rows(mine: Tensor, group: dist.ProcessGroup) -> list[list[Any]]:
 class BufferBroadcast:
     """A `BufferBroadcast` copies rank 0's buffers to all ranks before a forward: usually the same tensors each time.
 
-    If ranks share memory, rank 0 does not wait for the ranks that read, nor do they wait for each other; the group's
-    next collective confirms that all have called it. Otherwise, and for tensors that are not on the CPU, it is a
-    broadcast.
+    If ranks share memory, rank 0 does not wait for the readers, nor do the readers wait for each other; the group's
+    next collective confirms that all ranks have called it. Otherwise, and for tensors that are not on the CPU, it is an
+    ordinary broadcast.
 
-    Cost: the bytes are copied twice on every rank, and none are sent; all ranks load rank 0's memory bus.
+    Cost: with shared memory, two copies and no message; all ranks read from rank 0's memory.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -85,8 +85,8 @@ class BufferBroadcast:
     def from_first(self, tensors: Iterable[Tensor], num_rounds: int = 0) -> None:
         """Overwrite `tensors` with rank 0's, bit by bit; version counters do not change, as in `broadcast_tensors`.
 
-        `num_rounds` is the number of gradient rounds so far, the same on all ranks. It detects a forward of one rank
-        alone: without it, the other ranks would receive the previous step's buffers from then on, and none would wait.
+        `num_rounds` is the number of gradient rounds so far, the same on all ranks. It detects a forward that only one
+        rank runs: otherwise the other ranks would silently read the previous step's buffers from then on.
         """
         given = [tensor for tensor in tensors if tensor.numel()]
         members = _memories(given)
@@ -114,7 +114,7 @@ def _memories(tensors: Iterable[Tensor]) -> list[Tensor]:
     An expanded dimension has size 1, and the views are neither conjugated nor negated.
 
     Raises:
-        RuntimeError: one is sparse or nested.
+        RuntimeError: a tensor is sparse or nested.
     """
     memories = []
     for tensor in tensors:
@@ -143,12 +143,12 @@ _Form = tuple[torch.dtype, torch.Size]
 
 
 def _digest(forms: Sequence[_Form]) -> int:
-    """Return 64 bits that differ if the forms do: received bytes do not show their tensors' forms."""
+    """Return a 64-bit digest of dtypes and shapes, which received bytes do not show."""
     return int.from_bytes(hashlib.blake2b(repr(forms).encode(), digest_size=8).digest(), "little")
 
 
 def _pack(forms: Sequence[_Form]) -> tuple[Tensor, list[Tensor]]:
-    """Return one piece of memory, and in it a tensor of each form, aligned for every dtype."""
+    """Allocate one block; return it and, for each form, a view of it that is aligned for every dtype."""
     sizes = [-(-shape.numel() * dtype.itemsize // _ALIGN) * _ALIGN for dtype, shape in forms]
     with torch.inference_mode(False):  # the memory is kept for later forwards, which may train
         packed = torch.zeros(sum(sizes), dtype=torch.uint8, device="cpu")

@@ -12,12 +12,12 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 
 class StrayGradients:
-    """`StrayGradients` raises when an optimizer is about to step with gradients that were not averaged.
+    """`StrayGradients` raises an error when an optimizer is about to step with gradients that were not averaged.
 
-    Calling a method of the wrapped module instead of `forward` makes such gradients. If a round has averaged gradients
-    since the last step, other gradients may be added to them, for example of a penalty on the parameters.
+    Calling a method of the wrapped module instead of `forward` produces such gradients. If a round has averaged
+    gradients since the last step, other gradients may be added, for example of a penalty on the parameters.
 
-    `names` are the names of `parameters`, one for one.
+    `names` are the names of `parameters`, in the same order.
 
     Cost: a check of a flag in each step of an optimizer of this process.
     """
@@ -33,7 +33,7 @@ class StrayGradients:
         _all.add(self)
 
     def on_gradient(self, index: int) -> None:
-        """Record that a backward has written a parameter's gradient which no forward announced."""
+        """Record that a backward which no forward announced has written a parameter's gradient."""
         if not (self._averaged or self._has_averaged_elsewhere(index)):
             self._strays.add(index)
 
@@ -54,7 +54,7 @@ class StrayGradients:
         """Check the gradients with which an optimizer is about to step.
 
         Raises:
-            RuntimeError: some were not averaged.
+            RuntimeError: some gradients were not averaged.
         """
         if not (self._averaged or self._strays):
             return

@@ -20,7 +20,7 @@ _SHOWN = 8  # the most differences in a message; more would hide the first
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A `TensorEntry` has the properties of one parameter or buffer on which all ranks must agree.
+    """A `TensorEntry` has those properties of a parameter or buffer that must be equal on all ranks.
 
     strides   of its gradient, if it is not contiguous
     beside    names of other parameters in the same memory
@@ -133,7 +133,7 @@ def verify_same(
     Cost: one all_gather of 32 bytes; descriptions are sent only if they differ.
 
     Raises:
-        MismatchError: models or settings differ; the message says how, and on which rank.
+        MismatchError: models or settings differ; the message has the differences by rank.
     """
     settings_text = {name: repr(value) for name, value in settings.items()}
     digest = hashlib.sha256(repr((structure, settings_text)).encode()).digest()

@@ -19,7 +19,7 @@ from phalanx.nn.sync_batchnorm import SyncBatchNorm
 
 
 class TorchInterface(nn.Module):
-    """A `TorchInterface` has the names of PyTorch's wrapper that begin with an underscore, and similar ones."""
+    """`TorchInterface` provides names of PyTorch's wrapper that begin with an underscore or are undocumented."""
 
     process_group: dist.ProcessGroup
     module: nn.Module
@@ -61,7 +61,7 @@ class TorchInterface(nn.Module):
 
     @property
     def bucket_bytes_cap(self) -> int:
-        """Return the size in bytes at which a bucket is complete."""
+        """Return the size in bytes at which the plan closes a bucket."""
         return int(self._caps_mb[-1] * 1024 * 1024)
 
     @property
@@ -105,11 +105,11 @@ class TorchInterface(nn.Module):
     def _set_params_and_buffers_to_ignore_for_model(
         module: nn.Module, params_and_buffers_to_ignore: Collection[str]
     ) -> None:
-        """Exclude these names when `module` is wrapped: PyTorch has this call for experts on one rank each."""
+        """Exclude these names when `module` is wrapped, for example experts that exist on one rank only."""
         module._ddp_params_and_buffers_to_ignore = list(params_and_buffers_to_ignore)  # type: ignore[assignment]
 
     def _register_builtin_comm_hook(self, comm_hook_type: BuiltinCommHookType) -> None:
-        """Register one of PyTorch's C++ hooks by its name: here it is the same hook in Python."""
+        """Register the Python version of one of PyTorch's built-in C++ hooks."""
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
         fp16 = comm_hook_type == BuiltinCommHookType.FP16_COMPRESS
@@ -117,7 +117,7 @@ class TorchInterface(nn.Module):
         self.register_comm_hook(self.process_group, hook)
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
-        """Do nothing, since no times are measured. `torch.profiler` shows the time of each part of a step.
+        """Do nothing but check the rate: no times are measured. `torch.profiler` shows the time of each part of a step.
 
         Raises:
             ValueError: the rate is below 1, as in PyTorch.
@@ -131,7 +131,7 @@ class TorchInterface(nn.Module):
     # -- logging data --------------------------------------------------------------------------------------------------
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
-        """Return PyTorch's dictionary, with settings, buckets and steps, but without times."""
+        """Return PyTorch's dictionary of settings, buckets and steps, without times."""
         plan: BucketPlan = self._reducer.plan
         trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         sizes = ", ".join(str(bucket.num_bytes) for bucket in plan.buckets)
@@ -173,7 +173,7 @@ class TorchInterface(nn.Module):
         return scatter_kwargs(inputs, kwargs, device_ids, dim=self.dim)
 
     def to_kwargs(self, inputs: Any, kwargs: Any, device_id: int | torch.device) -> Any:
-        """Return the arguments on the wrapper's device, as the one element of two tuples."""
+        """Move the arguments to the wrapper's device; return each in a tuple of one element, for the one device."""
         return (self._moved(inputs),), (self._moved(kwargs),)
 
     def gather(self, outputs: Any, output_device: int | torch.device) -> Any:

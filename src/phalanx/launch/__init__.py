@@ -20,7 +20,7 @@ class Launch(ModuleType):
         nproc_per_node: int | str = "auto",
         **options: object,
     ) -> list[Any]:
-        """Call `fn(*args, **kwargs)` in every rank of a job on this host, and return what each returned, by rank."""
+        """Call `fn(*args, **kwargs)` in every rank of a job on this host, and return the results by rank."""
         from phalanx._job.launch.calls.call import launch as call
 
         return call(fn, args, kwargs, nproc_per_node=nproc_per_node, **options)

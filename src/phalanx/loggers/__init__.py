@@ -2,7 +2,7 @@
 
     from phalanx.loggers import WandbLogger
     phalanx.Trainer(..., logger=WandbLogger(project="digits"))       # or logger="wandb", or several in a list
-    phalanx.report.begin("runs/a", logger="csv")                     # in a loop of one's own
+    phalanx.report.begin("runs/a", logger="csv")                     # in your own loop
 
 One process of a job writes. A logger's failure is reported once, and never ends training.
 """

@@ -27,10 +27,10 @@ class CSVLogger(Logger):
         if not self.folder:
             raise ValueError("CSVLogger: needs the name of a folder, got ''")
         self.path = os.path.join(self.folder, _TABLE)
-        self._columns: list[str] | None = None  # None: the file was not read yet
+        self._columns: list[str] | None = None  # None until the file is read or written
 
     def begin(self, again_from: int | None) -> None:
-        """Begin a table, or continue the table of the run that wrote the checkpoint."""
+        """Begin a new table, or continue the table of the run that wrote the checkpoint."""
         if not os.path.exists(self.path) or (self._columns is not None and not again_from):
             return
         if not again_from:
@@ -67,12 +67,12 @@ class CSVLogger(Logger):
     def _read(self) -> tuple[list[str], list[dict[str, str]]]:
         with open(self.path, newline="", encoding="utf-8") as file:
             reader = csv.DictReader(file)
-            # a kill, or a full disk, may have torn a row
+            # A kill or a full disk may have cut a row short.
             rows = [row for row in reader if row["step"].isdecimal() and None not in row]
             return list(reader.fieldnames or ["step"]), rows
 
     def _write(self, columns: list[str], rows: list[dict[str, str]]) -> None:
-        """Write the table anew, atomically."""
+        """Rewrite the table atomically."""
         with open(f"{self.path}.part", "w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, columns)
             writer.writeheader()

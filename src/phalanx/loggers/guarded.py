@@ -1,4 +1,4 @@
-"""Guard a run's loggers in one process: only the writer calls them, and none of them can end the training."""
+"""Guard a run's loggers in one process: only the writer calls them, and their failures never end the training."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _MOST_IN_A_ROW = 3
 
 
 class GuardedLoggers:
-    """`GuardedLoggers` calls the methods of `phalanx.loggers.interface` that a logger has, if this process `writes`.
+    """If this process `writes`, `GuardedLoggers` calls those methods of `phalanx.loggers.interface` that a logger has.
 
-    `writes` is called each time: another process may become rank 0. The first failure of a logger is logged; after
-    three failures in a row a logger is no longer called, because each call may wait for its server's timeout.
+    `writes` is called each time, since another process may become rank 0. The first failure of a logger is logged;
+    after three failures in a row a logger is no longer called, because each call may wait for its server's timeout.
     """
 
     def __init__(self, loggers: Sequence[LogsMetrics], writes: Callable[[], bool]) -> None:
@@ -44,8 +44,8 @@ class GuardedLoggers:
         self._call("flush")
 
     def finalize(self, status: str) -> None:
-        """End the run: with "success", "failed" or "interrupted"."""
-        self._call("save")  # Lightning's: writes buffered values
+        """End the run with "success", "failed" or "interrupted"."""
+        self._call("save")  # a method of Lightning's loggers: writes buffered values
         self._call("finalize", status)
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A logger must have Lightning's `log_metrics`, and may have more of Lightning's methods or of ours.
+"""A logger must have Lightning's `log_metrics`, and may have other methods of Lightning's loggers or of ours.
 
     Lightning's   log_hyperparams(params)   log_metrics(metrics, step)   finalize(status)
     ours          begin(again_from)         log_file(path)   flush()     state_dict(), load_state_dict()
@@ -28,14 +28,14 @@ class LogsMetrics(Protocol):
 class Logger:
     """`Logger` is the base of this package's loggers: all methods but `log_metrics` do nothing unless overridden.
 
-    A logger opens nothing before its first call, which only the writing process makes: every rank may create one.
+    Every rank may create a logger: it opens nothing before its first call, which only the writing process makes.
     """
 
     def begin(self, again_from: int | None) -> None:
         """Begin, or resume from the checkpoint of the step `again_from`.
 
-        `again_from` is 0 if there was no checkpoint, and None if the run keeps none. Remove all points from that step
-        on, if possible: they are logged again.
+        `again_from` is 0 if there was no checkpoint, and None if the run saves no checkpoints. If possible, remove all
+        points from that step on: they will be logged again.
         """
 
     def log_hyperparams(self, params: Params) -> None:
@@ -49,7 +49,7 @@ class Logger:
         """Store a copy of a file: the run's report."""
 
     def flush(self) -> None:
-        """Write logged values to disk before a checkpoint: a run resumed from it does not log them again."""
+        """Write logged values to disk before a checkpoint, from which a resumed run does not log them again."""
 
     def finalize(self, status: str) -> None:
         """End the run with "success", "failed" or "interrupted"; logged values are stored when this returns."""
@@ -59,11 +59,11 @@ class Logger:
         return {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Resume the run of an earlier job; called before all other methods."""
+        """Resume the run of an earlier job; this is called before all other methods."""
 
 
 def require_installed(package: str, *, extra: str, what: str) -> None:
-    """Refuse a logger whose package is missing, without importing it: only one rank does that.
+    """Refuse a logger whose package is missing, without importing the package: only one rank imports it.
 
     Raises:
         ModuleNotFoundError: the package is not installed; the message has the command that installs it.

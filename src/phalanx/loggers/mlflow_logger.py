@@ -14,7 +14,7 @@ _STATUS = {"success": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
 _MOST_PARAMS = 100  # MLflow's limit per request
 _MOST_CHARACTERS = 500  # MLflow's limit for a parameter's value
 _MOST_OF_A_NAME = 200
-_FOREIGN = re.compile(r"[^\w. :-]", re.ASCII)  # characters that MLflow refuses in a name, and the slash
+_FOREIGN = re.compile(r"[^\w. :-]", re.ASCII)  # the slash, and the characters that MLflow refuses in a name
 
 
 class MLflowLogger(Logger):
@@ -46,7 +46,7 @@ class MLflowLogger(Logger):
         self._client: Any = None
 
     def log_hyperparams(self, params: Params) -> None:
-        """Log the settings as parameters, named as in `plan_names`; existing parameters of a run stay."""
+        """Log the settings as parameters, named by `plan_names`; do not change existing parameters of a run."""
         from mlflow.entities import Param
 
         client, names = self._open(), plan_names(params)
@@ -87,7 +87,7 @@ class MLflowLogger(Logger):
             self.run_id = state_dict.get("run_id")
 
     def _log_all(self, kind: str, items: Sequence[Any]) -> None:
-        """Log params or metrics; if a request is refused, log each item by itself, to lose only refused ones."""
+        """Log params or metrics; if a request is refused, log each item by itself, to lose only the refused items."""
         client, refused = self._open(), []
         for first in range(0, len(items), _MOST_PARAMS):
             batch = items[first : first + _MOST_PARAMS]
@@ -105,7 +105,7 @@ class MLflowLogger(Logger):
             raise ValueError(f"MLflow refuses {len(refused)} of {len(items)} {kind}: {'; '.join(refused)}")
 
     def _open(self) -> Any:
-        """Return MLflow's client, with a running run."""
+        """Return MLflow's client; first begin or resume the run if necessary."""
         if self._client is None:
             from mlflow.tracking import MlflowClient
 
@@ -121,10 +121,10 @@ class MLflowLogger(Logger):
 
 
 def plan_names(names: Iterable[str]) -> dict[str, str]:
-    """Return, for each name, a unique one that every store of MLflow accepts.
+    """Return, for each name, a unique name that every store of MLflow accepts.
 
-    In a folder a parameter is a file of its name, so that "optimizer/lr" needs "optimizer" to be a folder: a slash
-    becomes a point. The same names get the same result in every run.
+    MLflow's file store keeps each parameter in a file of that name, so "optimizer/lr" would need "optimizer" to be a
+    folder: a slash becomes a dot. The same names get the same result in every run.
     """
     planned: dict[str, str] = {}
     taken: set[str] = set()
@@ -143,7 +143,7 @@ def _plain(name: str) -> str:
 
 
 def _is_refusal(error: Exception) -> bool:
-    """Return whether MLflow, or the disk, refuses the logged values: then a part of them may be accepted."""
+    """Return whether MLflow, or the disk, refuses the logged values, of which it may accept a part."""
     return isinstance(error, OSError) or getattr(error, "error_code", "") in (
         "INVALID_PARAMETER_VALUE",
         "INTERNAL_ERROR",

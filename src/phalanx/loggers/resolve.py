@@ -23,7 +23,7 @@ def resolve(given: Any, called: str) -> list[LogsMetrics]:
     """Return the loggers in `given`: none, one, or several in a list. `called` is the caller's name for messages.
 
     Raises:
-        ModuleNotFoundError: the package of one is not installed; the message names the extra that installs it.
+        ModuleNotFoundError: a logger's package is not installed; the message names the extra that installs it.
         ValueError, TypeError: `given` is not a logger.
     """
     if given is None or given is False:

@@ -11,9 +11,9 @@ from phalanx.loggers.interface import Logger, Params, as_scalar, require_install
 
 
 class TensorBoardLogger(Logger):
-    """Write events into `folder`; hyperparameters are a text there, and the report a file beside them.
+    """Write events into `folder`, with the hyperparameters as a text, and copy the report there.
 
-    A run that resumes from a checkpoint makes TensorBoard drop the points from its step on.
+    A run that resumes from a checkpoint makes TensorBoard drop the points from the checkpoint's step on.
 
     Raises:
         ModuleNotFoundError: the package tensorboard is not installed.
@@ -53,14 +53,14 @@ class TensorBoardLogger(Logger):
             self._writer.flush()
 
     def finalize(self, status: str) -> None:
-        """Close the file; a later call opens another."""
+        """Close the file; a later call opens another file."""
         writer, self._writer = self._writer, None
         if writer is not None:
             writer.close()
 
     def _open(self) -> Any:
         if self._writer is None:
-            from torch.utils.tensorboard import SummaryWriter  # takes most of a second to import: imported on use
+            from torch.utils.tensorboard import SummaryWriter  # imported on use: the import takes most of a second
 
             self._writer = SummaryWriter(self.folder, purge_step=self._again_from)
             self._again_from = None

@@ -15,10 +15,10 @@ class WandbLogger(Logger):
 
     Arguments:
         run: a run that `wandb.init` has returned; it is not finished at the end.
-        options: of `wandb.init`: project, name, dir, mode="offline", ...
+        options: passed to `wandb.init`: project, name, dir, mode="offline", ...
 
     A job that resumes from a checkpoint resumes the run (`resume="allow"`); points between the checkpoint and the end
-    of the earlier job then appear twice, because wandb cannot remove any.
+    of the earlier job then appear twice, because wandb cannot remove points.
 
     Raises:
         ModuleNotFoundError: the package wandb is not installed.

@@ -1,4 +1,4 @@
-"""This package has layers whose forward or backward spans ranks."""
+"""Layers whose forward or backward spans ranks."""
 
 from phalanx.nn.sync_batchnorm import SyncBatchNorm
 

@@ -31,14 +31,14 @@ else:
 class SyncBatchNorm(_BatchNorm):
     """Normalize, in training, by the statistics of all ranks' batches together.
 
-    It is a drop-in for `torch.nn.SyncBatchNorm`, with its arguments and BatchNorm's keys in `state_dict()`, that also
-    takes tensors on the CPU. In evaluation, with one rank and without a process group it is `torch.nn.BatchNorm`.
+    Replaces `torch.nn.SyncBatchNorm`, with its arguments and BatchNorm's keys in `state_dict()`, and also accepts CPU
+    tensors. In evaluation, with one rank, and without a process group it behaves like `torch.nn.BatchNorm`.
 
     Shape: (N, C) or (N, C, ...); N may differ between ranks, and be zero.
     Cost: one all_gather of 2C + 1 numbers forward, one all_reduce of 2C numbers backward.
     Numerics: statistics are kept in float32 for half types and are bitwise equal on all ranks; P ranks with a part of
-    the batch each train like one process with the whole batch, up to rounding. Without a value on any rank the running
-    statistics stay as they are.
+    the batch each train like one process with the whole batch, up to rounding. If no rank has a value, the running
+    statistics do not change.
 
     Raises:
         ValueError: fewer than two dimensions, another number of channels, or one value per channel on all ranks
@@ -85,7 +85,7 @@ class SyncBatchNorm(_BatchNorm):
             return super().forward(input)
         return self._normalize_over(input, group)
 
-    @untraced  # collectives whose results decide the control flow: torch.compile leaves them as they are
+    @untraced  # collectives' results decide the control flow, which torch.compile cannot trace
     def _normalize_over(self, input: Tensor, group: dist.ProcessGroup) -> Tensor:
         """Normalize by the statistics of all ranks' inputs."""
         self._check_input_dim(input)
@@ -127,11 +127,11 @@ class SyncBatchNorm(_BatchNorm):
 
     @classmethod
     def convert_sync_batchnorm(cls, module: nn.Module, process_group: dist.ProcessGroup | None = None) -> nn.Module:
-        """Make every BatchNorm layer in `module` normalize over `process_group` (None: all ranks); returns `module`.
+        """Make every BatchNorm layer in `module` normalize over `process_group` (None: all ranks); return `module`.
 
         Layers are converted in place: parameters, parametrizations, buffers, hooks, the training flag and every
         reference to a layer stay. `torch.nn.SyncBatchNorm` is converted as well. A layer whose class has a `forward` of
-        its own, which a conversion would lose, stays as it is, and a warning is logged.
+        its own, which a conversion would lose, is not converted, and a warning is logged.
 
         Raises:
             ValueError: a lazy layer has not seen its first input.
@@ -173,13 +173,13 @@ def _is_plain(layer: nn.Module) -> bool:
     return type(layer).forward in (_BatchNorm.forward, nn.SyncBatchNorm.forward)
 
 
-# Count, mean and squared deviations of a batch per channel, of one rank and of several.
+# Per channel: the count, the mean and the squared deviations of a batch, on one rank and over several ranks.
 #
 # n      values per channel             n = sum of n_r
 # mean   their mean                     mean = sum of n_r mean_r / n
 # m2     sum of (x - mean)^2            m2 = sum of m2_r + n_r (mean_r - mean)^2        (index r: rank)
 #
-# Deviations are combined, and not sums of squares: those lose all digits when the mean is large beside the deviation.
+# Deviations are combined, not sums of squares: those lose all digits if the mean is much larger than the deviation.
 #
 # Source: Chan, Golub and LeVeque (1979), Updating formulae and a pairwise algorithm for computing sample variances.
 
@@ -284,7 +284,7 @@ class Normalize(torch.autograd.Function):
         group: dist.ProcessGroup,
         counts: bool,
     ) -> Tensor:
-        """Scale and shift `x`, in one pass; `counts` says whether the statistics include `x`."""
+        """Scale and shift `x` in one pass; `counts` is whether the statistics include `x`."""
         variance = statistics.variance if statistics.count else torch.ones_like(statistics.m2)
         ctx.save_for_backward(x, weight, statistics.mean, variance)
         ctx.count, ctx.eps, ctx.group = statistics.count, eps, group
@@ -345,8 +345,8 @@ _open_marks: list[None] = []
 def uncounted_batch() -> Iterator[None]:
     """Mark the forward and backward inside as passes of a batch that does not count: its loss is multiplied by zero.
 
-    A replica without samples in a step takes part in it with such a batch. Layers that span ranks take part in their
-    collectives without values, so that the others' results are unaffected.
+    A replica without samples takes part in a step with such a batch. Layers that span ranks take part in their
+    collectives without values, so that other ranks' results are unaffected.
     """
     _open_marks.append(None)
     try:

@@ -1,4 +1,4 @@
-"""Check the arguments of PyTorch's constructors: choose the group and the cutting of parameters, refuse the rest."""
+"""Check the arguments of `ZeroRedundancyOptimizer`: refuse invalid ones, and decide whether parameters may be cut."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def decide_cut(optimizer_class: type[optim.Optimizer]) -> bool:
     norms of a parameter, SparseAdam sparse gradients, and a user's own class may use anything.
 
     Raises:
-        TypeError: it is not a class of optimizers.
-        ValueError: it does not work even with whole parameters.
+        TypeError: `optimizer_class` is not a class of optimizers.
+        ValueError: the class does not work even with whole parameters.
     """
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, optim.Optimizer)):
         raise TypeError(
@@ -75,8 +75,8 @@ def check_parameters(
     `others` are the parameters of other groups; they may include `parameters`.
 
     Raises:
-        ValueError: a parameter cannot be in the host's memory, or, with `offload`, cannot be copied there; or two of
-            them share memory.
+        ValueError: a parameter cannot be in the host's memory, or, with `offload`, cannot be copied there; or two
+            parameters share memory.
         MismatchError: ranks pass different parameters.
     """
     parameters = list(parameters)

@@ -1,4 +1,4 @@
-"""`DiLoCo` trains replicas separately for many steps; then an outer optimizer steps with their mean movement.
+"""`DiLoCo` trains replicas separately for many steps; then an outer optimizer steps by the mean of their changes.
 
 t      outer parameters, the same on all ranks
 x_i    rank i's parameters after its inner steps from t
@@ -21,7 +21,7 @@ from phalanx.optim.rounds import Rounds, check_kinds
 
 
 class DiLoCo(Rounds):
-    """Take one step of `outer_optimizer` every `sync_every` steps of `inner_optimizer`, with the ranks' mean movement.
+    """Take one step of `outer_optimizer` every `sync_every` steps of `inner_optimizer`, by the ranks' mean change.
 
         inner = torch.optim.AdamW(model.parameters(), lr=4e-4)
         outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
@@ -39,7 +39,7 @@ class DiLoCo(Rounds):
 
     Arguments:
         model: the bare module. DistributedDataParallel over other ranks (for example, those of the host) may wrap it.
-        inner_optimizer, outer_optimizer: both over the model's own parameters; the outer one over all trained ones.
+        inner_optimizer, outer_optimizer: over the model's own parameters; the outer optimizer has all trained ones.
         backup_device: the device of the outer parameters between rounds; None for the parameters' device.
         process_group: the ranks that train together; the default group if None.
 
@@ -101,7 +101,7 @@ class DiLoCo(Rounds):
         """Continue from `state_dict`. The caller loads the model and the inner optimizer.
 
         Raises:
-            ValueError: it is of another model; nothing was changed.
+            ValueError: the state is of another model; nothing was changed.
         """
         self._outer.load_state_dict(state_dict)
         super().load_state_dict(state_dict)

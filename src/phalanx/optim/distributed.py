@@ -28,17 +28,17 @@ _GLOBAL_HOOKS = (
 _profiler_enabled: Any = find("torch.autograd._profiler_enabled", loses=_SLOWER, instead=lambda: True)
 _set_grad: Any = find("torch._C._set_grad_enabled", loses=_SLOWER, instead=torch.set_grad_enabled)
 
-_ORDER = struct.Struct("<B3Q")  # the request of a step has the optimizer's number and the context's
+_ORDER = struct.Struct("<B3Q")  # the request of a step: the ids of the optimizer's RRef and of the context
 
-# The optimizers of this worker, by the number of the reference to them, live as long as the reference.
+# This worker's optimizers, by the id of the RRef to each; an optimizer lives as long as its RRef.
 _ours: weakref.WeakValueDictionary[Any, LocalOptimizer] = weakref.WeakValueDictionary()
 
 
 class DistributedOptimizer:
     """Create `optimizer_class(parameters, *args, **kwargs)` on each worker that owns some of `params_rref`.
 
-    It works with any class of torch.optim, or any class that is constructed and stepped like those; and with PyTorch's
-    functional ones, whose `step` takes a list of gradients. Their state is on the owners of the parameters.
+    It works with any class of torch.optim, with any class that is constructed and stepped like those, and with
+    PyTorch's functional optimizers, whose `step` takes a list of gradients. State is on the owners of the parameters.
 
     Raises:
         ValueError: there are no parameters.
@@ -94,7 +94,7 @@ class LocalOptimizer:
         self._is_functional = not isinstance(self.optim, torch.optim.Optimizer) and not hasattr(self.optim, "zero_grad")
 
     def step(self, context_id: int) -> None:
-        """Take one step. The parameters' `.grad` is restored at the end."""
+        """Take one step with the context's gradients, and restore the parameters' `.grad`."""
         gradients: list[Tensor | None] = [None] * len(self._params)
         found = worker().contexts.find_open(context_id)
         if found is not None:
@@ -126,7 +126,7 @@ _USE_GRAD = _use_grad()
 
 
 def _step_of(optim: Any) -> Callable[[], Any]:
-    """Return the optimizer's step. Leave out the profiler's event and the hooks if they are unused: they cost time."""
+    """Return the optimizer's step; to save time, without the profiler's event and the hooks if those are unused."""
     if (
         isinstance(optim, torch.optim.Optimizer)
         and type(optim).__module__.startswith("torch.optim.")

@@ -92,7 +92,7 @@ class MasterParameters(SharedBlock):
                 parameter.detach().copy_(self._masters[number])
 
     def watch(self, parts: Iterable[Slice]) -> None:
-        """Detect writes into this rank's slices, `parts`, of the parameters on their devices from now on."""
+        """Detect writes to `parts`, this rank's slices of the parameters on their devices, from now on."""
         self._parts = {part.index: part for part in parts}
         self._pushed = [number for number in self._parts if self._live[number]]
         self.note_pushed()
@@ -115,7 +115,7 @@ class MasterParameters(SharedBlock):
         return self if self._rounded is None or not self._is_half[number] else self._rounded
 
     def values(self, number: int) -> Tensor:
-        """Return a parameter's current values on the host; where the master rounds to them, return the master's."""
+        """Return a parameter's current values on the host, or the master's values where these round to the former."""
         parameter, master = self.parameters[number], self._masters[number]
         now = parameter.detach().cpu()
         if not self._is_half[number] or not self._live[number]:

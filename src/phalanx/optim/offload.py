@@ -8,8 +8,8 @@ step          gradients ──────────────────�
 then          parameters ◀───────────────────────── all masters, rounded (by the device, for a single rank)
 
 Gradients are not copied during backward: other code (a collective, a GradScaler) may still write them before the
-update. Such a write shows only in the gradient's bits, and checking the bits twice takes longer than the copies. The
-update hides all copies but those of the first wave.
+update. Only the gradient's bits show such a write, and checking the bits twice takes longer than the copies. The
+update hides all copies except the first wave's.
 
 Source: Ren et al. (2021), ZeRO-Offload; masters and state once per host, in memory that its ranks share, are ours.
 """
@@ -36,8 +36,8 @@ _foreach_mul_: Any = find(
     "torch._foreach_mul_", loses="clipping gradients of an offloaded optimizer takes longer", instead=None
 )
 
-# While one wave is updated, the gradients of the next are copied to the host and the parameters of the previous one to
-# the device. A wave costs one call of the optimizer.
+# While one wave is updated, the gradients of the next wave are copied to the host, and the parameters of the previous
+# wave to the device. A wave costs one call of the optimizer.
 WAVE_BYTES = 32 << 20
 
 _FUSED = frozenset({optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad})
@@ -82,7 +82,7 @@ class Offload:
         source: int,
         previous: MasterParameters | None,
     ) -> tuple[MasterParameters, Plan, list[OffloadedShard]]:
-        """Create masters for one more group of parameters, with the values of rank `source`. All ranks call it."""
+        """Create masters for another group of parameters, with the values of rank `source`. All ranks call it."""
         for device in {parameter.device for parameter in parameters}:
             if device not in self._stagings:
                 self._stagings[device] = self._make_staging(device)
@@ -104,7 +104,7 @@ class Offload:
         return masters, parts, shards
 
     def prepare(self) -> None:
-        """Wait, before an update, until this rank reads no masters, and begin to copy the gradients."""
+        """Wait until this rank no longer reads masters, and begin to copy the gradients; call this before an update."""
         for masters in self._masters:
             masters.synchronize()
             masters.revive()
@@ -117,7 +117,7 @@ class Offload:
             staging.follow()
 
     def _rooms(self, shards: Sequence[OffloadedShard]) -> Iterator[Tensor]:
-        """Yield host memory for the gradient of each shard; all of one dtype are in one block."""
+        """Yield host memory for the gradient of each shard, from one block per device and dtype."""
         used: dict[tuple[torch.device, torch.dtype], int] = {}
         for shard in shards:
             key = shard.staging.device, shard.tensor.dtype
@@ -130,7 +130,7 @@ class Offload:
             used[key] += shard.count
 
     def update(self, optimizer: Optimizer, kwargs: dict[str, Any]) -> None:
-        """Update this rank's slices of the masters; in a group of one rank, also begin to copy these to the devices."""
+        """Update this rank's slices of the masters; in a group of one rank, also begin to copy them to the devices."""
         for masters in self._masters:
             masters.pull()
         with_gradient = [pair for pair in self._all() if pair[1].parameter.grad is not None]

@@ -1,4 +1,4 @@
-"""Keep outer parameters, the same on all ranks, and move them with an optimizer by the ranks' mean movement.
+"""Keep outer parameters, the same on all ranks, and step them with an optimizer by the ranks' mean change.
 
 t      outer parameters
 x_i    rank i's parameters after its inner steps from t
@@ -84,12 +84,12 @@ class OuterParameters:
         return dict(zip(self._names, self._flat.views, strict=True))
 
     def subtract(self, views: Sequence[Tensor]) -> None:
-        """Replace `views`, copies of the parameters, by the distance that they have moved: t - x."""
+        """Replace `views`, copies of the parameters, by the negative change since the last round: t - x."""
         for outer, view in zip(self._flat.views, views, strict=True):
             torch.sub(outer.to(view.device), view, out=view)
 
     def step(self, means: Sequence[Tensor]) -> None:
-        """Take one step with the ranks' mean movement; then set the model to the outer parameters."""
+        """Take one step with `means`, the ranks' mean of t - x, as gradients; leave the result in the model, too."""
         gradients = [parameter.grad for parameter in self._parameters]
         self._flat.copy_out()
         try:
@@ -123,7 +123,7 @@ class OuterParameters:
         """Continue from `state_dict`.
 
         Raises:
-            ValueError: it is of another model; nothing was changed.
+            ValueError: the state is of another model; nothing was changed.
         """
         mine, saved = self.by_name(), state_dict["outer_parameters"]
         differing = [name for name in mine.keys() | saved.keys() if _shape(mine, name) != _shape(saved, name)]

@@ -15,7 +15,7 @@ from phalanx._comm.backend.gradient_shards import LARGE_BYTES
 
 # Cuts are at multiples of this from the parameter's start. torch's kernels process two vector registers, at most 128
 # bytes, at a time, and the rest one by one; the two ways may round differently (fused SGD's do). With such cuts every
-# element is processed as in an uncut parameter, so it gets the same bits. And no two ranks write into one cache line.
+# element is processed as in an uncut parameter, so it gets the same bits. Also, no two ranks write to one cache line.
 LINE = 128
 
 
@@ -46,7 +46,7 @@ class Slice:
 
 
 Plan = tuple[tuple[Slice, ...], ...]
-"""The slices of each rank. Every element of every parameter is in exactly one."""
+"""The slices of each rank. Every element of every parameter is in exactly one slice."""
 
 
 def plan_offsets(extents: Sequence[ParameterExtent]) -> tuple[list[int], int]:
@@ -59,7 +59,7 @@ def plan_offsets(extents: Sequence[ParameterExtent]) -> tuple[list[int], int]:
 
 
 def plan_cut(extents: Sequence[ParameterExtent], world_size: int) -> Plan:
-    """Cut each large parameter into equal ranges of lines, and the small ones, laid end to end, as if they were one.
+    """Cut each large parameter into equal ranges of lines; cut all small ones, laid end to end, as one parameter.
 
     So every rank averages and updates its share of each large gradient as it arrives. Empty parameters go to rank 0.
     """

@@ -3,8 +3,9 @@
     rank 0   step step step step | round | step step (no more data) | round |          . . .          | round |
     rank 1   step step step step | round | step step step step      | round | step (no more data)     | round |
 
-A round begins with an exchange of who has stepped since the last one, and who has no more data; only ranks that have
-stepped count. A rank without more data joins all rounds until the end, so no rank hangs, and all end with equal values.
+A round begins with an exchange: which ranks have stepped since the last round, and which have no more data. Only ranks
+that have stepped count. A rank without more data joins all rounds until the end, so no rank hangs, and all end with
+equal values.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from phalanx.optim.outer import OuterParameters
 class Rounds(ABC):
     """`Rounds` count `optimizer`'s steps, and run a round every `sync_every` of them. All ranks create it together.
 
-    Counting starts at once. As a context manager it ends with `finish`, unless an exception ended the block.
+    Counting starts at construction. Leaving the context calls `finish`, unless an exception ended the block.
     """
 
     def __init__(
@@ -113,7 +114,7 @@ class Rounds(ABC):
         """Refuse parameters that were added or unfrozen since construction: no round would combine them.
 
         Raises:
-            RuntimeError: there is one; the message names the first.
+            RuntimeError: there is such a parameter; the message names the first.
         """
         trained = {id(parameter) for parameter in self._parameters}
         for name, parameter in self._model.named_parameters():
@@ -125,16 +126,16 @@ class Rounds(ABC):
                 )
 
     def regroup(self, process_group: dist.ProcessGroup) -> None:
-        """Continue in another group, after ranks were lost or joined. All its ranks call it; `catch_up` comes next."""
+        """Continue in another group, after ranks were lost or joined. All its ranks call it, then call `catch_up`."""
         self.process_group = process_group
         self._flat = Flat(self._find_tensors, group=process_group)
 
     def catch_up(self, *, is_new: bool) -> None:
-        """Run an extra round in which new ranks do not count, so that all continue from it. All ranks call it.
+        """Run an extra round, in which new ranks do not count, and continue from its result. All ranks call it.
 
-        The steps of a lost rank since the last round are lost. A rank that learned of the loss after others had
-        completed a round has missed that round, and gets the common values from them. With an outer optimizer only
-        ranks with steps count: a round of ranks that have just completed one would move the outer parameters again.
+        The steps of a lost rank since the last round are lost. A rank that detected the loss after others had completed
+        a round has missed that round, and gets the common values from them. With an outer optimizer only ranks with
+        steps count: if ranks that have just completed a round counted, the outer parameters would move again.
         """
         newest, root, is_torn = self._find_newest(is_new=is_new)
         is_behind = is_new or self.num_rounds < newest
@@ -151,7 +152,7 @@ class Rounds(ABC):
         return None
 
     def _find_newest(self, *, is_new: bool) -> tuple[int, int, bool]:
-        """Return the latest completed round, the first rank that has it, and whether others missed it. Collective."""
+        """Return the latest completed round, the first rank that ran it, and whether others missed it. Collective."""
         group = self.process_group
         completed = torch.zeros(group.size(), dtype=torch.int64, device=self._parameters[0].device)
         completed[group.rank()] = -1 if is_new else self.num_rounds
@@ -171,7 +172,7 @@ class Rounds(ABC):
         _broadcast_once([one for one in counters if one.layout is torch.strided], self.process_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's step in its round, and the number of rounds. Save every rank's model, as they differ."""
+        """Return this rank's step in its round, and the number of rounds. Also save every rank's model: they differ."""
         return {"local_steps": self.local_steps, "num_rounds": self.num_rounds}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -195,7 +196,7 @@ def check_kinds(name: str, model: Any, *optimizers: Any) -> None:
     """Check that `model` is a module, and `optimizers` are optimizers.
 
     Raises:
-        TypeError: an argument is refused; the message says what it is.
+        TypeError: an argument is of another type; the message has the argument.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"{name}: model must be a torch.nn.Module, got {model!r}")

@@ -23,9 +23,9 @@ _MASTER = "master"  # the key of a parameter's master in its state
 
 
 class ShardedState(Optimizer):
-    """A `ShardedState` is this rank's shards of an optimizer's state.
+    """`ShardedState` saves and loads this rank's shards of an optimizer's state.
 
-    `ZeroRedundancyOptimizer` sets the declared attributes.
+    Its subclass `ZeroRedundancyOptimizer` sets the declared attributes.
     """
 
     process_group: dist.ProcessGroup
@@ -130,7 +130,7 @@ class ShardedState(Optimizer):
         Ranks need not call it together, but every rank must load the same. Merge shards with `merge_state_dicts` first.
 
         Raises:
-            ValueError: it is the state of other groups or parameters.
+            ValueError: the state is of other groups or parameters.
         """
         with self._as_masters() as parameter_of:  # the state gets the masters' dtype and device
             # Checks, converts dtypes and calls the user's hooks; at this point the state is whole.
@@ -141,7 +141,7 @@ class ShardedState(Optimizer):
 
     @contextlib.contextmanager
     def _as_masters(self) -> Iterator[dict[Any, Tensor]]:
-        """Replace the parameters by their masters, with offload; yield the parameter of each master."""
+        """With offload, replace the groups' parameters by their masters; yield the parameter of each master."""
         parameter_of: dict[Any, Tensor] = {}
         given = [group["params"] for group in self.param_groups]
         try:

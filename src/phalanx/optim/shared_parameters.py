@@ -134,7 +134,7 @@ _sharers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
 def exempt(optimizer: Optimizer) -> None:
-    """Let `optimizer` write to shared parameters: it updates this rank's slices only."""
+    """Allow `optimizer` to write to shared parameters: it updates this rank's slices only."""
     _sharers.add(optimizer)
 
 
@@ -146,7 +146,7 @@ def _register_hook() -> None:
 def _before_step(optimizer: Optimizer, _args: Any, _options: Any) -> None:
     """Move parameters that another optimizer is about to update, whole and on each rank, to this rank's own memory.
 
-    No rank writes to the block any more: all have finished the last step of the optimizer that shares it.
+    No rank still writes to the block: all ranks have completed the last step of the optimizer that shares it.
     """
     if not _addresses or optimizer in _sharers:
         return
@@ -164,7 +164,7 @@ def _before_step(optimizer: Optimizer, _args: Any, _options: Any) -> None:
         unregister_shared_update(parameter)
 
 
-_LOADS = 1 << 20  # a word is this times the number of collectives that the rank has called, plus its loads since
+_LOADS = 1 << 20  # a word is this times the number of collectives that the rank has called, plus its loads since then
 _MIN_POLL_S, _MAX_POLL_S = 20e-6, 1e-3
 _TIMEOUT_S = 10.0
 
@@ -175,7 +175,7 @@ class Readers:
     """`Readers` are the ranks of `group`, which may read parameters that they share. All ranks create it together.
 
     A rank publishes in a word how many loads it has begun. Another rank no longer reads if it has begun the same load,
-    or while it waits in a collective that this rank has not called yet, such as a barrier while one rank loads.
+    or while it waits in a collective that this rank has not called yet, such as the barrier after a load on one rank.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:

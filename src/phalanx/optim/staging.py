@@ -4,9 +4,9 @@
     CPU                                                 update 0 | update 1 | ...
     compute stream                                                 parameters of wave 0, to the device | ...
 
-Host memory of the copies is page-locked for CUDA devices, since only then a copy is asynchronous. On the CPU a copy is
-complete when the call returns. If the two sides differ in precision, the device converts: this runs in parallel to the
-CPU's update, and takes less time than the copy.
+Host memory of the copies is page-locked for CUDA devices, since only then is a copy asynchronous. On the CPU a copy is
+complete when the call returns. If the two sides differ in precision, the device converts: the conversion runs in
+parallel to the CPU's update, and takes less time than the copy.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from phalanx.optim.shared_parameters import PAGE, whole_pages
 
 _logger = get_logger(__name__)
 
-# Tensors are converted in pieces of so many elements, so that the device needs little memory for it.
+# Tensors are converted in pieces of this many elements, to limit the temporary memory on the device.
 _CONVERTED_AT_ONCE = 8 << 20
 
 
@@ -44,7 +44,7 @@ class HostStaging:
 
     @contextlib.contextmanager
     def beside(self) -> Iterator[None]:
-        """Run work queued inside after all work queued so far, and in parallel to work queued later."""
+        """Order work queued inside after all work queued so far, and in parallel to work queued later."""
         if self._stream is None:
             yield
             return
@@ -55,8 +55,8 @@ class HostStaging:
     def to_host(self, host: Tensor, tensor: Tensor) -> Callable[[], object]:
         """Begin to copy `tensor` to `host`, inside `beside`; return a function that waits for the copy.
 
-        Both tensors have one dimension. `tensor` may be freed at once, and changed by code that waits for the copy, or
-        is queued after it.
+        Both tensors have one dimension. `tensor` may be freed at once; code that changes it must wait for the copy, or
+        be queued after the copy.
         """
         if self._stream is None:
             host.copy_(tensor)
@@ -74,7 +74,7 @@ class HostStaging:
             torch.accelerator.current_stream(self.device).wait_stream(self._stream)
 
     def to_device(self, tensors: Iterable[Tensor], host: Iterable[Tensor]) -> None:
-        """Begin to copy to the device, before work queued there later. `host` is read until `synchronize` returns."""
+        """Begin to copy `host` to `tensors`, before work queued later; `host` is read until `synchronize` returns."""
         for tensor, source in zip(tensors, host, strict=True):
             if self._stream is None or tensor.dtype == source.dtype:
                 tensor.copy_(source, non_blocking=True)
@@ -90,7 +90,7 @@ class HostStaging:
             self._sent = torch.accelerator.current_stream(self.device).record_event()
 
     def synchronize(self) -> None:
-        """Wait for all copies to the device, and the work after them: then the host memory may be written."""
+        """Wait for all copies to the device, and the work after them; afterwards the host memory may be written."""
         if self._sent is not None:
             self._sent.synchronize()
             self._sent = None
@@ -98,8 +98,8 @@ class HostStaging:
     def note(self, flats: Sequence[Tensor], host: Sequence[Tensor]) -> Any:
         """Return a note for `differ`, which detects writes to `flats`, one-dimensional tensors, by any code.
 
-        On the CPU the note is `host`, with the same or more precise values, which must not change until then. Otherwise
-        it is a checksum, queued on the device before any later work.
+        On the CPU the note is `host`, with the same or more precise values, which must not change before `differ`.
+        Otherwise the note is a checksum, queued on the device before any later work.
         """
         return checksum(flats) if self.takes_checksums else host
 
@@ -169,7 +169,7 @@ def _nothing() -> None:
 
 
 def plan_pages(address: int, ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the addresses of the whole pages around byte ranges from `address`, with neighbours merged. It is pure.
+    """Return the address ranges of the whole pages that byte ranges from `address` touch, with neighbours merged.
 
     A page can be locked only once, and two ranges may touch the same page.
     """
@@ -243,11 +243,11 @@ def _sum_of_blocks(some: Tensor) -> Tensor:
     return sum(sums[1:], sums[0])
 
 
-_FACTOR = 0x2545F4914F6CDD1D  # it is odd
+_FACTOR = 0x2545F4914F6CDD1D  # odd, so that no bit is lost modulo 2^64
 
 
 @functools.lru_cache(maxsize=32)
 def _factors(device: torch.device) -> Tensor:
-    """Return odd numbers in no order, which are the same in every call."""
+    """Return pseudo-random odd numbers, the same in every call."""
     numbers = torch.randint(-(1 << 62), 1 << 62, (_BLOCK,), generator=torch.Generator().manual_seed(1), device="cpu")
     return (2 * numbers + 1).to(device)

@@ -26,7 +26,7 @@ StateDict = dict[str, Any]
 def merge_state_dicts(shards: Sequence[Mapping[str, Any]]) -> StateDict:
     """Merge the shards of all ranks, in any order, into the whole state: the plain optimizer's `state_dict`.
 
-    The shards of the ranks of one host are enough.
+    If several hosts each have all shards, the shards of one host are enough.
 
     Raises:
         ValueError: the shards do not fit together, or some are missing; the message says for which parameter.
@@ -67,7 +67,7 @@ def _orders(layout: Mapping[int, Any]) -> dict[int, Any]:
 
 
 def refuse_loose(state: Mapping[Any, Any], optimizer_class: type[Optimizer], known: int) -> None:
-    """Refuse state that belongs to no parameter: each rank has its own, and it cannot be merged.
+    """Refuse state that belongs to no parameter: each rank has its own copy, and the copies cannot be merged.
 
     `known` is the number of parameters with state.
 
@@ -113,7 +113,7 @@ def _merge(number: int, parts: Sequence[Mapping[str, Any]], shape: tuple[int, ..
 
 
 def _is_per_element(value: object, part: Mapping[str, Any]) -> bool:
-    """Return whether a value is a slice's one-dimensional state, and not a counter."""
+    """Return whether a value has an element for each element of the slice, unlike a counter."""
     return isinstance(value, Tensor) and value.dim() == 1 and value.numel() == part["stop"] - part["start"]
 
 

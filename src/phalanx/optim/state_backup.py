@@ -25,7 +25,7 @@ from phalanx._comm.transport.tensors import copy_all
 _logger = get_logger(__name__)
 _HEAD = struct.Struct("qQ")  # the number of the step, and the length of the pickled structure
 _ALIGN = 64
-_TIMES = 8  # room for so many values of four bytes per element: Adam has two, in the parameter's own type
+_TIMES = 8  # room for this many four-byte values per element: Adam has two, in the parameter's own dtype
 
 
 class StateBackup:
@@ -71,7 +71,7 @@ class StateBackup:
         return [memory[at : at + t.nbytes].view(t.dtype).view(t.shape) for at, t in zip(offsets, tensors, strict=False)]
 
     def read(self, number: int) -> list[Any] | None:
-        """Return a copy of the state of each rank after step `number`; None if one is missing."""
+        """Return a copy of the state of each rank after step `number`; None if any rank's state is missing."""
         if not self.has_all(number):
             return None
         return [self.read_of(rank, number) for rank in self._by_rank]

@@ -1,4 +1,4 @@
-"""`Undo` restores parameters that a dead rank left half updated: survivors have the old step or the new one, whole.
+"""`Undo` restores parameters that a dead rank left half updated: survivors have all of the old step or of the new one.
 
     rank r      arrived   sync A   copy its slices to a backup   saved   update them   done   sync B
     word[r]     4s                                               4s+1                  4s+2        s: the step's number
@@ -16,7 +16,7 @@ rank to decide writes old or new by compare-and-exchange; later ranks, after the
 are of one step when the last rank has followed: a rank that wakes in its update still writes, and then restores.
 
 No rank overwrites the backup before sync A of the next step, which a survivor of a failure never reaches. So a survivor
-can also copy the old step to its own memory (`before`) when the new step counts, but others continue from the old one.
+can also copy the old step to its own memory (`before`), if the new step counts but others continue from the old one.
 
 A survivor reads words without a sync since they were written, so the order must be guaranteed: after reading `saved` it
 must see the backup, after reading `done` the new parameters, and no write after `saved` may be visible before `saved`.
@@ -46,7 +46,7 @@ from phalanx.optim.shared_parameters import SharedBlock
 _ARRIVED, _SAVED, _DONE, _FAILED = range(4)
 _OLD, _NEW = range(2)  # the two decisions
 _POLL_S = 0.001
-# A survivor in its update needs as long as an update takes. Ranks that the sync's timeout named are not waited for.
+# A survivor in its update needs as long as an update takes. There is no wait for ranks that the sync's timeout named.
 _TIMEOUT_S = 30.0
 
 
@@ -105,12 +105,12 @@ class Undo:
         self._words = RankWords(group)  # the common word is the decision
 
     def cover(self, shared: SharedBlock, plan: Plan) -> None:
-        """Include the updates of one more group of parameters."""
+        """Include the updates of another group of parameters."""
         self._regions.append(_Region(shared, plan))
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """Let the block update this rank's slices, between two syncs with all ranks.
+        """Run the block, which updates this rank's slices, between two syncs with all ranks.
 
         Raises:
             PhalanxError: a rank died, left or is late; all parameters are of one step, the old or the new.
@@ -138,7 +138,7 @@ class Undo:
             raise
         try:
             self._save()
-            self._raise_if_undone()  # a rank that was stopped meanwhile need not write slices that are then restored
+            self._raise_if_undone()  # a rank that was stopped meanwhile need not write slices only to restore them
             yield
         except BaseException:
             self._restore(self._rank)
@@ -157,7 +157,7 @@ class Undo:
 
     @property
     def number(self) -> int:
-        """Return the number of the step that the parameters have; equal on all ranks that know how the latest ended."""
+        """Return the number of the parameters' step; equal on all ranks that know how the latest step ended."""
         decided = self._decision()
         if self._failed_at and not (decided is not None and decided[0] == _NEW):
             return self._number - 1

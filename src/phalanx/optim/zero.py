@@ -58,7 +58,7 @@ class ZeroRedundancyOptimizer(ShardedState):
     if a rank dies.
 
     Code that writes to a parameter outside of `step` writes for all ranks, even while another rank reads: call a
-    barrier, let one rank write, and call a barrier. A module's `load_state_dict` waits for the other ranks by itself.
+    barrier, write on one rank, and call a barrier again. A module's `load_state_dict` waits for the other ranks itself.
     A forked process sees every later step: before the fork, clone the parameters that the child reads. `all_reduce` of
     a parameter is an error.
 
@@ -160,7 +160,7 @@ class ZeroRedundancyOptimizer(ShardedState):
 
     @untraced
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Move one more group of parameters into shared memory, and divide its update. All ranks call this."""
+        """Move another group of parameters into shared memory, and divide its update. All ranks call this."""
         undecorated(Optimizer.add_param_group)(self, param_group)
         group = self.param_groups[-1]
         try:
@@ -243,7 +243,7 @@ class ZeroRedundancyOptimizer(ShardedState):
         `kwargs` are passed to the inner optimizer; the closure runs once before the step.
 
         Raises:
-            PhalanxError: a rank died, left or is late; all parameters are from before the step, or all from after.
+            PhalanxError: a rank died, left or is late; all parameters are from before the step, or all from after it.
             RuntimeError: a parameter was moved to other memory, or a gradient that must be cut is sparse.
         """
         loss = None
@@ -405,7 +405,7 @@ class ZeroRedundancyOptimizer(ShardedState):
         return self._moving is not None or self._undo is None or self._undo.number == self._undo.latest_started
 
     def can_roll_back(self, num_updates: int) -> bool:
-        """Return whether `roll_back(num_updates)` is possible: at most one update to undo, with a state backup."""
+        """Return whether `roll_back(num_updates)` is possible: it can undo at most one update, with a state backup."""
         undo, backup = None if self._moving is not None else self._undo, self._backup
         if self.num_updates == num_updates or undo is None or backup is None:
             return self.num_updates == num_updates
@@ -464,7 +464,7 @@ class ZeroRedundancyOptimizer(ShardedState):
 def divide_by_host(group: dist.ProcessGroup) -> tuple[int, ...]:
     """Return the ranks of `group` on this host if each host updates all parameters independently, otherwise ().
 
-    That is so if the group has several hosts with equally many ranks, at least two on each.
+    Hosts update independently if the group has several hosts with equally many ranks, at least two on each.
     """
     hosts = ranks_by_host(group)
     sizes = {len(ranks) for ranks in hosts}
@@ -491,7 +491,7 @@ def broadcast_parameters(parameters: Iterable[Tensor], group: dist.ProcessGroup)
 def build_local(
     optimizer_class: type[Optimizer], group: dict[str, Any], defaults: dict[str, Any], *, cuts: bool
 ) -> Optimizer:
-    """Return this rank's optimizer. If `cuts`, it is torch's: leave out its decorators, which import Dynamo."""
+    """Return this rank's optimizer. If `cuts`, the class is torch's: leave out its decorators, which import Dynamo."""
     if not cuts:
         return optimizer_class([group], **defaults)
     local = optimizer_class.__new__(optimizer_class)
@@ -507,7 +507,7 @@ def request_gradients(parameters: Sequence[Tensor], mine: Mapping[int, Slice] | 
     """Request slices of the parameters' gradients for this rank from now on; whole gradients if `mine` is None."""
     for index, parameter in enumerate(parameters):
         if mine is None:
-            need_all(parameter)  # an earlier optimizer may have needed less
+            need_all(parameter)  # an earlier optimizer may have requested a slice
         else:
             part = mine.get(index, Slice(index, 0, 0))
             need_slice(parameter, part.start, part.stop, group)

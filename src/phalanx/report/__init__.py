@@ -3,12 +3,12 @@
 `phalanx run --report DIR` and `phalanx.Trainer(report=DIR)` do not need this module. A loop of your own can report its
 phases:
 
-    phalanx.report.begin("runs/a")                # unless the launcher was given --report
+    phalanx.report.begin("runs/a")                # not needed under `phalanx run --report`
     for batch in my_loader:                       # torch's DataLoader, backward and optimizers are timed anyway
         with phalanx.report.phase("forward"):
             ...
         phalanx.report.step(samples=64, loss=loss)
-        phalanx.report.log({"accuracy": accuracy})  # to the loggers that `begin` was given
+        phalanx.report.log({"accuracy": accuracy})  # to the loggers that were passed to `begin`
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ __all__ = ["begin", "log", "phase", "step"]
 def begin(
     folder: str | os.PathLike[str], *, logger: Any = None, hyperparameters: Mapping[str, Any] | None = None
 ) -> None:
-    """Record this process's steps for a report in `folder`; every rank calls it, before its first step.
+    """Record this process's steps for a report in `folder`. Every rank calls it, before its first step.
 
     Under `phalanx run` the launcher writes the report at the end, also when ranks have died. Under another launcher, or
     none, rank 0 writes the report when its process ends. The folder of `phalanx run --report` overrides `folder`.
 
     Arguments:
-        logger: one, or several, as for `phalanx.Trainer`: rank 0 logs the values passed to `log`, and when its process
-            ends the curve of the loss and the report.
+        logger: one logger or several, as for `phalanx.Trainer`. Rank 0 logs the values passed to `log`, and, when its
+            process ends, the curve of the loss and the report.
         hyperparameters: for the loggers.
 
     Raises:
@@ -65,7 +65,7 @@ def log(metrics: Mapping[str, float], step: int | None = None) -> None:
 def phase(
     name: Literal["data", "forward", "backward", "update", "other"],
 ) -> contextlib.AbstractContextManager[None]:
-    """Count the time inside the `with` block as this phase of the step. Does nothing if nothing is recorded.
+    """Count the time inside the `with` block as this phase of the step. Do nothing if nothing is recorded.
 
     Raises:
         ValueError: the name is unknown.
@@ -75,9 +75,9 @@ def phase(
 
 
 def step(*, samples: float | None = None, loss: SupportsFloat | None = None) -> None:
-    """End a step with `samples` samples of this rank. Does nothing if nothing is recorded.
+    """End a step with `samples` samples of this rank. Do nothing if nothing is recorded.
 
-    Waits for a loss on an accelerator.
+    A loss on an accelerator makes this wait for the device.
     """
     recorder = _current()
     if recorder is not None:

@@ -1,4 +1,4 @@
-"""Log a run with the user's own loop: its metrics live, and its curves and its report at the end."""
+"""Log a run with the user's own loop: its metrics live, and its loss curve and report at the end."""
 
 from __future__ import annotations
 

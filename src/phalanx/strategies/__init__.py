@@ -1,4 +1,4 @@
-"""A strategy is a way of distributing a training job, named by one word: `phalanx.strategies.get("mirrored")`.
+"""A strategy is a way of distributing a training job; get one by its name: `phalanx.strategies.get("mirrored")`.
 
 strategy.py        the interface of a strategy
 choose.py          strategies by name, and "auto"

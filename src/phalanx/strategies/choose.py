@@ -1,4 +1,4 @@
-"""Look up a strategy by its name, and decide what "auto" means."""
+"""Look up a strategy by its name, or choose one for "auto"."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ STRATEGIES: dict[str, Callable[..., Strategy]] = {
     )
 }
 
-# Names in other frameworks; an error for such a name suggests ours.
+# Names of other frameworks; the error for such a name suggests our name.
 _ELSEWHERE = {
     "dp": "'mirrored' (a process for each device)",
     "ddp": "'mirrored'",
@@ -59,7 +59,7 @@ _ELSEWHERE = {
 class Situation:
     """A `Situation` is the input of "auto": `model_bytes` of parameters, `memory_bytes` of a device; None: unknown.
 
-    `may_grow` says that hosts may join and leave: the choice must not depend on their number.
+    `may_grow` is True if hosts may join and leave: the choice must not depend on their number.
     """
 
     num_ranks: int

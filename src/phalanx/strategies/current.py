@@ -19,7 +19,7 @@ _current: ContextVar[Strategy | None] = ContextVar("phalanx.strategies.current",
 
 @contextlib.contextmanager
 def entered(strategy: Strategy) -> Iterator[None]:
-    """Make `strategy` the current one during the block.
+    """Make `strategy` the current strategy inside the block.
 
     Raises:
         RuntimeError: another strategy is current.
@@ -45,7 +45,7 @@ def current_strategy() -> Strategy | None:
 
 
 class ReplicaContext:
-    """A `ReplicaContext` describes the replica of a function that `Strategy.run` calls."""
+    """A `ReplicaContext` describes the replica in which `Strategy.run` calls a function."""
 
     def __init__(self, strategy: Strategy) -> None:
         self.strategy = strategy
@@ -63,9 +63,9 @@ class ReplicaContext:
     def merge_call(
         self, merge_fn: Callable[..., T], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> T:
-        """Call `merge_fn(strategy, *args, **kwargs)`, for which tf.distribute would leave the replicas.
+        """Call `merge_fn(strategy, *args, **kwargs)` on each replica, with the replica's own values.
 
-        Here each replica is a process: all of them call `merge_fn`, each with its own values; use `strategy.reduce` in
-        it.
+        Unlike in tf.distribute, `merge_fn` runs in every replica, since each replica is a process. To combine values,
+        call `strategy.reduce` in `merge_fn`.
         """
         return merge_fn(self.strategy, *args, **(kwargs or {}))

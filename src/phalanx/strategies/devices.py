@@ -17,7 +17,7 @@ def decide_devices(called: str, devices: int | Sequence[str] | None) -> list[tor
 
     Raises:
         TypeError: `devices` is neither a number nor a list of names.
-        ValueError: there is no device, one does not exist, or their types differ.
+        ValueError: there is no device, some device does not exist, or their types differ.
     """
     gpus = torch.cuda.device_count()
     if devices is None:

@@ -13,8 +13,8 @@ from phalanx.checkpoint.peers import Peers
 class EachRank:
     """`EachRank` is a checkpoint part with each rank's own state, from which that rank resumes with the same bits.
 
-    If another number of ranks loads it, all resume from rank 0's state. So they do if the states do not differ
-    (`differ=False`), and only rank 0's is saved.
+    If another number of ranks loads it, all resume from rank 0's state. With `differ=False` the states are equal: only
+    rank 0's is saved, and all ranks resume from it.
     """
 
     def __init__(

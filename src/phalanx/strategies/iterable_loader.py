@@ -1,7 +1,7 @@
 """An `IterableLoader` divides an iterable dataset: each replica reads all samples and takes its share.
 
-global batch of 8     s0 s1 s2 s3 s4 s5 s6 s7 | s8 s9                  the last one, with two samples
-replica 0 of 3        s0 s1                   | (s8)                   has none of them, and computes one for nothing
+global batch of 8     s0 s1 s2 s3 s4 s5 s6 s7 | s8 s9                  the last batch has two samples
+replica 0 of 3        s0 s1                   | (s8)                   no sample: computes one that does not count
 replica 1             s2 s3 s4                | s8
 replica 2             s5 s6 s7                | s9
 """
@@ -20,15 +20,15 @@ from phalanx.data.random_stream import RandomStream, epoch_seed
 class IterableLoader(DataLoader[Any]):
     """An `IterableLoader` yields one replica's batches; `own` and `total` count samples of the latest global batch.
 
-    If `own` is 0, the batch has one sample that does not count: a replica without samples must take part in the step.
+    If `own` is 0, the batch has one sample that does not count: a replica without samples must also take the step.
 
     A dataset that shuffles by the global generators (torch, Python, NumPy) draws the same numbers on all replicas,
     derived from `seed` and the epoch. The model's random numbers are unaffected. Without `set_epoch`, the k-th
     iteration is epoch k.
 
-    Cost: each replica reads the whole dataset and drops other replicas' samples, in the DataLoader's workers. The
-    workers are started anew for each epoch, also with `persistent_workers`: running workers would not receive the
-    epoch. Without workers, each batch costs some tens of microseconds for the random numbers.
+    Cost: each replica reads the whole dataset and drops other replicas' samples, in the DataLoader's workers. Each
+    epoch starts new workers, even with `persistent_workers`: running workers would not receive the epoch. Without
+    workers, each batch costs some tens of microseconds for the random numbers.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class IterableLoader(DataLoader[Any]):
         self.epoch = 0
         self.global_batch_size = global_batch_size
         self.own = self.total = 0
-        self.on_batch: Callable[[IterableLoader | None], None] = lambda loader: None  # None: the iteration is over
+        self.on_batch: Callable[[IterableLoader | None], None] = lambda loader: None  # called with None at the end
         parts = _Parts(dataset, global_batch_size, drop_last, collate_fn)
         super().__init__(parts, batch_size=None, collate_fn=_as_it_is, generator=torch.Generator(), **options)
         self.regroup(num_replicas, replica)
@@ -63,7 +63,7 @@ class IterableLoader(DataLoader[Any]):
         return self.dataset
 
     def regroup(self, num_replicas: int, replica: int) -> None:
-        """Divide among another number of replicas, from the next iteration on; global batches stay the same."""
+        """Divide batches among another number of replicas, from the next iteration; global batches do not change."""
         self._parts.num_replicas, self._parts.replica = num_replicas, replica
 
     def set_epoch(self, epoch: int) -> None:
@@ -123,7 +123,7 @@ def _as_it_is(item: Any) -> Any:
 
 
 def explain_own_division(dataset: Any) -> str:
-    """Describe how a dataset divides itself among ranks, if it does: each rank would get a share of its share."""
+    """Describe how a dataset divides itself among ranks, or return "": a rank must not get a share of its share."""
     if getattr(dataset, "__dict__", {}).get("_distributed") is not None:
         return "datasets.distributed.split_dataset_by_node has given each rank its part already"
     if any(getattr(stage, "__name__", "") == "split_by_node" for stage in getattr(dataset, "pipeline", None) or ()):

@@ -20,14 +20,14 @@ from torch.utils.data import (
 from phalanx.data import DistributedSampler
 from phalanx.strategies.iterable_loader import IterableLoader, explain_own_division
 
-# The arguments of torch.utils.data.DataLoader, and of torchdata's StatefulDataLoader, which has its own.
+# Modules of the samplers that torch.utils.data.DataLoader and torchdata's StatefulDataLoader create.
 _MODULES = ("torch.utils.data.sampler", "torchdata.stateful_dataloader.sampler")
 _OWN = {"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"}
 
 
 @dataclass(frozen=True)
 class InputContext:
-    """An `InputContext` tells a `distribute_datasets_from_function` function for which replica to return samples."""
+    """An `InputContext` describes the replica for which a `distribute_datasets_from_function` function gets samples."""
 
     num_replicas_in_sync: int
     input_pipeline_id: int
@@ -83,14 +83,14 @@ def make_loader(
         TypeError: `dataset` has no length.
     """
     sampler = DistributedSampler(dataset, num_replicas, replica, shuffle, seed, drop_last, padding=padding or drop_last)
-    # A generator of its own: a DataLoader draws a number when an epoch begins, which must not change the model's.
+    # Its own generator: a DataLoader draws a number when an epoch begins, which must not change the model's draws.
     generator = torch.Generator()
     generator.manual_seed(seed)
     return DataLoader(dataset, batch_size, sampler=sampler, drop_last=drop_last, **{"generator": generator, **options})
 
 
 def check_loader(dataset: Any, options: Mapping[str, Any]) -> None:
-    """Refuse arguments from which `Strategy.loader` cannot make a loader.
+    """Refuse arguments that `Strategy.loader` cannot use.
 
     Raises:
         TypeError: `dataset` is a loader, or an option sets a value that the strategy decides.
@@ -156,7 +156,7 @@ def require_divided(loader: DataLoader[Any], place: tuple[int, int], *, padding:
 def why_empty(loader: DataLoader[Any]) -> str:
     """Return why no replica has a batch of the divided `loader`; empty if some replica has one."""
     sampler: Any = loader.sampler
-    samples = -(-sampler.length // sampler.num_replicas)  # number of samples of the first replica, which has the most
+    samples = -(-sampler.length // sampler.num_replicas)  # on the first replica, which has the most
     if sampler.drop_last:
         samples = sampler.length // sampler.num_replicas
     if samples >= ((loader.batch_size or 1) if loader.drop_last else 1):

@@ -30,7 +30,7 @@ class ReplicatedStrategy(Strategy):
         super().__init__(job, num_replicas=job.world_size, replica=job.rank)
         self.device = device_of(wanted, job.local_rank)
 
-    # Not cached: an elastic job forms its group anew, perhaps with fewer ranks.
+    # Not cached: an elastic job forms a new group when its ranks change.
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -59,14 +59,14 @@ class MirroredStrategy(ReplicatedStrategy):
 
     Arguments:
         devices: their number, or names such as "cuda:0" or "cpu:1"; by default all.
-        launch: False: never restart the script; a process without a launcher is one replica.
-        timeout: of each operation among ranks, in seconds.
-        options: of DistributedDataParallel.
+        launch: False never restarts the script; a process without a launcher is one replica.
+        timeout: the limit of each operation between ranks, in seconds.
+        options: passed to DistributedDataParallel.
 
     Raises:
         ValueError: there are several hosts, or the ranks do not match `devices`.
         TypeError: neither the strategy nor DistributedDataParallel has such an option.
-        RuntimeError: a notebook, or another program that cannot be restarted.
+        RuntimeError: the program cannot be restarted, for example a notebook.
     """
 
     name = "mirrored"
@@ -120,7 +120,7 @@ def _check_options(called: str, options: Mapping[str, Any]) -> None:
 
 
 class MultiWorkerMirroredStrategy(MirroredStrategy):
-    """Use all devices of several hosts, otherwise as MirroredStrategy.
+    """Use all devices of several hosts; otherwise like MirroredStrategy.
 
     The launcher determines the hosts: `phalanx run --nnodes 2`, torchrun, srun, mpiexec.
 

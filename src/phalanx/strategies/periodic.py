@@ -46,7 +46,7 @@ class _RoundsStrategy(ReplicatedStrategy):
         return {**super().training_objects(), **({} if self.rounds is None else {"rounds": self.rounds})}
 
     def parts(self) -> dict[str, Any]:
-        """Return the parts of a checkpoint: rank 0's, and one with the other ranks' states.
+        """Return the parts of a checkpoint: rank 0's objects, and a part with the states of all ranks.
 
         Cost: the models and optimizers of all ranks are sent to rank 0, which writes them.
         """
@@ -69,8 +69,8 @@ class LocalSGDStrategy(_RoundsStrategy):
     """Train with `phalanx.LocalSGD`: each rank steps by itself, and parameters are averaged every `sync_every` steps.
 
     Arguments:
-        sync_every: steps of a round.
-        devices, launch, timeout: as of MirroredStrategy; on one or several hosts.
+        sync_every: the number of steps in a round.
+        devices, launch, timeout: as in MirroredStrategy; on one or several hosts.
     """
 
     name = "local_sgd"
@@ -93,10 +93,10 @@ class DiLoCoStrategy(_RoundsStrategy):
     """Train with `phalanx.DiLoCo`: like LocalSGD, but an outer optimizer steps by the ranks' mean parameter change.
 
     Arguments:
-        sync_every: steps of a round.
+        sync_every: the number of steps in a round.
         outer_optimizer: a function that makes the outer optimizer of the model's parameters; by default SGD with lr=0.7
             and Nesterov momentum 0.9, as in the paper.
-        devices, launch, timeout: as of MirroredStrategy; on one or several hosts.
+        devices, launch, timeout: as in MirroredStrategy; on one or several hosts.
     """
 
     name = "diloco"

@@ -28,7 +28,7 @@ class PipelineStrategy(Strategy):
 
     Arguments:
         data: the number of pipelines, each over its part of the ranks.
-        devices, launch, timeout: as of MirroredStrategy; on one or several hosts. The stages of a rank are on its
+        devices, launch, timeout: as in MirroredStrategy; on one or several hosts. The stages of a rank are on its
             device.
         options: of Pipeline: micro_batches, schedule, balance, checkpoint, example, ...
 
@@ -83,7 +83,7 @@ class PipelineStrategy(Strategy):
     def compute_gradients(
         self, batch: Any, *, share: float = 1.0, weight: float | None = None, is_last: bool = True
     ) -> Tensor:
-        """Compute gradients as every strategy does; the loss is the mini-batch's."""
+        """Compute gradients as every strategy does; return the mini-batch's loss."""
         if share * self._weigh(weight) != 1.0 or not is_last:
             raise ValueError(
                 "PipelineStrategy: a step has its micro-batches for what others accumulate, and all replicas have "

@@ -22,7 +22,7 @@ from phalanx.errors import summary_of
 class Recipe:
     """A `Recipe` has a function that makes an optimizer, and the groups and hooks of the original.
 
-    Groups have parameters by name, and options.
+    `groups` have the names of their parameters, and their options.
 
     `call` is the optimizer's class with its defaults. If that would not reproduce the original's settings, `call` is
     the function that made the original.
@@ -127,7 +127,7 @@ def _list_accepted(kind: type[Optimizer]) -> set[str]:
 
 
 def _find_loss(one: Optimizer, recipe: Recipe, named: Mapping[str, Tensor]) -> str | None:
-    """Describe a setting of `one` that an optimizer made by the recipe lacks; None if it has all."""
+    """Describe a setting of `one` that an optimizer made by the recipe lacks; None if it has all settings."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the original caused the same warnings

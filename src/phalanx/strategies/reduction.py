@@ -34,7 +34,7 @@ def is_mean(reduce_op: Reduce) -> bool:
 def reduce_over(
     group: dist.ProcessGroup | None, reduce_op: Reduce, value: Any, axis: int | tuple[int, ...] | None
 ) -> Any:
-    """Reduce `value`, or each of its leaves. All ranks of `group` call it; None is one replica.
+    """Reduce `value`, or each of its leaves. All ranks of `group` call it; None means one replica.
 
     Raises:
         TypeError: a leaf is not a number.
@@ -56,13 +56,13 @@ def reduce_over(
 
 
 def _as_given(result: Tensor, leaf: Tensor) -> Tensor:
-    """Return the mean of integers in the default dtype, as torch.mean would if it took them."""
+    """Return the mean of integers in the default dtype, as torch.mean would if it accepted integers."""
     is_real = leaf.is_floating_point() or leaf.is_complex() or not result.is_floating_point()
     return result if is_real else result.to(torch.get_default_dtype())
 
 
 def _numbers(value: Any) -> Tensor:
-    """Return `value` as a tensor; booleans become numbers, so that their sum counts the true ones."""
+    """Return `value` as a tensor; booleans become integers, so that their sum counts the True values."""
     try:
         exact = torch.float64 if isinstance(value, float) else None
         tensor = value.detach() if isinstance(value, Tensor) else torch.as_tensor(value, dtype=exact)

@@ -34,11 +34,11 @@ class ParameterServerStrategy(Strategy):
 
     Arguments:
         num_servers: ranks that serve.
-        num_trainers: ranks that train, if the script starts itself; by default one for each core.
-        synchronous: a step's gradients are averaged over the trainers. False, as in tf.distribute: each push is applied
-            when it arrives.
-        max_staleness: in asynchronous training, in steps; None: no bound.
-        launch, timeout: as for MirroredStrategy.
+        num_trainers: ranks that train, if the script restarts itself; by default one for each core.
+        synchronous: average a step's gradients over the trainers. False applies each push when it arrives, as
+            tf.distribute does.
+        max_staleness: the bound in asynchronous training, in steps; None means no bound.
+        launch, timeout: as in MirroredStrategy.
 
     Raises:
         ValueError: there are not more ranks than servers.
@@ -79,7 +79,7 @@ class ParameterServerStrategy(Strategy):
         rpc.init_rpc([*self._trainers, *self._servers][job.rank], rank=job.rank, world_size=job.world_size)
         if job.rank >= trainers:
             _ignore_sigterm()
-            rpc.shutdown()  # waits for the trainers to end; their calls are served meanwhile
+            rpc.shutdown()  # serves the trainers' calls until the trainers have ended
             sys.exit(0)
         atexit.register(self._close_at_exit)
         self._trainers_group: dist.ProcessGroup | None = group
@@ -90,7 +90,7 @@ class ParameterServerStrategy(Strategy):
 
     @property
     def checkpoint_group(self) -> dist.ProcessGroup | None:
-        """Return the group of trainers, also if there is only one: servers are in the job's group, but take no part."""
+        """Return the group of trainers, even of a single trainer: the job's group also has the servers."""
         return self._trainers_group
 
     @property
@@ -132,16 +132,16 @@ class ParameterServerStrategy(Strategy):
         return self._served.total_norm
 
     def _close_at_exit(self) -> None:
-        """Close; if this process ends with an error, do not wait for the others, so that they detect it."""
+        """Close. If this process ends with an error, do not wait for the other trainers, so that they detect it."""
         if getattr(sys, "last_type", None) is None:
             self.close()
         else:
             rpc.shutdown(graceful=False)
 
     def close(self) -> None:
-        """Close this trainer; when all have closed, the servers exit.
+        """Close this trainer; when all trainers have closed, the servers exit.
 
-        Called at the end of the process, if not before.
+        Called at the end of the process, unless it was called before.
         """
         if self._server is None and self._num_setups < 0:
             return
@@ -203,7 +203,7 @@ class ServedOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, max_norm: float | None = None) -> Any:
-        """Make one step of this trainer with its groups' options; return the closure's loss.
+        """Take one step of this trainer with its groups' options; return the closure's loss.
 
         Arguments:
             max_norm: clip the gradients that the servers apply (the mean of all trainers) to this 2-norm.
@@ -246,7 +246,7 @@ class ServedOptimizer(Optimizer):
         return {name: self._parameters[name] for names in self._server.optimizer.names for name in names}
 
     def _send_options(self) -> None:
-        """Send the options that are set here to the server."""
+        """Send this trainer's options to the servers."""
         self._server.optimizer.set_options([options_of(group) for group in self.param_groups])
 
     @torch.no_grad()
@@ -256,7 +256,7 @@ class ServedOptimizer(Optimizer):
 
 
 def _ignore_sigterm() -> None:
-    """Ignore SIGTERM, so that trainers that also received it can save the servers' state; a script's handler stays."""
+    """Ignore SIGTERM, so that trainers that also receive it can save the servers' state; keep a script's handler."""
     is_main = threading.current_thread() is threading.main_thread()
     if is_main and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -25,15 +25,15 @@ class ShardedStrategy(MirroredStrategy):
         shard: "optimizer": the optimizer's state (`phalanx.ZeroRedundancyOptimizer`: ZeRO stage 1, and parameters once
             per host); "model": also gradients and parameters (PyTorch's FSDP2, `fully_shard`), for models that are
             too large for one device.
-        gather_gradients: False leaves large averaged gradients sliced, which saves a copy (ZeroRedundancyOptimizer).
-        offload: True keeps the optimizer's state in the host's memory and updates there, for models on GPUs; an option
-            of ZeroRedundancyOptimizer (see there for supported hosts), and with shard="model" of FSDP2
-            (`CPUOffloadPolicy`).
-        devices, launch, timeout: as of MirroredStrategy.
-        options: of DistributedDataParallel, or of fully_shard.
+        gather_gradients: False leaves each rank a slice of large averaged gradients (see ZeroRedundancyOptimizer).
+        offload: True keeps the optimizer's state in the host's memory and updates there, for models on GPUs. The
+            option is ZeroRedundancyOptimizer's (see there for supported hosts); with shard="model" it is FSDP2's
+            `CPUOffloadPolicy`.
+        devices, launch, timeout: as in MirroredStrategy.
+        options: passed to DistributedDataParallel, or to fully_shard.
 
     Raises:
-        ValueError, RuntimeError: as MirroredStrategy.
+        ValueError, RuntimeError: as in MirroredStrategy.
     """
 
     name = "sharded"
@@ -102,8 +102,9 @@ class ShardedStrategy(MirroredStrategy):
 def find_blocks(model: nn.Module) -> list[nn.Module]:
     """Return the repeated parts of a model: the children of its ModuleLists and Sequentials that have parameters.
 
-    A container without a forward is not a block, since nothing calls it: its children are. Nor is a module that shares
-    a parameter with modules outside of it, as a parameter belongs to one block; parts of it may be blocks.
+    A container without a forward is not a block, since nothing calls it; its children are blocks. A module that shares
+    a parameter with modules outside of it is not a block either, since a parameter belongs to one block; the module's
+    parts may be blocks.
     """
     names = _Names(model)
     found = {id(block): block for block in _search(model, False, names)}

@@ -1,4 +1,4 @@
-"""`SingleDeviceStrategy` trains in one process, on one device; so does a script in no strategy's scope."""
+"""`SingleDeviceStrategy` trains in one process, on one device, as does a script without a strategy."""
 
 from __future__ import annotations
 
@@ -66,5 +66,5 @@ def get_strategy() -> Strategy:
 
 
 def get_replica_context() -> ReplicaContext:
-    """Return this replica's context, as in tf.distribute; if no strategy is in scope, the only replica's."""
+    """Return this replica's context, as in tf.distribute. Without a strategy in scope, there is one replica."""
     return ReplicaContext(get_strategy())

@@ -53,7 +53,7 @@ def join_or_start(called: str, num_ranks: int, *, launch: bool, timeout: float) 
     """Return this process's membership in the job. Without a job, restart the program with `num_ranks` ranks.
 
     Raises:
-        RuntimeError: the program cannot be restarted: in a notebook, in a test.
+        RuntimeError: the program cannot be restarted, for example in a notebook or a test.
     """
     if num_ranks > 1 and launch and not is_launched(os.environ):
         program = ScriptCommand.of(sys.orig_argv, sys.argv, sys.modules.get("__main__"))

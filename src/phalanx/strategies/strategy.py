@@ -1,10 +1,10 @@
 """`Strategy` defines how a way of distributing treats the five parts of a training script.
 
     model       setup()            wrapped, cut or left as it is; on this rank's device
-    optimizer   setup()            kept, or built again over what this rank holds
+    optimizer   setup()            kept, or created again over this rank's parameters
     data        loader()           the global batch, divided among the replicas
     step        step()             forward, backward, update: compute_gradients() and update() are its halves
-    checkpoint  parts()            what `phalanx.CheckpointManager` saves and loads
+    checkpoint  parts()            the objects that `phalanx.CheckpointManager` saves and loads
 
 Create the strategy first (it joins or starts the job), then the model, then call `setup`. Names and meanings follow
 `tf.distribute.Strategy` where it has them.
@@ -66,13 +66,13 @@ class Strategy(ABC):
     """Whether training continues when a rank is lost, in `phalanx.elastic.run`."""
 
     ranks_differ = False
-    """Whether ranks hold different models: parts of one, or copies that train apart."""
+    """Whether ranks hold different models: parts of one model, or copies that train apart."""
 
     is_in_step = True
     """Whether all ranks take each step together."""
 
     evaluates_together = False
-    """Whether `evaluate` is collective over replicas: all call it equally often."""
+    """Whether `evaluate` is collective over replicas: all must call it equally often."""
 
     def __init__(
         self, job: Job, *, num_replicas: int, replica: int, process_group: dist.ProcessGroup | None = None
@@ -93,7 +93,7 @@ class Strategy(ABC):
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """Return the number of model copies that are trained; in an elastic job, their current number."""
+        """Return the number of model copies in training; in an elastic job, the current number."""
         return self._num_replicas
 
     @property
@@ -107,7 +107,7 @@ class Strategy(ABC):
 
     @property
     def training_group(self) -> dist.ProcessGroup | None:
-        """Return the group of all training ranks, a replica's ranks included; None if there is one."""
+        """Return the group of all training ranks, including the ranks of one replica; None if there is one rank."""
         return world()
 
     @property
@@ -145,9 +145,9 @@ class Strategy(ABC):
                 once.
             options: of `torch.utils.data.DataLoader`: num_workers, collate_fn, ...
 
-        Each replica reads an IterableDataset completely and takes its part of each batch (`shuffle` and `padding` are
-        up to the dataset); the last batch may be divided unevenly. `seed` and the epoch, set by `loader.set_epoch(e)`,
-        seed the dataset's draws from the global generators: all replicas read it in the same order.
+        Each replica reads an IterableDataset completely and takes its part of each batch (`shuffle` and `padding` have
+        no effect); the last batch may be divided unevenly. `seed` and the epoch, set by `loader.set_epoch(e)`, seed the
+        dataset's draws from the global generators: all replicas read it in the same order.
 
         Raises:
             ValueError: the replicas can't share the batch evenly.
@@ -181,11 +181,11 @@ class Strategy(ABC):
     def distribute(self, loader: DataLoader[Any], *, padding: bool = True) -> DataLoader[Any]:
         """Return a loader that divides the global batches of `loader` among the replicas, as `loader()` does.
 
-        A loader whose sampler is a `phalanx.DistributedSampler` of as many replicas is already divided, and returned as
-        it is.
+        A loader whose sampler is a `phalanx.DistributedSampler` for these replicas is already divided, and returned
+        unchanged.
 
         Raises:
-            ValueError, TypeError: `loader` has a sampler of its own, or one for other replicas, or no batch size.
+            ValueError, TypeError: `loader` has a custom sampler, or a sampler for other replicas, or no batch size.
         """
         options = options_of(loader)
         if options is None:
@@ -199,11 +199,11 @@ class Strategy(ABC):
         return self.loader(loader.dataset, padding=padding, **options)
 
     def experimental_distribute_dataset(self, dataset: DataLoader[Any]) -> DataLoader[Any]:
-        """Do what `distribute` does, by the name of tf.distribute."""
+        """Call `distribute`, which has this name in tf.distribute."""
         return self.distribute(dataset)
 
     def distribute_datasets_from_function(self, dataset_fn: Callable[[InputContext], T]) -> T:
-        """Return the dataset that `dataset_fn` makes for this replica, unchanged: for a stream, which has no indices.
+        """Return the dataset that `dataset_fn` makes for this replica: for streams, which cannot be divided by index.
 
         `dataset_fn` is called once, with the `InputContext` of this replica.
         """
@@ -237,7 +237,7 @@ class Strategy(ABC):
         loss_of: LossOf | None = None,
         precision: Precision = "32-true",
     ) -> tuple[nn.Module, Optimizer]:
-        """Return the model and the optimizer to train with; use these from here on. All ranks call it, once.
+        """Return the model and the optimizer to train with; use only these from now on. All ranks call it, once.
 
         Arguments:
             optimizer: a new optimizer over the model's parameters, or a function that makes one from parameters.
@@ -247,7 +247,7 @@ class Strategy(ABC):
                 scales the loss.
 
         Raises:
-            ValueError: the strategy can't train this model, or with this optimizer; the message says why.
+            ValueError: the strategy can't train this model, or not with this optimizer; the message has the reason.
         """
         if loss_fn is not None and loss_of is not None:
             raise ValueError(f"{self._called}.setup: loss_fn and loss_of are two ways to say the same: give one")
@@ -275,7 +275,7 @@ class Strategy(ABC):
     # -- a step --------------------------------------------------------------------------------------------------------
 
     def step(self, *batch: Any) -> Tensor:
-        """Take one step on this replica's batch, which ends with the target; return its loss (the mean of its samples).
+        """Take one step on this replica's batch, whose last element is the target; return the mean loss of its samples.
 
         Shape: the loss is (). If several ranks hold parts of one replica, all of them return the same loss.
         """
@@ -289,7 +289,8 @@ class Strategy(ABC):
         """Run forward and backward of one batch: add `share` times its gradients, and return its detached loss.
 
         With `is_last=False` more batches follow before the update, and gradients are not exchanged yet. `weight` is the
-        weight of this replica's part. By default it is the loader's for its latest batch of an IterableDataset, else 1.
+        weight of this replica's part in the mean over replicas. The default is the loader's weight for its latest batch
+        of an IterableDataset, else 1.
         """
         model, loss_of = self._require_ready()
         share *= self._weigh(weight)
@@ -306,10 +307,10 @@ class Strategy(ABC):
         return loss.detach()
 
     def update(self, max_norm: float | None = None) -> Tensor | None:
-        """Make the optimizer's step with the accumulated gradients, and then clear them.
+        """Step the optimizer with the accumulated gradients, and then clear them.
 
         Arguments:
-            max_norm: clip to this 2-norm of all gradients together first.
+            max_norm: first clip all gradients together to this 2-norm.
 
         Return the norm before clipping if `max_norm` is given, else None.
         """
@@ -329,7 +330,7 @@ class Strategy(ABC):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Keep gradients of backwards inside this context local to the replica, for accumulation."""
+        """Accumulate gradients inside this context on the replica only, without exchanging them."""
         sync_off = getattr(self._model, "no_sync", None)
         with contextlib.nullcontext() if sync_off is None else sync_off():
             yield
@@ -339,16 +340,13 @@ class Strategy(ABC):
         return nn.utils.clip_grad_norm_(self._model.parameters(), max_norm)
 
     def autocasting(self) -> contextlib.AbstractContextManager[Any]:
-        """Return the autocast context of the forward, by the precision of `setup`."""
+        """Return the autocast context of the forward, for the precision that was passed to `setup`."""
         if self._autocast is None:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=self._autocast)
 
     def sync_buffers(self) -> None:
-        """Copy the first replica's buffers (such as BatchNorm's) to all replicas before an evaluation.
-
-        All ranks call it.
-        """
+        """Copy the first replica's buffers (such as BatchNorm's) to all, before an evaluation. All ranks call it."""
         if self._broadcasts_buffers and self.process_group is not None:
             broadcast_tensors(self.bare_model.buffers(), self.process_group)
 
@@ -389,13 +387,13 @@ class Strategy(ABC):
             return fn(*args, **(kwargs or {}))
 
     def reduce(self, reduce_op: Reduce, value: Any, axis: int | tuple[int, ...] | None = None) -> Any:
-        """Reduce `value` of all replicas to one, on every rank. All ranks call it.
+        """Return the sum or the mean of all replicas' values, on every rank. All ranks call it.
 
         Arguments:
             reduce_op: "sum" or "mean", or torch.distributed.ReduceOp.SUM or AVG.
             value: a tensor or a number, or a list, tuple or dict of them.
-            axis: reduce over this axis, or these axes, as well; its size may differ between replicas; each element
-                counts once.
+            axis: also reduce over this axis, or these axes. Sizes may differ between replicas; each element counts
+                once.
 
         Shape: a replica's value without `axis`.
 
@@ -416,7 +414,7 @@ class Strategy(ABC):
         return value_fn(ReplicaContext(self))
 
     def experimental_local_results(self, value: T) -> tuple[T]:
-        """Return the values of the replicas in this process: there is one."""
+        """Return the values of the replicas in this process, which has one replica."""
         return (value,)
 
     # -- checkpoint ----------------------------------------------------------------------------------------------------
@@ -497,8 +495,8 @@ def may_have_others() -> bool:
 def same_random_state(group: dist.ProcessGroup | None) -> Iterator[None]:
     """Give all ranks of `group` the first rank's CPU random state inside this context. All ranks enter it.
 
-    A rank that entered with the same state continues from the state at the end, so the ranks' draws stay equal; a rank
-    that entered with another state returns to it.
+    A rank that entered with the first rank's state keeps the state at the end of the context, so the ranks' draws stay
+    equal; a rank that entered with another state restores that state.
     """
     if group is None:
         yield

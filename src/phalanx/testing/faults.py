@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Fault:
-    """A `Fault` happens to `rank` at `step`. It is real: the process dies, stops or sleeps."""
+    """A `Fault` happens to `rank` at `step`. The fault is real: the process dies, stops or sleeps."""
 
     rank: int
     step: int

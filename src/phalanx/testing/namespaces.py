@@ -26,15 +26,15 @@ from typing import Literal
 from phalanx.errors import PhalanxError
 
 _CLONE_NEWNET = 0x40000000
-# TCP passes this much to an interface at once; the headers that the bucket counts are included
+# TCP passes this many bytes to an interface at once, including the headers that the bucket counts.
 _LONGEST_PACKET = 65536 + 256
 _NETWORKS = itertools.count()  # in this process: two may exist at a time
-_UP_LONGER_S = 100_000  # by how much each host has been up longer than the one before it
+_UP_LONGER_S = 100_000  # each host has been up this much longer than the host before it
 
 
 @dataclass(frozen=True)
 class Host:
-    """A `Host` is one namespace. `address` is where the other hosts reach it.
+    """A `Host` is one namespace. The other hosts reach it at `address`.
 
     `up_s` is how many seconds its CLOCK_MONOTONIC is ahead of the machine's. `switch` and `port` are the namespace and
     the interface at the other end of its cable. `bucket` limits the rate at which it sends, and with `both_ways` at
@@ -90,7 +90,7 @@ class Host:
         self._queue("received", *(self.bucket if self.both_ways else ()))
 
     def _queue(self, way: str, *words: str) -> None:
-        """Set the queue of packets that the host has "sent", or that it "received", to tc's `words`, or to none."""
+        """Set the queue of packets that the host has "sent" or "received" to tc's `words`; without words, to none."""
         device = ["-n", self.name, "qdisc", "replace", "dev", "eth0"]
         if way == "received":
             device = ["-n", self.switch, "qdisc", "replace", "dev", self.port]
@@ -105,7 +105,7 @@ class Host:
 
 @functools.cache
 def _has_clocks() -> bool:
-    """Return whether a program can be given another CLOCK_MONOTONIC."""
+    """Return whether a program can run with another CLOCK_MONOTONIC."""
     probe = ["unshare", "--time", "--monotonic", "1", "true"]
     return subprocess.run(probe, capture_output=True, check=False).returncode == 0
 
@@ -165,7 +165,7 @@ def hosts(
         ipv6: the hosts have IPv6 addresses, and no others.
         mtu: the largest packet in bytes, by default 1500; at least 1280 for IPv6.
         one_clock: all hosts have the machine's CLOCK_MONOTONIC, so that their times can be compared.
-        dead_end: each host has a second, unconnected interface, with addresses of one network and a default route.
+        dead_end: each host has a second, unconnected interface, with a default route; their addresses share a network.
 
     Raises:
         PhalanxError: namespaces are not permitted, or ip or tc is missing (see `why_no_hosts`).

@@ -31,7 +31,7 @@ from phalanx._job.launch.calls import outcome, payload
 from phalanx._job.launch.calls.outcome import RankOutcome, describe_exit
 from phalanx.errors import PhalanxError
 
-_POLL_S = 0.05  # how often exit codes are checked: a process that a rank started may keep the sentinel open
+_POLL_S = 0.05  # between checks of exit codes: a process that a rank started may keep the sentinel open
 
 
 def run_ranks(
@@ -44,7 +44,7 @@ def run_ranks(
     lost: Collection[int] = (),
     start: Literal["fork", "spawn"] | None = None,
 ) -> list[Any]:
-    """Call `fn(rank, world_size, *args)` on `world_size` processes and return what each returned, by rank.
+    """Call `fn(rank, world_size, *args)` on `world_size` processes, and return the results by rank.
 
     Each rank has one intra-op thread and, with `init`, a default process group over `backend` whose timeout is half of
     `timeout`, so that the group itself reports a collective that never ends. Results are pickled. No process,
@@ -52,7 +52,7 @@ def run_ranks(
 
     Arguments:
         fn: any function: of a module, of `__main__` or of a notebook, a closure, or a lambda.
-        timeout: seconds or a timedelta for the whole run: a limit for hangs, which a busy machine must not reach.
+        timeout: seconds or a timedelta for the whole run, to end hangs; long enough for a busy machine.
         init: False leaves the process group to `fn`. A group that `fn` does not destroy is not destroyed.
         lost: ranks that the test itself kills or stops. They must not return. The call does not wait for them once
             all others have ended; their result is None.
@@ -102,10 +102,10 @@ def run_ranks(
 
 
 class RankFailed(PhalanxError):
-    """Some ranks of a `run_ranks` did not return. The message has each one's traceback or last known place.
+    """Some ranks of a `run_ranks` did not return. The message has each such rank's traceback or last known place.
 
-    `errors` maps a rank to the exception that it raised, where that can be pickled; `results` maps the ranks that
-    returned to what they returned; `running` names the ranks that were still running when time was up.
+    `errors` maps a rank to the exception that it raised, if the exception can be pickled; `results` maps the ranks that
+    returned to their results; `running` has the ranks that were still running when time was up.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class RankFailed(PhalanxError):
         )
 
 
-_Call = tuple[Callable[..., Any], tuple[Any, ...]] | bytes  # pickled, if the rank is not forked with it
+_Call = tuple[Callable[..., Any], tuple[Any, ...]] | bytes  # pickled, unless the rank is a fork that inherits it
 
 
 def _prepare(start: str | None, fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[BaseContext, _Call]:
@@ -158,14 +158,14 @@ def _prepare(start: str | None, fn: Callable[..., Any], args: tuple[Any, ...]) -
 
 @contextlib.contextmanager
 def _processes(context: BaseContext, tasks: Sequence[_RankTask]) -> Iterator[list[BaseProcess]]:
-    """Yield one running process per task; at the end, all of them and their children have ended."""
+    """Yield one running process per task; at the end, kill all of them and their children."""
     processes: list[BaseProcess] = []
     try:
         for task in tasks:
             process: BaseProcess = context.Process(target=_work, args=(task,), name=f"rank {task.rank}")  # type: ignore[attr-defined]
             processes.append(process)
             with warnings.catch_warnings():
-                # Python 3.12 also warns of native threads; those of torch's pools are not used in the ranks.
+                # Python 3.12 also warns of native threads; the ranks do not use the threads of torch's pools.
                 warnings.filterwarnings("ignore", ".*multi-threaded.*fork", DeprecationWarning)
                 process.start()
         yield processes
@@ -230,7 +230,7 @@ def _stack(task: _RankTask, process: BaseProcess) -> str:
 
 # Run one rank in its own process.
 
-# The parent sends it to a late rank; faulthandler answers without the interpreter's help.
+# The parent sends this signal to a late rank; faulthandler writes the stacks without the interpreter's help.
 _SHOW_STACK = signal.SIGUSR2
 
 
@@ -303,8 +303,8 @@ def _group(task: _RankTask) -> Iterator[None]:
         timeout=timedelta(seconds=task.group_timeout_s),
     )
     if task.backend == "gloo":
-        # A rank whose function sends nothing may end while another is still connecting to it, whose start then fails:
-        # "Connection closed by peer".
+        # A rank whose function sends nothing may end while a peer is still connecting to it; the peer's start then
+        # fails with "Connection closed by peer".
         store.set(f"connected/{task.rank}", "")
         others = [f"connected/{rank}" for rank in range(task.world_size)]
         store.wait(others, timedelta(seconds=task.group_timeout_s))

@@ -65,7 +65,7 @@ def find_problems(
 
 
 def _lacks_arguments(model: Any, name: str) -> bool:
-    """Return whether the model has a step of that name which cannot be called with a batch."""
+    """Return whether the model's step of that name cannot be called with a batch alone."""
     try:
         inspect.signature(getattr(model, name)).bind(None)
     except TypeError:
@@ -75,7 +75,7 @@ def _lacks_arguments(model: Any, name: str) -> bool:
     return False
 
 
-# One per range of Python versions: up to 3.14, from 3.12 to 3.13, and from 3.15 on.
+# One for each range of Python versions: up to 3.14, from 3.12 to 3.13, and from 3.15 on.
 _LOADS_OF_NONE = ("LOAD_CONST", "RETURN_CONST", "LOAD_COMMON_CONSTANT")
 
 

@@ -25,9 +25,9 @@ _logger = get_logger(__name__)
 
 
 class Callback:
-    """Override what you need. Every point is called on every rank, in the order of the Trainer's `callbacks`.
+    """Override the points that you need. All ranks call each point, in the order of the Trainer's `callbacks`.
 
-        on_fit_begin            model and optimizer are set up, a checkpoint was loaded if there is one
+        on_fit_begin            model and optimizer are set up, and a checkpoint is loaded if one exists
           on_epoch_begin        trainer.epoch is the coming epoch
             on_step_end         an update is done and counted: trainer.step
             on_checkpoint       a save of trainer.step has begun
@@ -40,30 +40,30 @@ class Callback:
     ranks; if ranks have different models (parts of one, or copies that train apart), it has each rank's state. A
     replacement rank receives another rank's state. After the loss of a rank, the points after the last step of an epoch
     are repeated, with callbacks restored to that step. Random numbers that a callback draws (torch, Python, NumPy) do
-    not change the model's: a resumed run, which calls some points again and others not, ends with the same bits. So a
-    seed that a callback sets holds until the point ends.
+    not change the model's: a resumed run, which repeats some points but not others, ends with the same bits. So a seed
+    that a callback sets holds until the point ends.
     """
 
     def on_fit_begin(self, trainer: Trainer) -> None:
         """Override this to act before the first step."""
 
     def on_epoch_begin(self, trainer: Trainer) -> None:
-        """Override this to act before the first batch of an epoch, or of the rest of an epoch."""
+        """Override this to act before the first batch of an epoch, or of the rest of an epoch after resuming."""
 
     def on_step_end(self, trainer: Trainer, loss: Tensor) -> None:
         """Override this to act after a step. `loss` is this rank's, detached; reading it waits for the device."""
 
     def on_checkpoint(self, trainer: Trainer) -> None:
-        """Override this to act when a save has begun; it is complete when the next one begins, or `fit` returns."""
+        """Override this to act when a save has begun; it completes before the next save begins, or `fit` returns."""
 
     def on_validation_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         """Override this to act after a validation. `metrics` cover all samples of all ranks; all ranks get the same."""
 
     def on_epoch_end(self, trainer: Trainer) -> None:
-        """Override this to act after validation, and the scheduler's step."""
+        """Override this to act after the validation and the scheduler's step."""
 
     def on_fit_end(self, trainer: Trainer) -> None:
-        """Override this to act after the last step; the last checkpoint is on the disk."""
+        """Override this to act after the last step, when the last checkpoint is on the disk."""
 
     def on_error(self, trainer: Trainer, error: BaseException) -> None:
         """Override this to act when `fit` ends with `error`."""
@@ -76,7 +76,7 @@ class EarlyStopping(Callback):
         monitor: the name of a validation metric. None watches the metric of the Trainer's `keep_best`, with its mode;
             without `keep_best`, the loss.
         min_delta: the least change that counts as an improvement.
-        mode: whether less (the default) or more is better.
+        mode: "min" (the default) if less is better, "max" if more is better.
 
     Raises:
         ValueError: an argument is invalid; at the first validation, the metric does not exist.
@@ -148,7 +148,7 @@ class LambdaCallback(Callback):
 class CallbackStates:
     """`CallbackStates` is the checkpoint part with the states of callbacks, by name.
 
-    A checkpoint may lack a callback, or have one that no longer exists.
+    A checkpoint may lack a callback's state, or have the state of a callback that no longer exists.
     """
 
     def __init__(self, callbacks: Sequence[Callback]) -> None:
@@ -176,7 +176,7 @@ class CallbackStates:
 class CallbackCalls:
     """`CallbackCalls` isolates the model's random numbers from draws of callbacks.
 
-    A resumed run calls some points again and others not; that must not change any bit.
+    A resumed run repeats some points but not others, which must not change any bit.
 
     Cost: two captures of the random states, where a callback overrides the point; else nothing.
     """
@@ -188,7 +188,7 @@ class CallbackCalls:
         return any(_overrides(one, point) for one in callbacks)
 
     def call(self, callbacks: Sequence[Callback], point: str, *args: Any) -> None:
-        """Call the point of each callback that overrides it, in their order."""
+        """Call the point of each callback that overrides it, in the order of the callbacks."""
         receivers = [one for one in callbacks if _overrides(one, point)]
         if not receivers:
             return
@@ -206,7 +206,7 @@ def _overrides(callback: Callback, point: str) -> bool:
 class CallbackRecovery:
     """`CallbackRecovery` tracks the step that this rank's callbacks have completed, and their states at an epoch's end.
 
-    `called_step` is the step whose `on_step_end` they have completed.
+    `called_step` is the latest step whose `on_step_end` has completed.
     """
 
     def __init__(self, strategy: Strategy) -> None:

@@ -1,7 +1,7 @@
-"""Derive the draws of a replica's own loader from the script's seeds and the epoch.
+"""Seed the draws of a replica's own loader from the script's seeds and the epoch.
 
-Such a loader reports no position: a run that resumes inside an epoch reads the loader again up to that point, which
-yields the same samples only if the loader draws the same numbers.
+Such a loader reports no position: a run that resumes inside an epoch reads the loader again up to that point. This
+yields the same samples only if the loader draws the same random numbers.
 
     drawn from                               seeded in each epoch by
     the global generators                    the value of `torch.initial_seed()` when the run began, on this replica
@@ -23,7 +23,7 @@ from phalanx.strategies import Strategy
 
 
 def agree_on_seeds(state: elastic.State, strategy: Strategy) -> None:
-    """Set `state.data_seeds`, the seed of each replica, unless some rank has them. All ranks call it.
+    """Set `state.data_seeds`, the seed of each replica, on all ranks: known seeds if a rank has any. All ranks call it.
 
     A rank that joins receives the seeds with which the run began; a checkpoint has them, too.
     """
@@ -38,7 +38,7 @@ def agree_on_seeds(state: elastic.State, strategy: Strategy) -> None:
 def seed_of_replica(seeds: tuple[int, ...], replica: int) -> int:
     """Return the seed of a replica, which may have joined later.
 
-    If the script has seeded all replicas equally, they may divide one order among them: a new replica gets the same
+    If the script has seeded all replicas equally, they may divide a common order: a new replica then gets the same
     seed.
     """
     if replica < len(seeds):

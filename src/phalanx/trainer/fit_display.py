@@ -40,7 +40,7 @@ class FitDisplay:
             print(line, flush=True)
 
     def batches(self, loader: Iterable[Any], epoch: str, per_step: Callable[[Any], float]) -> Iterable[Any]:
-        """Yield the batches of `loader`, and print a line with their number at the end."""
+        """Return an iterable over the batches of `loader`, which also shows them as one line."""
         self._epoch, self._mean = epoch, RunningMean()
         self._bar = progress(loader, desc=epoch, per_step=per_step) if self._show else None
         return loader if self._bar is None else self._bar

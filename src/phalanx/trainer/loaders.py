@@ -4,8 +4,8 @@ DataLoader over a dataset with a length     the strategy divides it; its sampler
 DataLoader over an IterableDataset          each replica reads it and takes its part of each batch; the position is a
                                             number of batches, which a resumed run reads and skips
 a dict of DataLoaders                       a batch of each in every step, as a dict
-a function of `InputContext`                each replica's own batches, as it makes them; ranks agree in each step
-                                            that all have one
+a function of `InputContext`                returns each replica's own batches; in each step, ranks agree that all have
+                                            a batch
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class FitLoader:
 
     @property
     def batch_size(self) -> int | None:
-        """Return the number of samples in this replica's batch, if it is constant."""
+        """Return the number of samples in this replica's batch; None if it may vary."""
         return self.loader.batch_size if self.sampler is not None else None
 
     def samples_shown(self, batch: Any) -> float:
@@ -75,7 +75,7 @@ class FitLoader:
         return count * self._strategy.num_replicas_in_sync / world_size
 
     def begin_epoch(self, epoch: int, batch_size: int | None, seeds: tuple[int, ...]) -> None:
-        """Prepare the data for an epoch, or for the rest of one. `seeds` has one for each replica."""
+        """Prepare the data for an epoch, or for the rest of an epoch. `seeds` has a seed for each replica."""
         loader = self.loader
         if self.sampler is not None:
             # A rank that joined later has divided the batch among more replicas: all use the first ranks' number.
@@ -133,7 +133,7 @@ class FitLoader:
                 yield batch, own / total, place == len(group), number
 
     def _skip(self, iterator: Iterator[Any], count: int) -> int:
-        """Skip `count` batches, and restore the random states: the job drew these numbers before it stopped there."""
+        """Skip `count` batches, and restore the random states, which the stopped job had already advanced."""
         self._num_skipped = count
         if not count:
             return 0
@@ -150,7 +150,7 @@ class FitLoader:
         return count, count
 
     def _all_have_batch(self, has: bool) -> bool:
-        """Return whether all replicas have a batch: if their numbers may differ, the first without ends the epoch."""
+        """Return whether all replicas have a batch; the first replica without one ends the epoch for all."""
         group = self._strategy.training_group
         if not self.is_own or group is None:
             return has
@@ -194,7 +194,7 @@ class FitLoader:
         return int(agreed)
 
     def _any_batch(self) -> Any:
-        """Return a batch, which does not count, for a rank that has none."""
+        """Return a batch that does not count, for a rank without batches."""
         if self.sampler is None:
             raise PhalanxError(
                 "Trainer.validate: all ranks of this strategy evaluate together, and this rank's loader has no batch: "
@@ -207,7 +207,7 @@ _NONE = object()
 
 
 def divide(strategy: Strategy, name: str, given: Any, *, padding: bool = True) -> FitLoader:
-    """Divide `given` among the replicas; return the `FitLoader` of this one.
+    """Divide `given` among the replicas; return the `FitLoader` of this replica.
 
     Raises:
         ValueError, TypeError: `given` is not a loader, cannot be divided, or has no batch.
@@ -312,7 +312,7 @@ class BatchSizes:
 
     @classmethod
     def of(cls, loader: DataLoader[Any]) -> BatchSizes:
-        """Return the sizes for the rest of the epoch. Samples that are batches themselves count as one each."""
+        """Return the sizes for the rest of the epoch. A sample that is itself a batch counts as one."""
         total = len(loader)
         batch_size = getattr(loader.batch_sampler, "batch_size", None)
         if batch_size is None or loader.batch_sampler.drop_last or not total:  # type: ignore[union-attr]

@@ -43,7 +43,7 @@ def _first_tensor(batch: Any) -> Tensor | None:
         parts = batch.values()
     elif isinstance(batch, (list, tuple)):
         if isinstance(batch, list) and batch and isinstance(batch[0], (str, bytes, int, float)):
-            return None  # samples that are no tensors: there may be many
+            return None  # samples that are not tensors: there may be many
         parts = batch
     elif isinstance(batch, Sequence):
         parts = () if isinstance(batch, (str, bytes)) else batch
@@ -82,7 +82,7 @@ def call_metric(name: str, function: Callable[[Any, Any], Tensor], result: Any, 
 
 
 class Sums:
-    """`Sums` are the sums of a validation, by name. They are exact, even if ranks have uneven batches."""
+    """`Sums` has a validation's sums by name. They weigh each sample equally, even if ranks have uneven batches."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -126,7 +126,7 @@ class Sums:
         self._sums[name] = value if sum_ is None else sum_ + value
 
     def compute(self, group: dist.ProcessGroup | None) -> tuple[int, dict[str, Tensor]]:
-        """Return how many samples all ranks have, and the sums by name, the same on every rank. All ranks call it.
+        """Return the number of samples of all ranks, and the sums by name, equal on every rank. All ranks call it.
 
         Raises:
             ValueError: no rank has a sample.

@@ -1,4 +1,4 @@
-"""Show one display for the whole job on rank 0 while all ranks iterate."""
+"""Display the progress of the whole job on rank 0 while all ranks iterate."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from phalanx.trainer.metrics import num_samples_or_one
 
 T = TypeVar("T")
 
-REDRAW_S = 0.1  # a reader sees no more, and each drawing waits for the device to produce the loss
+REDRAW_S = 0.1  # a person reads no faster, and each drawing waits for the device to produce the loss
 
 
 class Progress(Generic[T]):
@@ -45,7 +45,7 @@ class Progress(Generic[T]):
         self._unit = unit
         self._per_step = per_step
         self._live = live
-        self._out = out  # None on every rank but 0, which iterates silently
+        self._out = out  # None on all ranks but 0: they iterate silently
         self._world_size = world_size
         self._clock = clock
         self._page = page or ProgressPage(bytearray(PAGE_BYTES))
@@ -95,7 +95,7 @@ class Progress(Generic[T]):
         self._page.count(loop, round(self._samples) - before)
 
     def update(self, **values: SupportsFloat) -> None:
-        """Show these numbers from now on, as in `update(loss=loss)`; one-element tensors are read when drawn."""
+        """Show these numbers from now on, as in `update(loss=loss)`; one-element tensors are read at each drawing."""
         for name, value in values.items():
             self._values[name] = value.detach() if isinstance(value, torch.Tensor) else value
 

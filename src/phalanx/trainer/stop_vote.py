@@ -1,4 +1,4 @@
-"""A `StopVote` makes all ranks stop after the same step, whichever rank was asked to stop, and when.
+"""A `StopVote` makes all ranks stop after the same step, whichever rank was asked to stop, at any time.
 
 asked, on any rank ──▶ a vote, on all ranks ──▶ agreed: stop after this step
 """
@@ -52,7 +52,7 @@ class StopVote:
         return self._requested[0] == _PREEMPTED
 
     def request(self, reason: str) -> None:
-        """Ask for a stop; the latest reason counts."""
+        """Request a stop at the next vote; the latest reason counts."""
         self._requested = max(self._requested[0], _STOP), reason
 
     @contextlib.contextmanager

@@ -52,7 +52,7 @@ class Trainer:
                                   checkpoint="runs/a", save_every=1000, metrics={"accuracy": accuracy})
         trainer.fit(loader, val_loader)
 
-    A batch is the model's arguments and then the target, or the argument of the model's own `training_step(batch)`.
+    A batch is the model's arguments followed by the target, or the argument of the model's own `training_step(batch)`.
     Started as `python train.py`, the strategy may restart the script on several devices; under `phalanx run` the job
     continues when ranks are lost (`phalanx docs elastic`).
 
@@ -62,11 +62,11 @@ class Trainer:
         loss: a function of the model's result and the target, which returns the mean over the samples. Without it
             `model.training_step(batch)` returns the loss, and `model.validation_step(batch)` a dict of metrics.
         strategy: one of `phalanx.strategies`, or its name.
-        max_epochs: how often to go through the data.
+        max_epochs: the number of passes over the data.
         max_steps: the number of updates after which training ends, if that comes before `max_epochs`.
         scheduler: the optimizer's scheduler, or a function that makes one (if the strategy recreates the optimizer).
-        scheduler_interval: whether it steps with the epoch or with each update.
-        accumulate: the number of batches of an update, whose gradient is the mean over all their samples.
+        scheduler_interval: whether the scheduler steps after each epoch or after each update.
+        accumulate: the number of batches per update, whose gradient is the mean over all their samples.
         max_norm: clip the gradients to this 2-norm.
         precision: "32-true", "bf16-mixed" or "16-mixed".
         metrics: functions of the model's result and the target, for validation: one number for each sample of the
@@ -78,16 +78,16 @@ class Trainer:
             fifth epoch.
         keep: how many checkpoints to keep.
         keep_best: ("accuracy", "max", 3) also keeps the 3 checkpoints with the best validations; each epoch whose
-            validation is one of the best is saved.
+            validation is among the best is saved.
         callbacks: see `Callback`.
         report: a folder for the run's report, as `phalanx run --report` writes it (`phalanx docs report`).
-        log_dir: for TensorBoard: loss and learning rate of each `log_every`-th update, and the validation's metrics.
+        log_dir: a folder for TensorBoard: loss and learning rate of each `log_every`-th update, and validation metrics.
         logger: "wandb", "mlflow", "tensorboard", "csv", one of `phalanx.loggers`, a run of wandb, an object with
             Lightning's `log_metrics`, or several in a list: they receive the same values as `log_dir`, and the run's
             report.
         hyperparameters: settings for the loggers, in addition to those that the Trainer knows.
         seed: the seed of Python's, NumPy's and torch's random numbers, plus the replica's number. None sets no seed.
-        min_ranks: with fewer ranks an elastic job waits.
+        min_ranks: the number of ranks below which an elastic job waits.
         show_progress: print one line for each epoch and validation, and lines on where `fit` resumes and why it ends.
         dry_run: run two batches of training and validation, with an update for each (`accumulate` is 1), and write
             nothing: a quick check that the script runs.
@@ -207,7 +207,7 @@ class Trainer:
         self._calls = CallbackCalls()
         self._recovery = CallbackRecovery(self.strategy)
 
-    # -- what callbacks read -------------------------------------------------------------------------------------------
+    # -- for callbacks -------------------------------------------------------------------------------------------------
 
     @property
     def step(self) -> int:
@@ -235,8 +235,8 @@ class Trainer:
         Any rank may call it, at any time while `fit` runs: in a callback, in a signal handler, in another thread.
 
         The ranks agree within about 0.1 s, or at the end of a longer step; after a call in `on_step_end`, at once. A
-        call in a validation ends the training after that epoch. Under strategies whose ranks train apart (`local_sgd`
-        and the like), a call stops this rank, and the others at their next checkpoint.
+        call during a validation ends the training after that epoch. Under strategies whose ranks train apart
+        (`local_sgd` and the like), a call stops this rank, and the other ranks at their next checkpoint.
         """
         if self._state is None:
             raise RuntimeError("Trainer.stop: this is for callbacks, while fit runs")
@@ -402,7 +402,7 @@ class Trainer:
         return True
 
     def _after_step(self, state: elastic.State, loss: Tensor, update_loss: Tensor, *, ends_epoch: bool) -> None:
-        """Do the work that follows the commit; it is not repeated after the loss of a rank."""
+        """Do the work after the commit of a step, which is not repeated after the loss of a rank."""
         if self.strategy.scaler is not None and (recorder := recording.current()) is not None:
             recorder.note_loss(recorder.read_loss(update_loss))  # the backward began from the scaled loss
         if self._scalars.loggers and state.step % self._log_every == 0:
@@ -416,7 +416,7 @@ class Trainer:
             self._vote(state)
 
     def _vote(self, state: elastic.State) -> bool:
-        """Vote on whether to stop, unless ranks train apart; return whether the reason is a SIGTERM."""
+        """Vote on whether to stop, unless ranks train apart; return whether all stop because of a SIGTERM."""
         if self.strategy.is_in_step:
             self._stops.vote(state)
         return self._stops.is_preempted
@@ -428,7 +428,7 @@ class Trainer:
         """
         return self._validation.measure(loader)
 
-    # -- what goes into a checkpoint -----------------------------------------------------------------------------------
+    # -- the parts of a checkpoint -------------------------------------------------------------------------------------
 
     def _make_state(self, loader: FitLoader) -> elastic.State:
         things = {**self.strategy.training_objects(), **({} if loader.sampler is None else {"sampler": loader.sampler})}
@@ -559,7 +559,7 @@ class Scalars:
             self.loggers.log_metrics(new, step)
 
     def begin(self, again_from: int | None, params: Mapping[str, Any]) -> None:
-        """Begin or resume the curves; `params` are the settings, `again_from` the checkpoint's step, 0 without one.
+        """Begin or resume the curves. `params` has the settings; `again_from` is as in `Logger.begin`.
 
         A logger that can remove points also removes the points of the checkpoint's own step, because a validation may
         have followed the save; the checkpoint's values of that step are logged again.
@@ -630,14 +630,14 @@ _logger = get_logger(__name__)
 
 
 def agree_on_runs(loggers: GuardedLoggers, peers: Peers) -> None:
-    """Send all ranks the runs that the loggers have begun, as any rank may become rank 0. All ranks call it."""
+    """Send all ranks the runs that the loggers have begun, since any rank may become rank 0. All ranks call it."""
     states = [state for state in peers.all_gather(loggers.state_dict()) if state]
     if states:
         loggers.load_state_dict(states[0])
 
 
 def end_loggers(loggers: GuardedLoggers, error: BaseException | None, *, writes: bool) -> None:
-    """Pass the current report, if there is one, to the loggers, and notify them how the fit has ended."""
+    """Log the current report, if there is one, and end the loggers with the fit's result."""
     if not (loggers and writes):
         return
     folder = recording.current_folder()

@@ -43,7 +43,7 @@ class Validation:
         self._is_obsolete = is_obsolete
 
     def divide(self, loader: Any) -> Loaders:
-        """Divide a loader, or each of several by name. Runs before the first step, to report errors early."""
+        """Divide a loader, or each loader of a dict. Called before the first step, to report errors early."""
         if isinstance(loader, Mapping):
             return {
                 name: divide(self._strategy, f"val_loader[{name!r}]", one, padding=False)
@@ -104,7 +104,7 @@ class Validation:
         return {name: float(summed[name](one) if name in summed else one / count) for name, one in totals.items()}
 
     def _add(self, batch: Any, sums: Sums) -> None:
-        """Add the sums of a batch; nothing if another rank has the model's result."""
+        """Add a batch to `sums`, unless another rank has the model's result."""
         count = num_samples(batch)
         if self._loss is None:
             for name, value in self._own_step(batch).items():
@@ -141,10 +141,10 @@ class Validation:
 
 
 def on_device(batch: Any, device: torch.device) -> Any:
-    """Return the batch on the device of a replica; a batch for the CPU is there already."""
+    """Move a batch to a replica's device; a batch for the CPU is already there."""
     return batch if device.type == "cpu" else move_batch(batch, device)
 
 
 def _in_full_precision(leaf: Any) -> Any:
-    """Return a result in float32 if autocast has made it a half type: metrics are not rounded to that."""
+    """Return a result in float32 if autocast has made it a half type, so that metrics are not rounded to that type."""
     return leaf.float() if isinstance(leaf, Tensor) and leaf.dtype in (torch.bfloat16, torch.float16) else leaf

@@ -1,4 +1,4 @@
-"""Measure how long collectives take between ranks of this host, on the CPU or on GPUs, which ranks may share."""
+"""Measure the time of collectives between ranks of this host, on the CPU or on GPUs, which ranks may share."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _rank(rank: int, world_size: int, device: str, rounds: int) -> Seconds:
 
 
 def _call(name: str, size: int, device: torch.device, world_size: int) -> Callable[[], Any]:
-    """Return a call of the collective whose whole tensor, with the parts of all ranks, has about `size` bytes."""
+    """Return a function that calls the collective, with about `size` bytes in the parts of all ranks together."""
     whole = torch.zeros(size // 4 // world_size * world_size, device=device)
     part = torch.zeros(whole.numel() // world_size, device=device)
     parts: list[Tensor] = list(whole.chunk(world_size))

@@ -1,4 +1,4 @@
-"""Measure the time of messages between hosts, and fit the link by which algorithms are chosen.
+"""Measure the time of messages between hosts, and fit the `Link` from which Phalanx chooses algorithms.
 
 The pairs of hosts are measured in turn. A rank of each host sends to and receives from its peer at the same time, as in
 a step of a collective, while all other ranks wait.
@@ -33,7 +33,7 @@ _TAG = 0
 
 @dataclass(frozen=True)
 class LinkMeasurement:
-    """A `LinkMeasurement` is the link between two hosts, and the median seconds of an exchange by its bytes."""
+    """A `LinkMeasurement` has the link between two hosts, and the median seconds of an exchange by its bytes."""
 
     hosts: tuple[str, str]
     link: Link
@@ -57,7 +57,7 @@ def measure(transport: HierarchicalTransport, names: Sequence[str], rounds: int)
         mine = _exchange(transport, pair, rounds) if transport.rank in pair else {}
         everybody: list[dict[int, float]] = [{} for _ in range(transport.world_size)]
         dist.all_gather_object(everybody, mine)
-        # The slower side's time is the exchange's.
+        # The exchange takes as long as on its slower side.
         seconds = {size: max(everybody[r][size] for r in pair) for size in SIZES}
         measured.append(LinkMeasurement((names[pair[0]], names[pair[1]]), find_link(seconds), seconds))
     return measured
@@ -66,8 +66,8 @@ def measure(transport: HierarchicalTransport, names: Sequence[str], rounds: int)
 def find_link(seconds: Mapping[int, float]) -> Link:
     """Return the link that fits the seconds of exchanges by bytes; there must be at least two sizes.
 
-    The smallest size determines the latency. The difference of the two largest determines the bandwidth: switches and
-    clouds let an initial burst through faster.
+    The smallest size determines the latency. The difference between the two largest sizes determines the bandwidth:
+    switches and clouds forward an initial burst faster.
     """
     few, *_, large, largest = sorted(seconds) if len(seconds) > 2 else (min(seconds), *sorted(seconds))
     longer_s = seconds[largest] - seconds[large]
@@ -96,13 +96,13 @@ def _exchange(transport: HierarchicalTransport, pair: tuple[int, int], rounds: i
 
 
 def slowest(measured: Sequence[LinkMeasurement]) -> Link:
-    """Return the link to calculate with if links differ: a collective is as slow as its slowest link."""
+    """Return the worst latency and bandwidth of all links: a collective is as slow as its slowest link."""
     latency_s = max(one.link.latency_s for one in measured)
     return Link(latency_s, min(one.link.bytes_per_s for one in measured))
 
 
 def is_slow(one: LinkMeasurement, measured: Sequence[LinkMeasurement]) -> bool:
-    """Return whether a link has less than half of the fastest one's throughput."""
+    """Return whether a link has less than half of the fastest link's throughput."""
     return one.link.bytes_per_s < max(each.link.bytes_per_s for each in measured) / 2
 
 

@@ -32,7 +32,7 @@ class CheckResult:
 
 _oldest = ".".join(map(str, OLDEST))
 _GIB = 1 << 30
-# A rank that has imported torch and trains a small model; most of it is torch itself.
+# The memory of a rank that has imported torch and trains a small model; most of it is torch itself.
 _BYTES_PER_RANK = 512 << 20
 # DataLoader workers pass batches in /dev/shm; Docker's default of 64 MiB is too little for images.
 _SHM_BYTES = 256 << 20
@@ -71,7 +71,7 @@ def check_cores(facts: DoctorFacts) -> CheckResult:
 
 
 def check_memory(facts: DoctorFacts) -> CheckResult:
-    """Return whether one rank per core fits."""
+    """Return whether memory suffices for one rank per core."""
     host = facts.host
     if host.available_bytes is None:
         return CheckResult("memory", CheckStatus.OK, "not reported by this platform")
@@ -177,7 +177,7 @@ _WITHOUT = {
 
 
 def check_containers(facts: DoctorFacts) -> CheckResult:
-    """Return whether this is a container, and what that means for ranks in several of them."""
+    """Return whether this is a container, and what that means for ranks in several containers."""
     own = facts.kernel.namespaces
     if not own:
         return CheckResult("container", CheckStatus.OK, "none: the machine's own pids and users")
@@ -369,7 +369,7 @@ def check_clock(facts: DoctorFacts) -> CheckResult:
 
 
 def check_variables(facts: DoctorFacts) -> CheckResult:
-    """Return whether variables of this shell make scripts believe that they are ranks."""
+    """Return whether variables of this shell make scripts assume that they are ranks."""
     variables = facts.host.variables
     if left := {name: variables[name] for name in ("RANK", "WORLD_SIZE") if name in variables}:
         return CheckResult(
@@ -384,7 +384,7 @@ def check_variables(facts: DoctorFacts) -> CheckResult:
 
 
 def check_scheduler(facts: DoctorFacts) -> CheckResult:
-    """Return whether a scheduler has started this command, and as which node, or has hosts that stay unused."""
+    """Return whether a scheduler started this command, and as which node, or whether allocated hosts stay unused."""
     scheduler, unused = facts.host.scheduler, facts.host.unused_hosts
     if not scheduler.works:
         return CheckResult(
@@ -465,7 +465,7 @@ def check_peers(facts: DoctorFacts) -> CheckResult:
 
 
 def check_mig(facts: DoctorFacts) -> CheckResult:
-    """Return whether GPUs are partitioned, or accept one process only."""
+    """Return whether GPUs are partitioned, or accept only one process each."""
     cut = [str(i) for i, gpu in enumerate(facts.driver.gpus) if gpu.mig]
     closed = [str(i) for i, gpu in enumerate(facts.driver.gpus) if gpu.exclusive]
     if cut:
@@ -558,7 +558,7 @@ CHECKS: tuple[Callable[[DoctorFacts], CheckResult], ...] = (
 
 
 def run_checks(facts: DoctorFacts) -> list[CheckResult]:
-    """Return the finding of every check, in the order of CHECKS; findings on GPUs come before the last, on training."""
+    """Return the findings of all checks, in the order of CHECKS, with those on GPUs before the last, on training."""
     findings = [check(facts) for check in CHECKS]
     return [*findings[:-1], *run_gpu_checks(facts), findings[-1]]
 

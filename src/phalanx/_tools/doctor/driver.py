@@ -20,7 +20,7 @@ _SLOWED = {0x4: "its power limit", 0x8: "hardware", 0x20: "heat", 0x40: "heat (h
 
 
 def query_driver(python: str = sys.executable) -> Driver:
-    """Return the driver's information on itself and its GPUs; `Driver()` on a host without the driver's library."""
+    """Return information on the driver and its GPUs; `Driver()` on a host without the driver's library."""
     try:
         ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:

@@ -1,4 +1,4 @@
-"""These classes hold the facts of a host: plain data, gathered once."""
+"""Hold the facts of a host as plain data, gathered once."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Probe:
-    """A `Probe` is something that was tried. `detail` is the result, or the reason of the failure."""
+    """A `Probe` is the result of trying a feature. `detail` is the output, or the reason of the failure."""
 
     works: bool
     detail: str = ""
@@ -15,9 +15,9 @@ class Probe:
 
 @dataclass(frozen=True)
 class MachineFacts:
-    """`MachineFacts` is the machine as this process sees it.
+    """`MachineFacts` describes the machine as this process sees it.
 
-    Sizes are in bytes; None if the platform does not report one.
+    Sizes are in bytes; None if the platform does not report the value.
     """
 
     platform: str
@@ -37,7 +37,7 @@ class MachineFacts:
     processes_running: int | None = None
     clock_source: str | None = None
     variables: dict[str, str] = field(default_factory=dict)
-    scheduler: Probe = field(default_factory=lambda: Probe(True))  # the starter of this command; "" if unknown
+    scheduler: Probe = field(default_factory=lambda: Probe(True))  # what started this command; "" if unknown
     addresses: dict[str, tuple[str, ...]] | None = field(default_factory=dict)  # by interface; None: could not ask
     unused_hosts: int = 0  # hosts of the scheduler's allocation that the job leaves unused
     folder: str | None = "."
@@ -45,9 +45,9 @@ class MachineFacts:
 
 @dataclass(frozen=True)
 class Kernel:
-    """`Kernel` has the features behind memory between ranks, each one tried. None if the platform lacks one.
+    """`Kernel` has a probe of each feature that shared memory needs; None if the platform lacks the feature.
 
-    `namespaces` are the kinds ("pid", "user") of this process's own namespaces, which mean a container.
+    `namespaces` are the kinds ("pid", "user") in which this process has its own namespace, as in a container.
     """
 
     core: Probe
@@ -74,7 +74,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Driver:
-    """`Driver` is NVIDIA's driver, queried through NVML. `apart`: pairs of GPUs that can't read each other's memory."""
+    """`Driver` is NVIDIA's driver, queried through NVML. `apart` has pairs of GPUs without peer access."""
 
     nvml: Probe = field(default_factory=lambda: Probe(False, "there is no libnvidia-ml.so.1"))
     version: str = ""
@@ -85,7 +85,7 @@ class Driver:
 
 @dataclass(frozen=True)
 class Torch:
-    """`Torch` is PyTorch as it imports here. `cuda` says whether it can use a GPU now, or why not."""
+    """`Torch` describes the installed PyTorch. `cuda` is whether it can use a GPU now, or why not."""
 
     version: str
     backends: tuple[str, ...]

@@ -24,13 +24,13 @@ from phalanx._tools.doctor.trial import try_training
 from phalanx.errors import LaunchError
 
 _TIMEOUT_S = 10
-# If these are left in a shell, programs take themselves for ranks of a job, or connect to wrong addresses.
+# If a shell still has these variables, programs assume that they are ranks of a job, or connect to wrong addresses.
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS")
 _RESOLVE = "import socket; print(*sorted({entry[4][0] for entry in socket.getaddrinfo(socket.gethostname(), None)}))"
 
 
 def examine() -> DoctorFacts:
-    """Return all facts that the checks need; this takes the seconds of importing PyTorch."""
+    """Return all facts that the checks need. This imports PyTorch in another process, which takes seconds."""
     torch, training = try_training()
     return DoctorFacts(phalanx.__version__, examine_host(), examine_kernel(), torch, training, query_driver())
 
@@ -89,7 +89,7 @@ def _folder() -> str | None:
 
 
 def _available_memory(root: Path, groups: list[str]) -> tuple[int | None, bool]:
-    """Return the available bytes, and whether a control group limits them, not the machine."""
+    """Return the available bytes, and whether a control group limits them rather than the machine."""
     machine = _meminfo(root).get("MemAvailable")
     free = math.inf if machine is None else machine
     limited = False
@@ -107,7 +107,7 @@ def _available_memory(root: Path, groups: list[str]) -> tuple[int | None, bool]:
 
 
 def _cache_bytes(group: str, name: str) -> int:
-    """Return the bytes of files that the kernel keeps for a control group, and frees when they are needed."""
+    """Return the bytes that the kernel uses to cache files for a control group, and frees on demand."""
     lines = (_read(Path(group, "memory.stat")) or "").splitlines()
     return next((int(line.split()[1]) for line in lines if line.split()[:1] == [name]), 0)
 
@@ -126,7 +126,7 @@ def _meminfo(root: Path) -> dict[str, int]:
 
 
 def _processes(groups: list[str]) -> tuple[int | None, int | None]:
-    """Return the limit on processes and threads, and their number: the tightest control group's, else RLIMIT_NPROC."""
+    """Return the limit on processes and threads, and their number: of the tightest control group, else RLIMIT_NPROC."""
     found = [(read_number(group, "pids.max"), read_number(group, "pids.current")) for group in groups]
     limits = [(limit, used or 0) for limit, used in found if limit is not None]
     if limits:

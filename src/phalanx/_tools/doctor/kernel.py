@@ -1,4 +1,4 @@
-"""Try the features behind memory between ranks: the C core, /proc, futex, memfd, pidfd, Unix sockets, namespaces.
+"""Try the features that shared memory needs: the C core, /proc, futex, memfd, pidfd, Unix sockets, namespaces.
 
 Each may be missing on an old kernel, in a sandbox such as gVisor, or behind a seccomp filter; a version number does not
 show that, so each is used once.
@@ -92,7 +92,7 @@ def _namespace(kind: str) -> str:
 
 
 def _use_unix_sockets() -> str:
-    """Listen under a name without a file, as the first rank of a host does, and connect to it."""
+    """Listen at an abstract address, as the first rank of a host does, and connect to it."""
     with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as connection:
         listener.bind(f"\0phalanx-doctor-{os.getpid()}")
         listener.listen()

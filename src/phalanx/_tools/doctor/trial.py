@@ -1,6 +1,6 @@
 """Import PyTorch and train for one step, in a separate process: either may crash, and the doctor must report it.
 
-The process prints its results in lines of JSON, one per stage; if it dies, the stage in which it died has no line.
+The process prints a line of JSON for each completed stage; if it dies, the stage in which it died has no line.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _COPIED_BYTES = 64 << 20
 
 
 def try_training() -> tuple[Torch | str, Probe]:
-    """Return PyTorch's information on itself, or why it could not be imported, and how a step on two ranks went."""
+    """Return information on PyTorch, or why it could not be imported, and the result of a step on two ranks."""
     try:
         run = subprocess.run(
             [sys.executable, "-m", __name__],
@@ -177,7 +177,7 @@ def _seconds(call: Callable[..., Any], *args: Any) -> float:
 
 
 def _summarise(failure: RankFailed) -> str:
-    """Return one line if all ranks report the same, else all details."""
+    """Return one line if all ranks report the same error, else all details."""
     texts = {f"{type(error).__name__}: {error}" for error in failure.errors.values()}
     if len(failure.errors) == 2 and len(texts) == 1:
         return f"every rank raised {texts.pop()}"

@@ -1,1 +1,1 @@
-"""Explain schedules and their costs to people: as text, on a terminal, and as drawings."""
+"""Explain schedules and their costs: as text, on a terminal, and as drawings."""

@@ -1,7 +1,7 @@
 """Draw a schedule as one picture: a column for each rank, a row for each step, an arrow for each transfer.
 
-A box is a rank's value of a chunk. The ticks at its foot are the ranks, dark if that rank's part is included; the box
-is filled when the value is final.
+A box is a rank's value of a chunk. The ticks at its foot are the ranks, and dark for ranks whose part is included. The
+box is filled when the value is final.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class _Page:
             self.drawing.rect(x + 4 + rank * tick + 0.4, y + 22, tick - 0.8, 5, fill=fill)
 
     def legend(self, rows: int) -> None:
-        """Draw the legend, which says how to read the picture."""
+        """Draw the legend."""
         y = self.row_top(rows - 1) + _BOX_HEIGHT + 36
         self.drawing.line([(24, y - 4), (56, y - 4)], stroke=INK, width=1.8)
         self.drawing.text(62, y, "combine", anchor="start", fill=FAINT)

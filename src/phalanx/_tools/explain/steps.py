@@ -19,7 +19,7 @@ MOST_RANKS = 64
 MOST_LINES = 300
 _MOVES_SHOWN = 3
 
-# The values of a wider transfer do not fit on a line; its chunks are named, and the state shows the values.
+# The values of a wider transfer do not fit on a line: the line names the chunks, and the state shows the values.
 _VALUES_SHOWN = 3
 
 
