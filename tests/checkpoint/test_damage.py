@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from phalanx.checkpoint import load_checkpoint, save_checkpoint
+from phalanx.checkpoint.manifest import FileRecord, Manifest
 from phalanx.errors import CheckpointError
 from phalanx.testing import run_ranks
 
@@ -160,3 +161,11 @@ def test_optimizers_that_keep_one_state_or_none_in_a_group_lack_nothing(tmp_path
         optimizer.step(closure)
         save_checkpoint(tmp_path / "run.pt", {"optimizer": optimizer.state_dict()})
         load_checkpoint(tmp_path / "run.pt", into={"optimizer": make(list(model.parameters()))})
+
+
+@pytest.mark.parametrize("name", ["/etc/passwd", "../state.pt", "a/state.pt", "..", ""])
+def test_a_manifest_that_names_a_file_elsewhere_is_refused(name):
+    """Downloading a stranger's checkpoint wrote the file there."""
+    manifest = Manifest("whole", 1, 1, "", torch.__version__, {name: FileRecord(4, 0)})
+    with pytest.raises(ValueError, match="is not the name of a file in the checkpoint"):
+        Manifest.decode(manifest.encode())

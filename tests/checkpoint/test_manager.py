@@ -425,3 +425,38 @@ def test_everything_is_synchronised_before_it_has_its_name_and_the_name_after(tm
     assert durable[-1] == draft, "the folder comes last"
     assert str(tmp_path) in durable, "the run's own folder is new, too"
     assert ("fsync", str(tmp_path / "run"), "") in events[named:]
+
+
+class FailsOnOne:
+    """A part whose state only the first rank can give."""
+
+    def __init__(self, rank):
+        self.rank = rank
+
+    def state_dict(self):
+        if self.rank:
+            raise OSError("the stream is gone")
+        return {"a": 1}
+
+    def load_state_dict(self, state): ...
+
+
+@on_ranks(2)
+def test_a_part_that_fails_on_one_rank_beside_a_collective_part_is_an_error_on_all(rank, tmp_path):
+    """The one rank's error and the others' random states were taken for each other."""
+    manager = CheckpointManager(tmp_path)
+    with pytest.raises(CheckpointError, match="on rank 1: OSError: the stream is gone"):
+        manager.save(1, {"data": FailsOnOne(rank), "random": RandomState()})
+    manager.save(2, {"random": RandomState()})
+    assert manager.load().step == 2
+
+
+@on_ranks(2)
+def test_tensors_in_attributes_of_tensors_are_saved_meanwhile_too(rank, tmp_path):
+    """async_save ended with a KeyError."""
+    tensor = torch.ones(3)
+    tensor.scale = torch.full((2,), 4.0)
+    manager = CheckpointManager(tmp_path)
+    manager.async_save(1, {"t": tensor})
+    manager.wait()
+    assert torch.equal(manager.load().state["t"], tensor)

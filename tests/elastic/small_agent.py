@@ -218,7 +218,7 @@ class SmallAgent:
                 if slot.connection is not None:
                     slot.connection.put({"kind": "end", "code": 75, "why": "too few ranks"})
             return
-        raised = [n for n in bad if outcome.read(self._path(n)) is not None]
+        raised = [n for n in bad if outcome.read(self._path(n), n) is not None]
         if raised or self._num_losses > _MOST_LOSSES:
             raise RuntimeError("\n".join(self._outcome_text(n) for n in raised or bad))
         self.generation += 1
@@ -241,15 +241,15 @@ class SmallAgent:
         return self._folder / f"outcome-{number}-{self.slots[number].generation}"
 
     def _ended_well(self, number: int) -> bool:
-        told = outcome.read(self._path(number))
+        told = outcome.read(self._path(number), number)
         return told is not None and not told.failed
 
     def _outcome_text(self, number: int) -> str:
-        told = outcome.read(self._path(number))
+        told = outcome.read(self._path(number), number)
         return f"rank {number}: {told.text if told else self.slots[number].process.exitcode}"
 
     def _result(self, number: int) -> Any:
-        told = outcome.read(self._path(number))
+        told = outcome.read(self._path(number), number)
         assert told is not None
         return told.result
 

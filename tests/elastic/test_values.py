@@ -86,14 +86,16 @@ def _train(job: Job) -> tuple[Any, ...]:
                 seen.add(state.step)
                 recent.append(state.step)
                 drawn[int(noise.integers(4))] += 1
+                if state.step == 2:
+                    state.late = getattr(state, "late", 0) + 1  # set for the first time in a step that is lost
                 job.strike("backward", state.step)
                 dist.barrier()
                 state.commit()
 
         train(state)
         names = history, stopper, losses, seen, recent, drawn, noise, plain, losses
-        kept = [own is value for own, value in zip(names, list(state._values.values())[2:], strict=True)]
-        return kept, stopper.bad, history, losses, seen, recent, drawn, noise.random(), plain.random()
+        kept = [own is value for own, value in zip(names, list(state._values.values())[2:11], strict=True)]
+        return kept, stopper.bad, state.late, history, losses, seen, recent, drawn, noise.random(), plain.random()
 
 
 def test_an_object_that_the_loop_uses_by_its_own_name_returns_to_the_commit(tmp_path: Path) -> None:
@@ -152,3 +154,11 @@ def test_an_object_with_more_state_than_its_dict_is_replaced(kind: Any) -> None:
     new = saved["thing"]
     restore_values(values, saved)
     assert values["thing"] is new
+
+
+@pytest.mark.parametrize("name", ["epochs", "commit", "state_dict"])
+def test_a_value_cannot_hide_what_state_itself_has(name: str) -> None:
+    """It was accepted, and reading it gave the method."""
+    state = elastic.State(seen=0)
+    with pytest.raises(ValueError, match=f"the name '{name}' is reserved"):
+        setattr(state, name, 10)

@@ -12,11 +12,10 @@ from typing import Any, BinaryIO, Protocol
 
 import torch
 
-from phalanx._base.partition.owners import owner_of
 from phalanx._base.storage import place_of
 from phalanx.checkpoint.checksum import find_damage
 from phalanx.checkpoint.optimizer_fit import OptimizerNotes, describe_gap
-from phalanx.checkpoint.parts import HALF_LOADED, describe_misfits, load_part
+from phalanx.checkpoint.parts import HALF_LOADED, describe_misfits, fit_stages, load_part
 from phalanx.checkpoint.peers import Peers
 from phalanx.checkpoint.remote_history import RETRY_S, download
 from phalanx.checkpoint.restore import find_latest, read_moved, require_device
@@ -160,11 +159,7 @@ def _load_into(path: Path, state: object, notes: OptimizerNotes, into: Mapping[s
             f"{', '.join(map(repr, state)) or 'nothing'}. Nothing was loaded. Leave out of `into` the objects "
             "that should start from scratch, or load a checkpoint that has their states."
         )
-    stages = {
-        name: owner.fit_optimizer_state(part, state[name], None)
-        for name, part in into.items()
-        if isinstance(part, torch.optim.Optimizer) and (owner := owner_of(part)) is not None
-    }
+    stages = fit_stages(into, state, is_collective=False)
     if report := describe_misfits(into, state, stages, notes):
         raise CheckpointError(f"load_checkpoint: {path} does not fit:\n{report}\nNothing was loaded.")
     for name, part in into.items():

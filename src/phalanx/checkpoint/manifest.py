@@ -75,6 +75,9 @@ class Manifest:
                 raise ValueError(f"it has version {content.get('version')}, but this Phalanx reads version {VERSION}")
             names = ("kind", "step", "world_size", "created", "torch")
             files = {name: FileRecord(**record) for name, record in content["files"].items()}
+            for name in files:
+                if name in ("", ".", "..") or os.path.basename(name) != name:  # a download would write it elsewhere
+                    raise ValueError(f"{name!r} is not the name of a file in the checkpoint")
             notes = {name: content.get(name, {}) for name in _NOTES}
             manifest = cls(**{name: content[name] for name in names}, files=files, **notes)
         except (KeyError, TypeError, AttributeError, UnicodeDecodeError, json.JSONDecodeError) as error:

@@ -69,6 +69,17 @@ def states_of(parts: Mapping[str, Any], peers: Peers, *, sharded: bool) -> dict[
     return {name: _state_of(part, peers, sharded=sharded) for name, part in parts.items()}
 
 
+def is_collective(part: Any) -> bool:
+    """Return whether all ranks must call for this part's state together."""
+    return (
+        isinstance(part, PartOwner)
+        or (isinstance(part, torch.optim.Optimizer) and owner_of(part) is not None)
+        or hasattr(part, "consolidate_state_dict")
+        or getattr(part, "ranks_differ", False)
+        or getattr(part, "is_collective", False)
+    )
+
+
 def describe_optimizers(parts: Mapping[str, Any]) -> dict[str, list[Any]]:
     """Return the names and shapes of the parameters of each optimizer that has its whole state on every rank.
 
@@ -129,15 +140,17 @@ def module_state(module: nn.Module) -> dict[str, Any]:
 # -- loading ---------------------------------------------------------------------------------------------------------
 
 
-def fit_stages(parts: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, tuple[dict[str, Any], list[str]]]:
+def fit_stages(
+    parts: Mapping[str, Any], state: Mapping[str, Any], *, is_collective: bool = True
+) -> dict[str, tuple[dict[str, Any], list[str]]]:
     """Return, for each optimizer of a split model, its part of the whole state, and the entries that do not fit.
 
-    All ranks call this.
+    All ranks call this, unless `is_collective` is False: then only states without a layout fit.
     """
     found = {}
     for name, part in parts.items():
         if name in state and isinstance(part, torch.optim.Optimizer) and (owner := owner_of(part)) is not None:
-            layout = owner.optimizer_layout(part)
+            layout = owner.optimizer_layout(part) if is_collective else None
             if isinstance(state[name], Mapping) and isinstance(state[name].get("param_groups"), list):
                 found[name] = owner.fit_optimizer_state(part, state[name], layout)
             else:

@@ -27,6 +27,9 @@ class RandomState:
     `state_dict` is collective and returns the same on every rank: 10 to 15 kB per rank.
     """
 
+    is_collective = True
+    """Whether all ranks must call `state_dict` together."""
+
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
         self.process_group = process_group
 
@@ -79,14 +82,14 @@ def set_local_state(state: Mapping[str, Any]) -> None:
     torch.set_rng_state(state["torch"].cpu())
     if "numpy" in state and "numpy" in sys.modules:
         saved = state["numpy"]
-        keys = saved["keys"].numpy().astype("uint32")
+        keys = saved["keys"].cpu().numpy().astype("uint32")
         sys.modules["numpy"].random.set_state((saved["name"], keys, *saved["rest"]))
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"].cpu())
 
 
 def _seed_new(of: Mapping[str, Any], rank: int) -> None:
-    seed_all(zlib.crc32(of["torch"].numpy().tobytes()) << 20 | rank)
+    seed_all(zlib.crc32(of["torch"].cpu().numpy().tobytes()) << 20 | rank)
 
 
 def seed_all(seed: int) -> None:

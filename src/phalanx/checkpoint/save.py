@@ -41,6 +41,8 @@ def save_checkpoint(path: str | os.PathLike[str], state: Mapping[str, Any]) -> N
     """
     place = place_of(path)  # an invalid path is an error on every rank
     peers = Peers(what="save_checkpoint")
+    if peers.rehearses:  # the ranks that train have saved it
+        return
     problem: str | None = None
     cause: Exception | None = None
     if peers.is_first:

@@ -27,7 +27,7 @@ from phalanx.checkpoint.blame import describe_unsafe_value, is_plain
 from phalanx.checkpoint.history import CheckpointEntry, Draft, History
 from phalanx.checkpoint.manifest import FileRecord, Kind, Manifest
 from phalanx.checkpoint.optimizer_fit import note_optimizers
-from phalanx.checkpoint.parts import buffer_names, describe_optimizers, states_of
+from phalanx.checkpoint.parts import buffer_names, describe_optimizers, is_collective, states_of
 from phalanx.checkpoint.peers import Peers
 from phalanx.checkpoint.remote_history import RemoteDraft, RemoteHistory
 from phalanx.checkpoint.restore import RestoredCheckpoint, VanishedError, restore
@@ -569,9 +569,18 @@ def collect(peers: Peers, parts: Mapping[str, Any], *, sharded: bool | None) -> 
     is_sharded = sharded
     if is_sharded is None:
         is_sharded = any(hasattr(part, "shard_state_dict") and peers.world_size > 1 for part in parts.values())
+    together = {name: part for name, part in parts.items() if peers.world_size > 1 and is_collective(part)}
     try:
         pinned = buffer_names(parts)
-        state = states_of(parts, peers, sharded=is_sharded)
+        state = states_of({n: part for n, part in parts.items() if n not in together}, peers, sharded=is_sharded)
+    except Exception as error:
+        problem, cause = f"{peers.what} on rank {peers.rank}: {type(error).__name__}: {error}", error
+    if together:  # a rank that fails alone must not leave the others in a part's collective
+        peers.agree(problem, cause)
+    try:
+        if problem is None:
+            state |= states_of(together, peers, sharded=is_sharded)
+            state = {name: state[name] for name in parts}
         leaves = Tree.of(state).leaves
         has_dtensor = any(is_dtensor(leaf) for leaf in leaves.values())
         if has_dtensor and sharded is False and peers.world_size > 1:

@@ -93,7 +93,9 @@ def copy_tree(state: Any, memory: SnapshotMemory) -> Any:
 
 def _collect(value: Any, tensors: dict[int, Tensor]) -> None:
     if isinstance(value, Tensor):
-        tensors[id(value)] = value
+        if id(value) not in tensors:
+            tensors[id(value)] = value
+            _collect(vars(value), tensors)  # attributes that the user has set
     elif isinstance(value, dict):
         for item in value.values():
             _collect(item, tensors)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import marshal
 import pickle
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -82,7 +82,9 @@ class SmallState:
     def restore(self, kept: Frozen) -> None:
         """Restore everything to its state when `kept` was captured, on this rank or another."""
         if kept.data.startswith(_PLAIN):
-            self._values.update(marshal.loads(kept.data[len(_PLAIN) :]))
+            own = marshal.loads(kept.data[len(_PLAIN) :])
+            self._remove_others(own)
+            self._values.update(own)
             return
         frozen, plan = kept, b""
         if kept.tensors:
@@ -92,6 +94,7 @@ class SmallState:
             self._buffers.restore(plan, kept.tensors[count:])
         content = thaw(frozen, self._tensors_by_name)
         values = content["values"]
+        self._remove_others(values)
         for name in [name for name, value in values.items() if isinstance(value, _GeneratorState)]:
             _put(self._values, name, values.pop(name))
         restore_values(self._values, values)
@@ -102,6 +105,11 @@ class SmallState:
         for key, numbers in content.get("attributes", {}).items():
             for name, value in numbers.items():
                 _put(vars(self._user_layers[key]), name, value)
+
+    def _remove_others(self, names: Collection[str]) -> None:
+        """Remove the values that the script has set since, except for the position."""
+        for name in self._values.keys() - set(names) - set(_POSITION):
+            del self._values[name]
 
     def _tensors_by_name(self) -> dict[str, Tensor]:
         named: dict[str, Tensor] = {}

@@ -59,6 +59,8 @@ class State:
     def __setattr__(self, name: str, value: Any) -> None:
         if name.startswith("_"):
             object.__setattr__(self, name, value)
+        elif hasattr(type(self), name):
+            raise ValueError(f"State: the name {name!r} is reserved: rename the value")
         elif name in self._things:
             raise AttributeError(f"State: {name!r} cannot be replaced by another object; load into it instead")
         elif is_trained(value):

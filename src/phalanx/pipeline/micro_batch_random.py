@@ -29,7 +29,8 @@ class MicroBatchRandom:
     def seed(self, seed: int) -> None:
         torch.default_generator.manual_seed(seed)
         if self._device.type == "cuda":
-            torch.cuda.manual_seed(seed)
+            with torch.cuda.device(self._device):
+                torch.cuda.manual_seed(seed)
 
     def get(self) -> Tensor:
         state = torch.get_rng_state()

@@ -176,7 +176,7 @@ _WORD = 2**31
 _CPU = torch.device("cpu")
 
 
-_Sent = dict[Edge, tuple[Any, list[Any]]]
+_Sent = dict[Edge, tuple[Any, list[Any], list[str]]]
 _Received = dict[Edge, tuple[Form, Any]]
 
 
@@ -257,8 +257,9 @@ class Wire:
             else:
                 described.append(leaf)
         encoded = b""
-        if self._sent.get(edge) != (tree, described):
-            self._sent[edge] = (tree, described)
+        constants = [repr(leaf) for leaf in described if type(leaf) in (bool, int, float)]  # 1 == True, and 0.0 == -0.0
+        if self._sent.get(edge) != (tree, described, constants):
+            self._sent[edge] = (tree, described, constants)
             form = Form("" if tree is None else treespec_dumps(tree), tuple(described))
             pickles, encoded = pickle_authenticator(self._group), form.encode()
             if pickles is not None:

@@ -21,6 +21,7 @@ class EachRank:
         self, objects: Mapping[str, Any], process_group: dist.ProcessGroup | None, *, differ: bool = True
     ) -> None:
         self._objects, self._process_group, self._differ = objects, process_group, differ
+        self.is_collective = differ
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of all ranks, on rank 0.
