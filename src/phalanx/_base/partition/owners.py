@@ -40,7 +40,7 @@ class PartOwner(Protocol):
     def fit_optimizer_state(
         self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any], layout: Layout | None
     ) -> tuple[dict[str, Any], list[str]]:
-        """Return this optimizer's part of a whole state, and messages about misfit entries. Changes nothing."""
+        """Return this optimizer's part of a whole state, and messages on entries that do not fit. Changes nothing."""
 
 
 class _Entry(NamedTuple):

@@ -30,7 +30,7 @@ from phalanx._comm.transport.hierarchical.rails import (
 )
 
 _AHEAD = 4  # operations for which receives are posted; a peer may be one ahead of this host
-_MOMENT_S = 3e-3  # then another thread waits for the message
+_MOMENT_S = 3e-3  # after this time another thread waits for the message
 _POLLS = 20  # polls of memory for a message, while the engine's thread reads it
 _CROWDED_S = 1e-4  # a poll takes longer only if other threads want this core
 _NUM_UNPOLLED = 50  # the number of messages that are then not polled
