@@ -51,8 +51,8 @@ class Deadline:
     ) -> bool:
         """Poll `is_so`; return True once it is true, or False if the deadline has passed.
 
-        It is called at least once, and once more after the deadline. Each pause is `pause_s`, or twice the previous
-        one, up to `longest_pause_s`. Before each pause `check` is called, which may raise to end the wait.
+        `is_so` is called at least once, and once more after the deadline. Pauses begin at `pause_s`, and double up to
+        `longest_pause_s`. `check` is called before each pause, and may raise to end the wait.
         """
         while not is_so():
             left_s = self.left_s

@@ -1,4 +1,4 @@
-"""Query and raise the limit of open files, and wait until a descriptor is readable."""
+"""Query and raise the limit on open files, and wait until a descriptor is readable."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ T = TypeVar("T", bound="int | _HasDescriptor")
 
 
 def raise_limit(wanted: int) -> int:
-    """Raise this process's limit of open files to `wanted`, or to the hard limit; return the limit.
+    """Raise this process's limit on open files to `wanted`, or to the hard limit; return the limit.
 
-    Running child processes keep their limit. A sandbox may refuse to raise it; then it does not change.
+    Running child processes keep their limit. If a sandbox refuses, the limit does not change.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
@@ -33,7 +33,7 @@ def raise_limit(wanted: int) -> int:
 
 
 def describe_limit() -> str:
-    """Return the limit of open files, and advice for raising it."""
+    """Return the limit on open files, with advice for raising it."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return f"This process may have {soft} open files: raise the limit (ulimit -n)."
 
@@ -55,9 +55,9 @@ def find_shortage(needed: int) -> str:
 
 
 def wait_readable(sources: Iterable[T], timeout_s: float | None = None) -> list[T]:
-    """Wait until some of `sources` can be read or have ended, and return those; none after `timeout_s`.
+    """Wait until some of `sources` can be read or have ended, and return them; return none after `timeout_s`.
 
-    Unlike `select.select` this accepts descriptors from 1024 on, which a process of a large job has.
+    Unlike `select.select`, this accepts descriptors of 1024 and above, which processes of large jobs have.
     """
     poll = select.poll()
     by_fd = {source if isinstance(source, int) else source.fileno(): source for source in sources}

@@ -60,7 +60,7 @@ DTYPES: Mapping[torch.dtype, DType] = {
     dtype: DType(DTYPE_NUMBERS[_name(dtype)], dtype.itemsize, _name(dtype)) for dtype in _REDUCIBLE
 }
 
-# The numbers of the types whose memory is their value: no conjugate or negated views.
+# The core's numbers of the real types, whose tensors are never conjugate views; a negated view is possible.
 REAL_CODES: Mapping[torch.dtype, int] = {d: row.code for d, row in DTYPES.items() if not d.is_complex}
 
 REDUCTIONS: Mapping[ReduceOp.RedOpType, int] = {
@@ -101,5 +101,5 @@ def reduction_name(code: int) -> str:
 
 
 def can_reduce(dtype: torch.dtype, redop: int) -> bool:
-    """Return whether the reduction with this number works for tensors of the type."""
+    """Return whether the reduction with number `redop` works for tensors of `dtype`."""
     return (dtype, redop) in _REDUCED

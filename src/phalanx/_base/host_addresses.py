@@ -1,4 +1,4 @@
-"""Find the addresses of this host and their interfaces, and check whether a name or address is own or public."""
+"""Find this host's addresses and their interfaces, and check whether an address is this host's own, or public."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ class OwnAddress:
 
     @property
     def is_loopback(self) -> bool:
-        """Return whether this is a loopback address."""
         return ipaddress.ip_address(self.address.partition("%")[0]).is_loopback
 
 
@@ -116,7 +115,7 @@ def _routed_address() -> str:
 
 
 def resolve(host: str) -> list[str]:
-    """Return the addresses of a name; none if it does not resolve."""
+    """Return the addresses of `host`; none if it does not resolve."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
@@ -146,6 +145,6 @@ def is_public(address: str) -> bool:
 
 
 def find_interface(address: str) -> str:
-    """Return the interface with this address of this host; "" if unknown."""
+    """Return the interface of this host that has `address`; "" if there is none."""
     plain = address.partition("%")[0]
     return next((own.interface for own in own_addresses() if own.address.partition("%")[0] == plain), "")

@@ -1,7 +1,7 @@
-"""How a lost or silent process is detected: by which signal, after how long, with which verdict.
+"""How a lost or silent process is detected: by which observation, after how long, with which verdict.
 
-On one host the kernel reports an end, so nothing is guessed; between hosts, and for running processes, only silence can
-be observed.
+On one host the kernel reports the end of a process, so nothing is guessed. Between hosts, and for a process that still
+runs, only silence can be observed.
 
     observation                             by                             after                  verdict
     -------------------------------------   ----------------------------   --------------------   --------------------
@@ -32,7 +32,7 @@ from __future__ import annotations
 CHECK_S = 0.2  # how often a waiting thread checks whether the group has failed
 
 AFTER_BREAK_S = 0.5  # by then a killed process has ended, or a rank that knows more has published its report
-MAP_REDUCE_AFTER_BREAK_S = 5.0  # the same if the rest of the work depends on which process it was
+MAP_REDUCE_AFTER_BREAK_S = 5.0  # the same if the remaining work depends on which process ended
 
 # How long a rank whose connection broke waits for a rank that saw the cause: a dead rank's neighbours notice in 50 ms.
 REPORT_S = 0.4
@@ -42,12 +42,12 @@ HOST_TIMEOUT_S = 9.0  # the timeout of an agent; --host-timeout
 MEMBER_TIMEOUT_S = 10.0  # the timeout of a coordinator without a job
 COORDINATOR_SILENT_S = 30.0  # a running coordinator answers sooner, even a request that waits for a key
 CONNECTION_ENDED_S = 1.5  # a live process reconnects at once, or at the kernel's second attempt, after 1 s
-COORDINATOR_REFUSED_S = 1.0  # a port that refuses for so long has no process
+COORDINATOR_REFUSED_S = 1.0  # a port that refuses connections for so long has no process
 
 RPC_PULSE_S = 0.2
 RPC_PULSE_LOST_S = 0.7
 RPC_SILENT_S = 30.0
-RPC_LAST_ANSWERS_S = 0.1  # after the pulse: if the process has ended, the other connection ends after its answers
+RPC_LAST_ANSWERS_S = 0.1  # after the pulse has broken: the last answers of an ended process arrive by then
 
 SAME_SIGNAL_S = 0.25  # a scheduler signals all processes of a job on a host within this time
 SAME_SIGTERM_S = 2.0  # the same on all hosts

@@ -15,10 +15,10 @@ _LARGEST_MMAP_THRESHOLD = 32 * 1024 * 1024  # the largest that glibc accepts
 def keep_freed_memory() -> None:
     """Set glibc's limits of kept memory to the values that they reach in a process that frees large blocks.
 
-    glibc raises them by itself, to the largest block that was freed: up to 32 MiB for a block and 64 MiB at the end of
-    the heap. A model of small tensors stays far below: it returns the memory of its activations in each step and gets
-    zeroed pages for them in the next, which takes 3 of 26 ms of a small ResNet's step. Nothing is changed if malloc was
-    configured by its variables, as by `phalanx run`, or is not glibc's.
+    glibc raises both limits by itself, to the largest freed block: up to 32 MiB for a block and 64 MiB at the end of
+    the heap. With small tensors they stay far lower: each step returns the memory of its activations to the system, and
+    the next step gets zeroed pages, which takes 3 of 26 ms of a small ResNet's step. Nothing is changed if environment
+    variables configure malloc, as those of `phalanx run` do, or if malloc is not glibc's.
     """
     if "malloc" in os.environ.get("GLIBC_TUNABLES", "") or any(name.startswith("MALLOC_") for name in os.environ):
         return

@@ -16,8 +16,8 @@ from phalanx._base.deadline import Deadline
 
 SUPPORTED = sys.platform == "linux"  # other systems have no death signal, no adoption of orphans and no /proc
 
-# Makes a rank write its Python stacks. A process that does not handle this signal ignores it, so that it can never end
-# a process by mistake, and scripts rarely use it: it reports urgent data on a socket.
+# Makes a rank write its Python stacks. A process without a handler ignores this signal, so it never ends a process by
+# mistake. Scripts rarely use it: it reports urgent data on a socket.
 STACKS_SIGNAL = signal.SIGURG
 
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGPIPE)  # they end a job
@@ -46,7 +46,7 @@ _MEANINGS = {
 
 
 def name_signal(number: int) -> str:
-    """Return `SIGSEGV (segmentation fault)`; only the name without a description, only the number without a name."""
+    """Return `SIGSEGV (segmentation fault)`; without a description only the name, without a name only the number."""
     try:
         name = signal.Signals(number).name
     except ValueError:
@@ -78,7 +78,7 @@ def die_with_parent(parent: int, signum: int = signal.SIGKILL) -> None:
 
 
 def outlive_parent() -> None:
-    """Undo `die_with_parent`. A process that is stopped when its parent dies then continues, and can detect it."""
+    """Undo `die_with_parent`. A stopped process continues when its parent dies, and can then detect the death."""
     if SUPPORTED:
         _prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
 
@@ -119,11 +119,10 @@ _EXITING = 0x4  # PF_EXITING of Linux's include/linux/sched.h
 
 
 def find_exit_status(stat: Sequence[str]) -> int | None:
-    """Return how a process has ended, or is being ended, as a wait status, from the result of `read_stat`; None
-    while it runs, or after it was reaped.
+    """Return the wait status of a process that has ended, or is being ended; None while it runs, or once it is reaped.
 
-    A process that is being ended no longer runs. The kernel reports its end after freeing its memory, which takes a
-    tenth of a second or more per gigabyte.
+    `stat` is the result of `read_stat`. A process that is being ended no longer runs. The kernel reports its end after
+    freeing its memory, which takes a tenth of a second or more per gigabyte.
     """
     if len(stat) < 50:
         return None
@@ -145,8 +144,9 @@ def read_start_ticks(pid: int | str) -> int | None:
 
 
 def read_state(pid: int) -> str:
-    """Return the state letter of /proc/PID/stat: R running, S sleeping, D in an uninterruptible system call, T stopped
-    by a signal, t by a debugger, Z ended; "" if unknown.
+    """Return the state letter of /proc/PID/stat; "" if unknown.
+
+    R running, S sleeping, D in an uninterruptible system call, T stopped by a signal, t by a debugger, Z ended.
     """
     return "".join(read_stat(pid)[:1])
 
@@ -216,14 +216,14 @@ def find_descendants(ancestor: int, spared: int | None = None) -> list[int]:
 
 
 def kill_descendants(groups: Iterable[int] = (), *, spared: int | None = None) -> dict[int, int]:
-    """Kill by SIGKILL, and reap, every descendant of this process; return the wait status of each reaped one.
+    """Kill every descendant of this process by SIGKILL, and reap it; return the wait statuses by process number.
 
     `spared`, a child, and its descendants are not killed.
 
-    It repeats until none is left, because a process can fork between the scan and its death; to find orphans, this
-    process must have called `adopt_orphans`. It gives up after five seconds on processes that the kernel cannot end (a
-    hung disk). If /proc cannot be read, because it is missing or no descriptor is free, only the process groups
-    `groups`, led by children of this process, are killed.
+    The scan repeats until no descendant is left, because a process can fork between the scan and its death; to find
+    orphans, this process must have called `adopt_orphans`. After five seconds, processes that the kernel cannot end (a
+    hung disk) are given up. If /proc cannot be read, because it is missing or no descriptor is free, only the process
+    groups `groups`, led by children of this process, are killed.
     """
     reaped: dict[int, int] = {}
     deadline = Deadline.after(_KILL_LIMIT_S)
@@ -250,7 +250,7 @@ def kill_descendants(groups: Iterable[int] = (), *, spared: int | None = None) -
 def signal_children(pids: Iterable[int], signum: int, *, group: bool) -> None:
     """Send `signum` to children of this process, or to the process groups that they lead.
 
-    Only the parent can do it safely: an unreaped child's number is not reused. A stopped child is continued if the
+    Only the parent can do this safely: an unreaped child's number is not reused. A stopped child is continued if the
     signal should end it; otherwise it would not receive the signal.
     """
     for pid in pids:

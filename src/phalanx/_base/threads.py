@@ -55,7 +55,7 @@ def call_in_thread(function: Callable[[], T], name: str) -> Future[T]:
 
 
 def join_all(threads: Iterable[threading.Thread], timeout_s: float) -> None:
-    """Wait up to `timeout_s` in all for threads, except the calling one, to end."""
+    """Wait up to `timeout_s` in total for `threads` to end, except the calling thread."""
     deadline = Deadline.after(timeout_s)
     for thread in threads:
         if thread is not threading.current_thread():

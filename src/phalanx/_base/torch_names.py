@@ -35,9 +35,9 @@ _ERROR = object()
 
 
 def find(path: str, *, loses: str, instead: Any = _ERROR) -> Any:
-    """Return torch's object at `path`; if it is missing, return `instead`, and log once that this `loses` a feature.
+    """Return torch's object at `path`; if it is missing, return `instead`, and log the lost feature once.
 
-    Without `instead` the result is then a `Missing`, which raises an error when it is used.
+    Without `instead`, return a `Missing`, which raises an error when it is used.
 
     Arguments:
         path: the dotted name from "torch" on; "torch.a.function(x, y)" also requires parameters of these names, in

@@ -89,7 +89,7 @@ def notify(agent: str, kind: str, *, fds: Sequence[int] = (), **fields: Any) -> 
 def request(agent: str, kind: str, timeout_s: float) -> tuple[int, ...]:
     """Send one message to the agent at `agent`, and return the descriptors of its answer, which the caller owns.
 
-    There are none if the agent does not answer.
+    The result is empty if the agent does not answer.
     """
     name, token = split(agent)
     deadline = Deadline.after(timeout_s)

@@ -88,9 +88,9 @@ class Channel:
     # -- sending -------------------------------------------------------------------------------------------------
 
     def put(self, content: dict[str, Any], fds: Sequence[int] = ()) -> None:
-        """Send one message with `fds`, or queue the unsent rest, with copies of the descriptors.
+        """Send one message with `fds`; queue the part that the socket does not accept, with copies of the descriptors.
 
-        Do nothing if the other end is gone.
+        Do nothing if the other end is gone, or `max_queued` messages are queued.
 
         Raises:
             OSError: this process has no free descriptors for the copies; nothing was sent.
@@ -169,7 +169,7 @@ class Channel:
         """Wait for the next message and return it, or None if the other end is gone.
 
         Raises:
-            TimeoutError: there was none until the deadline.
+            TimeoutError: no message has arrived by the deadline.
         """
         while (message := self._receive_one()) is None and not self.gone:
             if deadline is not None and deadline.passed:
@@ -199,7 +199,7 @@ class Channel:
         return None
 
     def _is_whole(self) -> bool:
-        """Return whether the body is complete; if only its length is, expect the body from now on."""
+        """Return whether the message is complete; if only its length is, expect the body next."""
         if self._expected > _LENGTH.size:
             return True
         length = int(_LENGTH.unpack(self._received)[0])
@@ -211,7 +211,7 @@ class Channel:
         return length == 0
 
     def _parse(self, body: bytes, fds: tuple[int, ...]) -> ChannelMessage | None:
-        """Parse the message; return None if it is invalid, and skip it."""
+        """Return the message; if `body` is invalid, close the descriptors and return None."""
         try:
             content = json.loads(body)
         except (ValueError, RecursionError):

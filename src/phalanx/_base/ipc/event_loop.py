@@ -34,13 +34,13 @@ class Source:
 
 
 class EventLoop:
-    """An `EventLoop` waits until one of its sources is ready, and then calls all of them, in their order."""
+    """An `EventLoop` waits until one of its sources is ready, and then calls all of them, in order."""
 
     def __init__(self, *sources: Source) -> None:
         self._sources = sources
 
     def turn(self, limit_s: float = _LONGEST_WAIT_S) -> None:
-        """Wait once, for at most `limit_s` seconds."""
+        """Wait once, for at most `limit_s` seconds, and then call all sources."""
         events: dict[int, int] = {}
         for source in self._sources:
             for fd in source.readable():

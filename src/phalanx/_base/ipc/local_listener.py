@@ -1,8 +1,8 @@
-"""A process listens on an unnamed Unix socket for the processes of its job on its host.
+"""Listen on an unnamed Unix socket for the other processes of the job on this host.
 
 The socket's file is removed as soon as the process listens; the others connect through /proc/<pid>/fd of the listening
 process, which the kernel opens only for the same user. They first send a token, 128 random bits that only the job's
-store knows, and the kernel identifies the user on either side (`SO_PEERCRED`). For processes that do not see each other
+store has, and the kernel identifies the user on either side (`SO_PEERCRED`). For processes that do not see each other
 (containers) there is also a socket in Linux's abstract namespace, to which every user of the machine can connect: a
 connection of another user is closed before anything is read from it.
 """
@@ -98,7 +98,7 @@ class LocalListener:
         self._open.close()
 
     def open_to_containers(self) -> socket.socket | None:
-        """Open an address for processes that do not see this one in their /proc. Return its socket if it is new.
+        """Open an address for processes that do not see this process in their /proc. Return its socket if it is new.
 
         Raises:
             OSError: another process uses the name.
@@ -141,7 +141,7 @@ def connect(
     """Return a connection to the process that listens at `address`; errors call it `whose`.
 
     If the listener's queue is full, this waits inside the system's `connect`: retries would overtake others. With
-    `retry` the process may not listen yet. `check` is called between two attempts, and may raise.
+    `retry`, also wait for a process that does not listen yet. `check` is called between attempts, and may raise.
 
     Raises:
         OSError: no process listens at `address`.

@@ -64,7 +64,7 @@ class TracedConstants:
                 nn.Module.__getattribute__ = before  # type: ignore[method-assign]
 
     def warn_of_changes(self, root: nn.Module) -> None:
-        """Warn once of each attribute that has changed since. `root` is the model."""
+        """Warn once about each attribute of the model `root` that has changed since the trace."""
         for (module, name), was in list(self._read.items()):
             now = _UNKNOWN if was is _UNKNOWN else _copy_plain(vars(module).get(name, _UNKNOWN))
             if was is _UNKNOWN or (now is not _UNKNOWN and _is_same(was, now)):
@@ -82,7 +82,7 @@ class TracedConstants:
 
 @dataclass(frozen=True)
 class LayerList:
-    """A `LayerList` has a model's layers in the order in which they run; all values are nodes of `graph`."""
+    """A `LayerList` has a model's layers in execution order; all values are nodes of `graph`."""
 
     root: nn.Module
     graph: fx.Graph
@@ -114,10 +114,10 @@ def list_layers(module: nn.Module, split_points: Sequence[str] = (), *, given: S
 
     Arguments:
         split_points: dotted names of modules at which the caller wants to cut.
-        given: names of arguments of forward that will be given, though they have a default value.
+        given: names of forward's arguments that callers pass, although they have a default value.
 
     Raises:
-        ValueError: no module has such a name, or forward cannot be traced, because it depends on its values.
+        ValueError: no module has the name of a split point, or forward depends on values and cannot be traced.
         TypeError: `module` is not a module.
     """
     if not isinstance(module, nn.Module):
@@ -136,7 +136,7 @@ def list_layers(module: nn.Module, split_points: Sequence[str] = (), *, given: S
 
 
 def given_arguments(module: nn.Module, example: Any) -> list[str]:
-    """Return the names of forward's arguments in an example: a tuple of them, a dict, or the first one alone."""
+    """Return the names of forward's arguments in an example: a tuple of arguments, a dict, or the first argument."""
     if example is None:
         return []
     if isinstance(example, Mapping):
@@ -146,7 +146,7 @@ def given_arguments(module: nn.Module, example: Any) -> list[str]:
 
 
 def _defaults(module: nn.Module, given: Sequence[str]) -> dict[str, Any]:
-    """Return the defaults of the arguments that will not be given, which are traced as constants."""
+    """Return the defaults of the arguments that callers do not pass; they are traced as constants."""
     return {
         name: parameter.default
         for name, parameter in inspect.signature(module.forward).parameters.items()
@@ -248,10 +248,10 @@ def _trace(module: nn.Module, split_points: Sequence[str], defaults: dict[str, A
 
 @contextlib.contextmanager
 def _refused_changes(module: nn.Module) -> Iterator[None]:
-    """Undo all attributes that forward sets on its modules while it is traced.
+    """Undo, after a trace without an error, forward's changes to the attributes of its modules.
 
     Raises:
-        ValueError: forward sets an attribute; that is undone.
+        ValueError: forward has changed an attribute; the change is undone.
     """
     places = [
         (name, values)
@@ -314,7 +314,7 @@ class _mode:
 
 
 def _group(graph: fx.Graph) -> Iterator[Layer]:
-    """Yield each call of a module with the operations that follow it; those before the first belong to the first."""
+    """Yield each call of a module with the operations after it; operations before the first call belong to it."""
     nodes: list[fx.Node] = []
     name = ""
     for node in graph.nodes:
@@ -331,7 +331,7 @@ def _group(graph: fx.Graph) -> Iterator[Layer]:
 
 
 def _copy_plain(value: Any, depth: int = 3) -> Any:
-    """Copy a small value of plain data, which is compared in every step."""
+    """Return a copy of a small plain value, which is compared in every step; `_UNKNOWN` for other values."""
     if type(value) in _PLAIN:
         return value
     if type(value) not in (list, tuple, dict) or len(value) > _MOST_ITEMS or not depth:

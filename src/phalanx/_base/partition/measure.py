@@ -63,8 +63,8 @@ def bind(layers: LayerList, args: Sequence[Any], kwargs: Mapping[str, Any]) -> d
     """Bind values to forward's arguments.
 
     Raises:
-        ValueError: there are too many arguments; one is missing or unknown, or differs from its default, which is a
-            constant in the graph.
+        ValueError: there are too many arguments; or an argument is missing or unknown, or differs from its default,
+            which is a constant in the graph.
     """
     names = [str(node.target) for node in layers.inputs]
     if layers.defaults:  # torch.fx renames them

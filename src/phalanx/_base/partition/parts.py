@@ -36,8 +36,7 @@ def split(layers: LayerList, counts: Sequence[int]) -> list[LayerRange]:
     A value that several parts need, or a part after the next, is sent directly to each of them.
 
     Raises:
-        ValueError: the counts do not add up to all layers, or a part would be empty; or a layer with buffers that
-            forward writes is called in two parts.
+        ValueError: the counts do not add up to all layers, or a part would be empty.
     """
     if sum(counts) != len(layers.layers) or any(count < 1 for count in counts):
         raise ValueError(

@@ -20,7 +20,7 @@ class LayerProgram:
     def __init__(
         self, root: nn.Module, layers: Iterable[Layer], results: Iterable[fx.Node], marked: Collection[fx.Node] = ()
     ) -> None:
-        """Prepare the layers, with the wanted values as `results`. `root` has the modules and tensors by name.
+        """Prepare the layers to compute `results`. `root` has the modules and tensors by name.
 
         `marked` has the nodes that run inside the context given to `run`.
         """

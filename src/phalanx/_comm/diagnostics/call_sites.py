@@ -16,7 +16,7 @@ _OURS = os.path.dirname(os.path.abspath(phalanx.__file__)) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _PYTHON = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
 _PACKAGES = tuple(os.path.join(_PYTHON, name) + os.sep for name in ("site-packages", "dist-packages"))
-# Decorators of torch's public functions: a deprecated one is called through the first.
+# Decorators of torch's public functions: a deprecated function is called through the first file.
 _FORWARDING = ("typing_extensions.py", "contextlib.py")
 
 # Modules that only forward the call. Files of phalanx's own examples or tests count as the user's.
@@ -47,7 +47,7 @@ class ScriptCall(NamedTuple):
 def find_script_call() -> ScriptCall | None:
     """Return the script's own call of the current operation; None if a library's code calls it.
 
-    The constructor of a wrapper is such code, and so is every installed package.
+    The constructor of a wrapper is a library's code, and so is every installed package.
     """
     frame: FrameType | None = sys._getframe(1)
     function = ""
@@ -64,9 +64,9 @@ def find_script_call() -> ScriptCall | None:
 
 
 IN_THREAD = "a thread of "
-"""The prefix of the place of a call that a library's own thread has made."""
+"""The prefix of the call site of a call on a library's own thread."""
 
-# Our functions that are collective though their names do not show it: a rank that is alone in one should see its name.
+# Our collective functions whose names do not show that: a rank that waits alone in such a function sees its name.
 _NAMED = frozenset({"save_checkpoint", "consolidate_state_dict"})
 
 

@@ -20,17 +20,17 @@ JOIN_ADVICE = f"{EVEN_ADVICE}; or train inside `with torch.distributed.algorithm
 
 
 def describe_divergence(operations: Mapping[int, str]) -> str:
-    """Return a sentence on ranks that are in different lines of the program; "" if all are in the same.
+    """Return a sentence about ranks in different lines of the program; "" if all ranks are in the same line.
 
-    `operations` has each rank's operation of one number, 'all_reduce #42 (train.py:88)', or "". Ranks in one operation
-    and line that differ in a size or an option do not diverge.
+    `operations` has each rank's operation with the same number, 'all_reduce #42 (train.py:88)', or "". Ranks in one
+    operation and line do not diverge, even if a size or an option differs.
     """
     places: dict[str, list[int]] = {}
     for rank, operation in operations.items():
         places.setdefault(operation, []).append(rank)
     if len(places) < 2:
         return ""
-    # The smaller group comes first; of two ranks the lower, since usually rank 0 does extra work.
+    # The smaller group comes first, and of equal groups the lower ranks, since usually rank 0 does extra work.
     (place, who), *others = sorted(places.items(), key=lambda item: (len(item[1]), item[1]))
     if not place:
         (place, who), others = others[0], [(place, who), *others[1:]]
@@ -46,7 +46,7 @@ def describe_divergence(operations: Mapping[int, str]) -> str:
 
 
 def describe_left_alone(operation: str, here: Sequence[int], gone: Sequence[int], behind: Mapping[int, str]) -> str:
-    """Return a sentence on an operation whose missing ranks have finished their program, so that they never join.
+    """Return a sentence about an operation that its missing ranks never join, because their program has finished.
 
     `here` are the ranks in the operation, `gone` those that have left; `behind` has the places of the others.
     """
@@ -55,10 +55,10 @@ def describe_left_alone(operation: str, here: Sequence[int], gone: Sequence[int]
 
 
 def describe_earlier_divergence(records: Sequence[Sequence[Record]], before: int) -> str:
-    """Return a sentence on the latest operation before `before` that ranks called from different lines, or "".
+    """Return a sentence about the latest operation before `before` that ranks called from different lines, or "".
 
-    Matching calls are no mismatch, but matching calls from different lines are how ranks fall out of step: the
-    operation that fails comes later.
+    Matching calls from different lines are not a mismatch, but they show that the ranks are out of step; a later
+    operation fails.
     """
     by_rank = [{r.seq: r for r in of_rank if r.is_numbered_call and r.seq < before} for of_rank in records]
     for number in sorted(set.intersection(*map(set, by_rank)), reverse=True):

@@ -58,9 +58,9 @@ class FailedOperation:
 
 @dataclass(frozen=True)
 class RankCall:
-    """A rank's call, 'all_reduce(SUM) of float32 (3, 4) at train.py:88'; `operation` is as in `RankPosition`.
+    """A `RankCall` is a rank's call: 'all_reduce(SUM) of float32 (3, 4) at train.py:88'.
 
-    Without `operation` the rank's line is not known.
+    `operation` is as in `RankPosition`; it is empty if the rank's line is not known.
     """
 
     text: str
@@ -78,8 +78,8 @@ class FailureReport:
     positions: Mapping[int, RankPosition] = field(default_factory=dict)  # where the ranks are; silent ranks are missing
     calls: Mapping[int, RankCall] = field(default_factory=dict)  # of a mismatch: each rank's call
     reason: str = ""  # how the rank ended, what interrupted it, or the error
-    timeout_s: float = 0.0  # the timeout of the rank that gave up waiting; 0 if unknown
-    waiter: int = -1  # the number of that rank
+    timeout_s: float = 0.0  # the timeout of `waiter`; 0 if unknown
+    waiter: int = -1  # the rank that gave up waiting; -1 if unknown
     is_collective: bool = True  # otherwise the operation is a message
     earlier: str = ""  # where the ranks began to be in different lines of the program
     remarks: tuple[str, ...] = ()  # further sentences
@@ -123,7 +123,7 @@ class FailureReport:
         return "\n".join(f"  rank {rank}: {call.text}" for rank, call in self.calls.items())
 
     def _mismatch(self) -> list[str]:
-        # A round of gradients is not checked at its beginning: buckets that all ranks had are already averaged.
+        # A round of gradients is not checked at its beginning: buckets that all ranks passed are already averaged.
         in_round = any(call.text.startswith("gradients") for call in self.calls.values())
         # A rank whose call matches the root's copies its data, and does not wait for the others' calls.
         is_early = any(call.text.startswith("broadcast_buffers") for call in self.calls.values())
@@ -135,7 +135,7 @@ class FailureReport:
         known = all(call.operation or call.text == NOTHING_CALLED.text for call in self.calls.values())
         divergence = describe_divergence({rank: call.operation for rank, call in self.calls.items()}) if known else ""
         advice = self._advice(is_divergence=bool(divergence))
-        # PyTorch's DDP averages gradients with all_reduce; so does a loop the losses of an epoch, in another line.
+        # PyTorch's DDP averages gradients with all_reduce; a loop may average its losses likewise, in another line.
         averages = divergence and all(call.text.startswith("all_reduce") for call in self.calls.values())
         may_have_no_data = (in_round or averages) and not self.remarks and advice != THREAD_ADVICE
         return [
@@ -223,14 +223,14 @@ NOTHING_CALLED = RankCall("nothing yet")
 
 
 def ended_normally(reason: str) -> bool:
-    """Return whether `reason`, a rank's own text on its end, means that its program had finished."""
+    """Return whether `reason`, a rank's own text about its end, means that its program had finished."""
     return reason in (LEFT, QUIET_END)
 
 
 def describe_wait(operation: str, group: str, rank: int, missing: Sequence[int], waited_s: float, where: str) -> str:
-    """Return the warning of a rank that has waited for long for the `missing` ranks, whose places are `where`.
+    """Return the warning of a rank that has waited long for the `missing` ranks, whose places are `where`.
 
-    Without missing ranks, `where` says what the rank waits for.
+    Without missing ranks, `where` is what the rank waits for.
     """
     whom = name_ranks(missing) if missing else where
     positions = f" ({where})" if missing and where else ""
@@ -243,7 +243,7 @@ def describe_interruption(
     processes: Mapping[int, str],
     positions: Mapping[int, RankPosition] | None,
 ) -> str:
-    """Return the text of an interruption of `operation`: the ranks that were waited for, and their places.
+    """Return the text of an interruption of `operation`: the ranks that this rank waited for, and their places.
 
     `processes` are the missing ranks' processes; `positions` is None if their places were not requested.
     """

@@ -49,7 +49,7 @@ class NotifyingStore(Protocol):
 class FailureSignals:
     """`FailureSignals` are the signals in `store`, shared by all groups of the job; their keys end with `suffix`.
 
-    All of it is best effort: a store that does not answer (its host was cut off, and torch's client would wait for a
+    All calls are best effort: a store that does not answer (its host was cut off, and torch's client would wait for a
     quarter of an hour) is not queried again.
     """
 
@@ -70,7 +70,7 @@ class FailureSignals:
         except PhalanxError:  # no thread starts as the interpreter exits
             self.is_store_lost = True
             return default
-        for _ in range(2):  # if this process stalls, both sides stall: the answer gets time after it
+        for _ in range(2):  # if this process stalls, the second wait gives the answer time after the stall
             wait([answer], _ANSWER_S / 2)
         self.is_store_lost = not answer.done() or answer.exception() is not None
         return default if self.is_store_lost else answer.result()

@@ -4,9 +4,9 @@
     positions/<group>         a rank ran out of time, and requests all ranks' places
     position/<group>/<rank>   the rank's answer
     known/<group>/<rank>      the rank has read the report: the process that serves the store may end
-    exit/<group>/<rank>       how a rank ended and where it was, written by itself when it exits
+    exit/<group>/<rank>       how the rank ended and where it was, written by the rank as it exits
 
-All of it is best effort: if the store is gone, or does not answer (its host was cut off, and torch's client would wait
+All calls are best effort: if the store is gone, or does not answer (its host was cut off, and torch's client would wait
 for a quarter of an hour), a rank still reports its own error.
 """
 
@@ -77,10 +77,10 @@ class FailureStore:
         return self.signals.is_store_lost
 
     def server_state(self) -> tuple[int, ServerState] | None:
-        """Return the rank that served the store, and its state, if the store's silence shows that; else None.
+        """Return the rank that serves the store, and its state, if the store is silent and its port shows the state.
 
         The port of a process that has ended is closed. The port of a stopped process is open: the kernel accepts its
-        connections. Only if the host does not answer either may the network be at fault.
+        connections. If the host does not answer either, the network may be at fault: return None.
         """
         if not self.is_lost or self._server_rank in (-1, self._rank) or self._address is None:
             return None
@@ -130,7 +130,7 @@ class FailureStore:
         return report
 
     def _pause(self, keys: list[str], longest_s: float) -> None:
-        """Wait a short time; in a store that can wait silently, until the keys are set."""
+        """Wait a short time; in a store that can wait silently, at most until the keys are set."""
         if self._waits_in_store and not self.is_lost:
             with contextlib.suppress(RuntimeError):
                 self._store.wait(keys, timedelta(seconds=max(longest_s, 0.001)))
@@ -169,7 +169,7 @@ class FailureStore:
         self.signals.query(lambda: self._store.set(f"exit/{self.group_key}/{self._rank}", text), None)
 
     def exit_reason(self, rank: int) -> tuple[str, RankPosition | None]:
-        """Return how `rank` ended, in its own words; "" if it published nothing."""
+        """Return how `rank` ended, in its own words, and where it was; "" and None if it published nothing."""
         text = self.signals.query(lambda: self._get(f"exit/{self.group_key}/{rank}"), "")
         if not text:
             return "", None
@@ -181,8 +181,8 @@ class FailureStore:
     def collect_positions(self) -> dict[int, RankPosition]:
         """Request all ranks' places, and wait a moment; ranks that do not answer are not in the result.
 
-        If ranks run out of time together, the first to ask collects the answers, and the others wait for its report,
-        which then holds for all; if none comes, they read the answers.
+        If ranks run out of time together, the first that requests the places collects the answers. The others wait for
+        its report, which holds for all ranks; without a report, they read the answers.
         """
         mine, key = str(self._rank), f"positions/{self.group_key}"
         requested: bytes = self.signals.query(lambda: self._store.compare_set(key, "", mine), b"")
@@ -219,7 +219,7 @@ class FailureStore:
         return self.signals.query(lambda: self._store.check([f"positions/{self.group_key}"]), False)
 
     def report_position(self, position: RankPosition) -> None:
-        """Publish this rank's place, if some rank requests it and this one has not answered yet."""
+        """Publish this rank's place, if a rank requests it and this rank has not answered yet."""
         if not self._answered and self.are_positions_requested():
             self._answered = True
             self.signals.query(

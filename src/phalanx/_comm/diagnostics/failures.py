@@ -51,7 +51,7 @@ def _own(records: list[Record], kind: int, peer: int) -> Record | None:
 
 
 def _forgotten(kind: int, peer: int) -> str:
-    """Describe a receive that was posted for so long that the recorder has overwritten its line."""
+    """Describe a message that took so long that the recorder has overwritten its record."""
     who = f"rank {peer}" if peer >= 0 else "any rank"
     return {SEND: f"send to {who}", RECV: f"recv from {who}"}.get(kind, "operation")
 
@@ -80,7 +80,7 @@ def _processes(symm_mem: SymmetricMemory, *ranks: int) -> dict[int, str]:
 def _mismatch(symm_mem: SymmetricMemory, mine: Record | None) -> FailureReport:
     core = symm_mem.core
     records = [read(core, r) for r in range(symm_mem.world_size)]
-    # A call on a group that has failed repeats the failure.
+    # A later call on the failed group has reported the same failure: use the call that failed first.
     mine = next((r for r in records[symm_mem.rank] if r.status == MISMATCH), mine)
     if mine is None:
         return FailureReport("mismatch")
@@ -101,7 +101,7 @@ def _called(record: Record | None) -> RankCall:
 
 
 def _counterpart(records: list[Record], mine: Record) -> Record | None:
-    """Return the call of a rank in place of our call `mine`: not its latest if the rank continued after the error."""
+    """Return the call that a rank made instead of `mine`: not its latest call if it continued after the error."""
     collectives = [r for r in reversed(records) if r.is_collective]
     for r in collectives:  # rounds of gradients are numbered separately
         if r.seq == mine.seq and r.is_numbered_call == mine.is_numbered_call:

@@ -131,12 +131,12 @@ class Record:
 
 
 def read(core: _core.Group, rank: int) -> list[Record]:
-    """Return the last operations of `rank`, oldest first; it may be running, hanging or dead."""
+    """Return the last operations of `rank`, oldest first; the rank may be running, hanging or dead."""
     return [Record(*record) for record in core.records(rank)]
 
 
 def position_of(records: Sequence[Record], now_ns: int) -> RankPosition:
-    """Return the position of a rank with the operations `records`, and since when."""
+    """Return the position, at time `now_ns`, of a rank whose last operations are `records`."""
     if not records:
         return RankPosition()
     last = records[-1]
@@ -146,5 +146,5 @@ def position_of(records: Sequence[Record], now_ns: int) -> RankPosition:
 
 
 def read_position(core: _core.Group, rank: int) -> RankPosition:
-    """Return where `rank` is now; it may be running, hanging or dead."""
+    """Return where `rank` is now; the rank may be running, hanging or dead."""
     return position_of(read(core, rank), time.monotonic_ns())

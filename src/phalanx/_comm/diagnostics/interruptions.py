@@ -9,7 +9,7 @@ from types import TracebackType
 def is_interruption(error: BaseException) -> bool:
     """Return whether an error came from outside our code, so that it must be passed on.
 
-    That is any error that is not an `Exception`, such as KeyboardInterrupt, and any error that was raised by a signal
+    Such an error is not an `Exception`, for example KeyboardInterrupt, or was raised by a signal
     handler or a debugger's trace function. Python passes such a function the frame that it interrupts: a function
     whose caller's frame is also one of its local variables has interrupted that frame.
     """

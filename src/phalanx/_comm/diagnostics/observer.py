@@ -65,7 +65,7 @@ def register_group(agent: str, group_info: GroupInfo, control: int) -> bool:
 def fetch_store(agent: str) -> int | None:
     """Return the descriptor of the job's store from the agent at `agent`, or None; the caller owns it.
 
-    It is for ranks that do not see the agent's process in their /proc.
+    Ranks that do not see the agent's process in their /proc need it.
     """
     return next(iter(request(agent, "store", _FETCH_S)), None)
 
@@ -92,7 +92,7 @@ class Observer:
             )
 
     def is_over(self) -> bool:
-        """Return whether every rank has left: then nothing will be added."""
+        """Return whether every rank has left, so that no record will be added."""
         with self._mapped() as core:
             return all(core.state(i)[0] == LEFT for i in range(len(self.group_info.ranks)))
 

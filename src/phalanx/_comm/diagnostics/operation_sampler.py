@@ -1,4 +1,4 @@
-"""Read this rank's lines of its groups' flight recorders every few steps, before newer lines overwrite them."""
+"""Read this rank's records in its groups' flight recorders every few steps, before newer records overwrite them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from phalanx._base.core_numbers import DTYPE_NAMES, GRADIENTS, RECV, SEND
 from phalanx._comm.diagnostics import whereabouts
 from phalanx._comm.diagnostics.step_file import StepFile
 
-_READ_AT_ONCE = 96  # lines read at once, of the 128 that a recorder keeps
+_READ_AT_ONCE = 96  # records read at once, of the 128 that a recorder keeps
 _MAX_STEPS = 64  # the most steps between two readings
 _SIZES = {
     1: ("bytes", "bool", "uint8", "int8"),
@@ -30,14 +30,14 @@ _gradient_bytes: dict[str, int] = {}  # by group: the bytes of a round of its re
 
 
 def note_gradients(group: str, num_bytes: int) -> None:
-    """Record the size of a gradient round of this group, which the recorder's line does not have."""
+    """Set the size of this group's gradient rounds, which the flight recorder does not record."""
     _gradient_bytes[group] = num_bytes
 
 
 class OperationSampler:
-    """An `OperationSampler` reads new lines every few steps, and when a group is left.
+    """An `OperationSampler` reads new records every few steps, and before this process leaves a group.
 
-    Cost: 0.4 µs for each line read, and a microsecond for each new line.
+    Cost: 0.4 µs for each record read, and a microsecond for each new record.
     """
 
     def __init__(self, file: StepFile, report_groups: Callable[[list[dict[str, object]]], None]) -> None:
@@ -46,11 +46,11 @@ class OperationSampler:
         # the numbers of groups, by their memory
         self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._groups: list[dict[str, object]] = []
-        # the time of the last line read, by a group's memory
+        # the time of the last record read, by a group's memory
         self._last_read: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._read_step = 0
         self.steps_between = 1
-        """The number of steps until the next reading, before the recorder overwrites unread lines."""
+        """The number of steps until the next reading, before the recorder overwrites unread records."""
         self.generation = 0
 
     def read(self, marks: Sequence[tuple[int, int]], step: int) -> None:

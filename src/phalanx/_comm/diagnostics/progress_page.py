@@ -1,12 +1,12 @@
 """A rank writes its progress into a page of shared memory that other processes read, without messages.
 
     rank ──a message, once: the descriptor of its page──▶ agent ──▶ any reader
-    word 0   magic and version          word 4...   track `loop`: steps of a loop, as `phalanx.progress` counts them
+    word 0   magic and version          word 4…     track `loop`: steps of a loop, as `phalanx.progress` counts them
          1   generation                 word 4+T…   track `state`: steps that `phalanx.elastic.State` has committed
          2   the loop that counts
 
-A track is: steps done, steps in all (0: unknown), samples so far, and for each of the last 64 steps its time and the
-samples until then. There is one writer; each word is written atomically, the number of steps last.
+A track has the steps done, all steps (0: unknown), the samples so far, and for each of the last 64 steps its time and
+the samples until then. There is one writer; each word is written atomically, the number of steps last.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class ProgressPage:
         self._num_loops = 0
 
     def begin_loop(self, total_steps: int | None) -> int:
-        """Begin a loop, and return its number for counting. Of nested loops the innermost counts."""
+        """Begin a loop, and return its number for `count`. Of nested loops only the innermost counts."""
         self._num_loops += 1
         words = self._words
         words[_LOOP] = 0
@@ -181,7 +181,7 @@ def own_step() -> int:
 
 
 def _forget() -> None:
-    """Give a forked child of a rank, which is not a rank, its own page."""
+    """Give a forked child of a rank, which is not a rank itself, its own page."""
     global _own
     _own = ProgressPage(bytearray(PAGE_BYTES))
 

@@ -1,4 +1,4 @@
-"""A rank requests a report of the run from the agent, which lives longer and sees how the others end."""
+"""Request a report of the run from the agent, which outlives the ranks and sees how each ends."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ KIND = "report"  # the kind of the message
 
 
 def request_report(agent: str, folder: str) -> bool:
-    """Make the agent at `agent` ("name:token") write a report into `folder` at its end; return False if it is gone."""
+    """Make the agent at `agent` ("name:token") write a report into `folder` as it exits; return False if it is gone."""
     return notify(agent, KIND, folder=folder)

@@ -1,9 +1,9 @@
-"""A rank's mapped file of fixed size, with its steps: valid at any moment, and readable however the rank has ended.
+"""A rank's steps in a mapped file of fixed size: valid at any moment, and readable however the rank has ended.
 
     words 0-63       the file's format, and measurements of the process
     facts            JSON: the rank, its program, the names of its groups
     steps      x 2   1,024 records of `stride` steps each; a full table is merged in pairs into the other one
-    operations x 2   4,096 operations, likewise: every second window of them is kept
+    operations x 2   4,096 operations; every second window of a full table is kept
     state      x 2   JSON: the rank's state when it last turned events into records
     events           the newest 1,024, in order: those since the last state are not in the records yet
 
@@ -40,7 +40,7 @@ _STATES_AT, _STATE_BYTES = _TABLES_AT + 2 * (_STEPS_BYTES + _OPERATIONS_BYTES), 
 _EVENTS_AT, NUM_EVENTS = _STATES_AT + 2 * _STATE_BYTES, 1024
 _EVENT_FIELDS, _EVENTS_BEGIN = 3, 64  # the word that counts them, and padding for its cache line
 FILE_BYTES = -(-(_EVENTS_AT + _EVENTS_BEGIN + 8 * _EVENT_FIELDS * NUM_EVENTS) // 4096) * 4096
-WINDOW = 32  # operations kept or dropped together, so that all ranks keep the same
+WINDOW = 32  # operations kept or dropped together, so that all ranks keep the same operations
 
 # The header: each name is one word of eight bytes, all doubles except the first.
 (_MAGIC_AT, _ENDED, _PEAK_BYTES, _STEP_TABLE, _STEP_COUNT, _STEP_STRIDE, _OPERATION_TABLE, _OPERATION_COUNT,
@@ -66,7 +66,7 @@ def _allocate(fd: int) -> None:
 class StepFile:
     """A `StepFile` creates and writes the file at `path`; all methods but `set_facts` and `set_state` are a few stores.
 
-    After an exception in between, from a signal handler, `repair` makes the file valid.
+    If a signal handler raises in the middle of a method, `repair` makes the file valid again.
 
     Raises:
         OSError: the file cannot be created.
@@ -99,7 +99,7 @@ class StepFile:
         struct.pack_into("<Q", self._memory, 0, _MAGIC)
 
     def set_facts(self, facts: Mapping[str, Any]) -> None:
-        """Write the facts of this rank; if room is short, shorten lists, the longest first, then leave out facts."""
+        """Write the facts of this rank; without room, shorten the longest lists first, then leave out facts."""
         left = dict(facts)
         while len(data := json.dumps(left).encode()) > _FACTS_BYTES:
             lists = [name for name, value in left.items() if isinstance(value, list) and value]
@@ -123,7 +123,7 @@ class StepFile:
     def set_state(self, state: str) -> None:
         """Write the state with which a reader can process the events after these records, as JSON.
 
-        If it does not fit, the previous state stays, and the reader processes the events after that one.
+        If the state does not fit, the previous state stays, and the reader processes the events after that state.
         """
         data = state.encode()
         if len(data) > _STATE_BYTES:
@@ -149,7 +149,7 @@ class StepFile:
         self._words[_STEP_COUNT] = self._num_steps
 
     def repair(self) -> int:
-        """Complete work that an exception has interrupted; return the number of steps in the records."""
+        """Complete the work that an exception has interrupted; return the number of steps in the records."""
         self._turn_steps()
         self._turn_operations()
         records = _records(self._tables, self._steps, self._num_steps, _STEP_FIELDS)

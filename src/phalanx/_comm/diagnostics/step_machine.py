@@ -1,16 +1,16 @@
-"""Turn events into finished steps with the time of each phase; pure, so a killed rank's events give the same steps.
+"""Turn events into finished steps with the time of each phase. Pure, so a killed rank's events give the same steps.
 
     data ─▶ forward and loss ─▶ backward ─▶ update ─▶ other ─▶ data ...
          │                   │           │         │
          the DataLoader      autograd    autograd  the optimizer's step
          has a batch         is called   is done   is done
 
-The time between two events belongs to the phase that the later one ends: from a batch to the backward to forward, from
-the backward to the end of the optimizer's step to update (clipping, too). A batch without a backward was for
-evaluation: it is `other`, like all time outside of these phases. Waits for other ranks inside a feature (`step_notes`)
-are in no phase. A step ends with its last update, which the next batch shows; without a DataLoader, with the update
-before the next backward. An update without a batch or a backward before it is not part of a step: some programs try out
-an optimizer before the loop.
+The time between two events belongs to the phase that the later event ends: forward is the time from a batch to the
+backward, update the time from the end of the backward to the end of the optimizer's step (with clipping). A batch
+without a backward was for evaluation: it is `other`, like all time outside of these phases. Waits for other ranks
+inside a feature (`step_notes`) are in no phase. A step ends with its last update, which the next batch reveals; without
+a DataLoader, with the update before the next backward. An update without a batch or a backward before it is not part of
+a step: some programs try out an optimizer before the loop.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from typing import Any, NamedTuple
 
 OTHER, DATA, FORWARD, BACKWARD, UPDATE = range(5)
 PHASES = ("other", "data", "forward", "backward", "update")
-_WAITED = len(PHASES)  # its index among the parts: it is not a phase, but is inside one
+_WAITED = len(PHASES)  # the index of waits among the parts; a wait is not a phase, but occurs inside a phase
 
 # Events, with their values.
 (BEGIN_DATA, END_DATA, NO_DATA,  # nothing; samples; nothing
- BEGIN_BACKWARD, END_BACKWARD, END_BACKWARD_WITH_LOSS,  # nothing; nothing; the tensor that it began from
+ BEGIN_BACKWARD, END_BACKWARD, END_BACKWARD_WITH_LOSS,  # nothing; nothing; loss
  BEGIN_UPDATE, END_UPDATE,  # which optimizer; nothing
  END_PHASE, SAMPLES, OWN_LOSS, NO_LOSS, STEP,  # phase; samples; loss; nothing; nothing
- END_WAIT) = range(14)  # how long it was  # fmt: skip
+ END_WAIT) = range(14)  # seconds  # fmt: skip
 WORKERS = 16  # in the kind of END_DATA, the DataLoader's number of workers is multiplied by this
 
-_NUM_MARKS = 1024  # marks of phases kept: an earlier operation is assigned to no phase
+_NUM_MARKS = 1024  # marks of phases kept: an operation before them is assigned to no phase
 # the most optimizers of a step in a saved state; some programs have one for each parameter
 _MOST_OPTIMIZERS = 64
 
@@ -162,7 +162,7 @@ class StepMachine:
                 self._loss = loss + (self._loss or 0.0)
 
     def _begin_update(self, now: float, optimizer: float) -> None:
-        """Begin an update; if this optimizer has already stepped, that was another step."""
+        """Begin an update; if this optimizer has already stepped, that update belongs to another step."""
         if self._open and self._open[0] == UPDATE and self._updating == optimizer:
             self._open.clear()  # it raised in its last step
         if not self._enters(UPDATE):
@@ -194,7 +194,7 @@ class StepMachine:
         self._samples, self._batch_samples = samples, 0.0
 
     def _own_loss(self, _: float, loss: float) -> None:
-        """Set the step's loss, which replaces the tensor that the backward began from."""
+        """Set the step's loss, which replaces the value of the tensor that the backward began from."""
         self._loss, self._is_own_loss = loss, True
 
     def _no_loss(self, _: float, __: float) -> None:

@@ -1,6 +1,6 @@
-"""A feature records here what only it knows of a step: its waits for other ranks, and the loss.
+"""Features record here the facts of a step that only they know: their waits for other ranks, and the loss.
 
-The step recorder listens; without a listener nothing is done.
+The step recorder is the listener; without a listener nothing happens.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@
 A signal handler may raise anywhere in the second half, and the program may continue: interrupted work starts again
 from the previous state, as in a reader after a kill. No event is lost, and none counts twice.
 
-The second half runs after half a second, or after as many steps as the flight recorder has lines for: next to a step
-that streams its parameters through the caches, a line of Python costs ten times as much as in a loop of its own.
+The second half runs after half a second, or after as many steps as the flight recorder has records for. A step streams
+its parameters through the caches, so a line of Python between steps costs ten times as much as in a loop of its own.
 """
 
 from __future__ import annotations
@@ -95,16 +95,16 @@ class StepRecorder:
         because the number may have changed.
         """
         self.on_first_step: Callable[[StepRecorder], None] = lambda recorder: None
-        self._num_processed = 0  # the number of processed events
+        self._num_processed = 0
         self._events_per_step = 6.0
         self._pending: StepRecord | None = None
         self._in_records = 0  # the number of steps in records
-        self._in_records_already = 0  # so many of the next steps are already in records: they come again
+        self._in_records_already = 0  # how many of the next steps, which are processed again, are already in records
         self._is_whole = True  # nothing was interrupted
         self._is_place_unknown = False  # whether the rank's place in a new generation is unknown
         self._loss_due = 0.0
         self._measured_at = 0.0
-        self._saved_state = ""  # the state, as JSON
+        self._saved_state = ""  # as JSON
         self._save_state()
         listen_for_ends(self.end_group)
         progress_page.listen_for_generations(self._prepare_generation)
@@ -156,7 +156,7 @@ class StepRecorder:
             self.mark(END_BACKWARD_WITH_LOSS, value)
 
     def read_loss(self, loss: Any) -> float | None:
-        """Return the value of a tensor of one element. On an accelerator this waits, so at most once a second.
+        """Return the value of a tensor of one element. An accelerator's tensor is read at most once a second: it waits.
 
         Return None during the capture of a CUDA graph, which a wait would end: nothing runs, so there is no value.
         """
@@ -174,7 +174,7 @@ class StepRecorder:
         return float(value) if isinstance(value, (float, int)) else None
 
     def note_loss(self, loss: float | None) -> None:
-        """Set the step's loss, which replaces the tensor that the backward began from; None if it is unknown."""
+        """Set the step's loss, which replaces the value of the backward's tensor; None if it is unknown."""
         if loss is None:
             self.mark(NO_LOSS)
         else:
@@ -190,7 +190,7 @@ class StepRecorder:
         self._file.set_facts(self._facts)
 
     def end_group(self, group: ObservedGroup) -> None:
-        """Read a group's last operations: this process is about to leave it."""
+        """Read the last operations of a group that this process is about to leave."""
         if threading.get_ident() == self._thread:
             self.log.take()
             with SuppressedErrors(self._stop_recording):
@@ -316,7 +316,7 @@ class StepRecorder:
             self._pending = None
 
     def _limit(self) -> int:
-        """Return the number of events to wait for: few while the place in the run is unknown."""
+        """Return the number of events to wait for; few, while the place in the run is unknown."""
         if self._is_place_unknown or not self._tally.num_steps:
             return 1 if self._num_processed < _NUM_EAGER else 6
         return max(1, min(_MOST_EVENTS, int(self._events_per_step * self._operations.steps_between)))
@@ -327,7 +327,7 @@ class StepRecorder:
             with SuppressedErrors():
                 self.on_first_step(self)
             tally.generation = self._operations.generation = own_generation()  # the rank may have joined later
-            if committed := own_step():  # later it would not be known: a loop may commit less often
+            if committed := own_step():  # later the difference is unknown: a loop may commit less often
                 tally.ahead = committed - 1
         if step.end >= self._measured_at + _MEASURE_S:
             self._measure_process(step.end)
@@ -361,7 +361,7 @@ class StepRecorder:
         if threading.get_ident() == self._thread:
             self._is_place_unknown = True
             self.log.take()
-            self._is_place_unknown = True  # the earlier steps have updated it
+            self._is_place_unknown = True  # `take` has processed earlier steps, which set it to False
             self.log.took(self._num_processed, 1, 0.0)
 
     def _update_place(self) -> None:

@@ -1,4 +1,4 @@
-"""Records of a rank's steps and collectives, as the rank's file holds them."""
+"""Records of a rank's steps and collectives, as in the rank's file."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from phalanx._comm.diagnostics.step_machine import PHASES, FinishedStep
 
 
 class StepRecord(NamedTuple):
-    """A `StepRecord` is the sum of several steps; `first` is the number of the first one.
+    """A `StepRecord` is the sum of several steps; `first` is the number of the first step, in the run if known.
 
-    The number is the run's if known. Times are seconds of CLOCK_MONOTONIC; parts are sums over the steps.
+    Times are seconds of CLOCK_MONOTONIC; parts are sums over the steps.
     """
 
     first: float
@@ -69,7 +69,7 @@ def merge(a: StepRecord, b: StepRecord) -> StepRecord:
 
 
 def order_records(records: Sequence[StepRecord]) -> tuple[StepRecord, ...]:
-    """Return the records with increasing times, also where the clock was set back (a restored snapshot)."""
+    """Return the records with increasing times, even if the clock was set back (a restored snapshot)."""
     ordered: list[StepRecord] = []
     for record in records:
         begin = max(record.begin, ordered[-1].end) if ordered else record.begin

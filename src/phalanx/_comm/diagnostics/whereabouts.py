@@ -1,6 +1,6 @@
 """Find out where the ranks of this host are, and how they ended, from the shared memory of their groups.
 
-A missing rank may be in another group that this process and that rank share: those are searched, too.
+A missing rank may wait in another group that this process shares with it: those groups are searched, too.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _groups: weakref.WeakSet[ObservedGroup] = weakref.WeakSet()
 
 
 def register(group: ObservedGroup) -> None:
-    """Search this group for missing ranks, too, as long as it exists."""
+    """Also search this group for missing ranks, as long as the group exists."""
     _groups.add(group)
 
 

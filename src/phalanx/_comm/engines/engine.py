@@ -13,9 +13,9 @@ from phalanx._base.deadline import Deadline
 
 # Tags from here on, up to 31 bits, are for data inside collectives.
 DATA = 0x40000000
-# How long a rank that leaves waits for its data to arrive: another rank may need them to complete an operation.
+# How long a leaving rank waits for its data to arrive: another rank may need them to complete an operation.
 DELIVERY_S = 10.0
-_LONG_WAIT_S = 20.0  # a longer wait lasts whole seconds, so that few timedelta objects are created
+_LONG_WAIT_S = 20.0  # a longer wait is rounded to whole seconds, so that few timedelta objects are created
 _LONGEST_WAIT_S = 1e8  # three years: an infinite timeout, as Gloo counts milliseconds
 FOR_EVER = timedelta(seconds=_LONGEST_WAIT_S)
 
@@ -55,7 +55,7 @@ class Engine(Protocol):
 
     @property
     def is_interruptible(self) -> bool:
-        """Whether Ctrl-C, and signal handlers that raise, interrupt a wait."""
+        """Return whether Ctrl-C, and signal handlers that raise, interrupt a wait."""
 
     @property
     def num_tags(self) -> int:
@@ -71,7 +71,7 @@ class Engine(Protocol):
         """Start a receive from the first rank that sends."""
 
     def wait_for_data(self, timeout_s: float) -> None:
-        """Wait until data arrive at this rank, at most `timeout_s`; it may miss data that arrive as it begins."""
+        """Wait until data arrive at this rank, at most `timeout_s`; the wait may miss data that arrive as it begins."""
 
     def check(self, peer: int) -> None:
         """Raise RuntimeError if the connection with `peer` is known to be lost."""
@@ -83,4 +83,4 @@ class Engine(Protocol):
         """Leave at once: a thread that waits for a message, here or (from this rank) at a peer, gets an error."""
 
     def free(self) -> None:
-        """Release the engine's resources, after `close`, when nothing here calls it any more."""
+        """Release the engine's resources, after `close`, once no thread of this process calls the engine any more."""

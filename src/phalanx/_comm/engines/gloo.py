@@ -58,14 +58,14 @@ _OPTIONS: dict[str, Any] = {
 
 
 class GlooEngine:
-    """A `GlooEngine` sends messages between the ranks of a group, on any hosts. All ranks build theirs together.
+    """A `GlooEngine` sends messages between the ranks of a group, on any hosts. All ranks create theirs together.
 
     Sends and receives start at once and return a handle to wait for. Messages between two ranks with one tag arrive in
     the order of sending; a receive is at least as long as its message. A wait that times out ends the engine for this
     rank, and its peers' waits for this rank.
 
     Arguments:
-        num_threads: the number of threads for collectives of `begin`. Messages need none.
+        num_threads: the number of threads for the collectives of `begin`. Messages need no thread.
 
     Raises:
         RuntimeError: some rank cannot be reached within `timeout`.
@@ -96,7 +96,7 @@ class GlooEngine:
             # Gloo does not keep the Python half of a store alive.
             self._addresses = GlooAddresses(store, rank, world_size)
             self._group = _ProcessGroupGloo(self._addresses, rank, world_size, options)
-        # Another thread's sockets may be among them: they are only queried.
+        # Another thread's sockets may be among these, which are only queried.
         self._sockets = {n: inode for n, inode in _open_sockets().items() if before.get(n) != inode}
         self._device.watch(self._sockets)
         self._nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
@@ -131,7 +131,7 @@ class GlooEngine:
         return self._collective
 
     def wait_for_data(self, timeout_s: float) -> None:
-        """Wait until data arrive at this rank, at most `timeout_s`; it may miss data that arrive as it begins.
+        """Wait until data arrive at this rank, at most `timeout_s`; the wait may miss data that arrive as it begins.
 
         Gloo's own thread wakes up at the same time, and reads the data.
         """
@@ -149,8 +149,8 @@ class GlooEngine:
     def close(self) -> None:
         """Close the connections at once: a thread that waits in them, here or at a peer, gets an error.
 
-        Gloo has no call for that (`abort` wakes no thread in torch 2.13), but a wait that times out does it. A wait
-        that fails at once, because its peer has already closed, does not: then a wait for another peer must.
+        Gloo has no call for that (`abort` wakes no thread in torch 2.13), but a wait that times out closes all. A wait
+        that fails at once, because its peer has already closed, does not; then a wait for the next peer must time out.
         """
         for offset in range(1, self.world_size):
             with contextlib.suppress(RuntimeError):
@@ -198,8 +198,8 @@ def local_address(towards: str) -> str:
 #     rank 0       get  all of them        → set  addresses#once = all together
 #     every rank   get  addresses#once     → Gloo's requests are then answered locally
 #
-# Gloo itself asks its store for each other rank: 2N requests of each of N ranks, and 8N bytes of each for each. The
-# records are not parsed here; they are mostly a sequence of numbers that increase by one, which compresses well.
+# Gloo itself would look up every other rank: 2N requests from each of N ranks, for records of 8N bytes. The records are
+# not parsed here; they are mostly a sequence of numbers that increase by one, which compresses well.
 
 _EACH, _NUM_WRITTEN = "addresses/", "addresses"
 _TOGETHER = f"addresses{WRITE_ONCE}"  # ranks of one host fetch it once
@@ -208,7 +208,7 @@ _WORD_BYTES = 8
 
 
 class GlooAddresses(Store):
-    """A `GlooAddresses` is the store in which one rank's Gloo finds the others; `store` is the group's store.
+    """A `GlooAddresses` is the store in which one rank's Gloo finds the other ranks; `store` is the group's store.
 
     All of `world_size` ranks use it, and each writes one value. Cost: 3 requests to `store` per rank, 3 more of rank 0.
     """
@@ -275,7 +275,7 @@ def unpack_all(data: bytes) -> dict[str, bytes]:
 
 
 def compress(data: bytes) -> bytes:
-    """Compress the words of `data` as runs of equal differences, followed by an incomplete last word."""
+    """Compress the words of `data` as runs of equal differences, followed by the incomplete last word, if any."""
     whole = len(data) // _WORD_BYTES * _WORD_BYTES
     words = torch.frombuffer(bytearray(bytes(_WORD_BYTES) + data[:whole]), dtype=torch.int64)
     values, counts = torch.unique_consecutive(torch.diff(words), return_counts=True)
@@ -297,7 +297,7 @@ def decompress(data: bytes) -> bytes:
 #     a group's ranks connect     ──> the kernel accepts connections
 #     no group is connecting      ──> the kernel drops all packets to the port
 #
-# Gloo accepts every connection, as long as the process lives, and aborts a process without free descriptors. It has no
+# Gloo accepts every connection as long as the process lives, and aborts a process without free descriptors. Gloo has no
 # call to stop accepting, so the kernel drops the packets (SO_ATTACH_FILTER of Linux). Existing connections are not
 # affected.
 
@@ -317,7 +317,7 @@ class GlooDevice:
             for descriptor, inode in _open_sockets().items()
             if before.get(descriptor) != inode and _place(descriptor, inode) is not None
         }
-        # If there are two, another thread may have opened one meanwhile, whose socket must not be filtered.
+        # If there are two, another thread may have opened one of them, which must not be filtered.
         self._listening = new if len(new) == 1 else {}
         self._lock = threading.Lock()
         self._num_connecting = 0
@@ -326,19 +326,19 @@ class GlooDevice:
 
     @property
     def ports(self) -> list[tuple[str, int]]:
-        """Return the addresses and ports at which it listens, as far as the system lists them."""
+        """Return the addresses and ports at which the device listens, as far as the system lists them."""
         places = (_place(descriptor, inode) for descriptor, inode in self._listening.items())
         return [place for place in places if place is not None]
 
     def watch(self, sockets: Iterable[int]) -> None:
-        """Add connections to those for which `wait_for_data` waits, until they are closed."""
+        """Let `wait_for_data` also wait for data on these connections, until they are closed."""
         if self._arrivals is not None:
             for descriptor in sockets:
                 with contextlib.suppress(OSError):  # another thread's socket, closed meanwhile
                     self._arrivals.register(descriptor, select.EPOLLIN)
 
     def wait_for_data(self, timeout_s: float) -> None:
-        """Wait until something arrives in this process, as `GlooEngine.wait_for_data`."""
+        """Wait until data arrive on a watched connection, as `GlooEngine.wait_for_data`."""
         if self._arrivals is None:
             time.sleep(timeout_s)
         else:
@@ -377,7 +377,7 @@ _devices_lock = threading.Lock()
 
 
 def gloo_device(address: str, interface: str) -> GlooDevice:
-    """Return this process's device on `interface`, or on the interface of `address`; it closes with its last reference.
+    """Return this process's device on `interface`, or on that of `address`. The device closes with its last reference.
 
     Raises:
         RuntimeError: there is no such address or interface on this host.
@@ -415,7 +415,7 @@ def _socket_of(descriptor: int, inode: int) -> Iterator[socket.socket]:
 
 
 def _place(descriptor: int, inode: int) -> tuple[str, int] | None:
-    """Return the address and port at which a TCP socket listens; None for others, or if it listens on all addresses."""
+    """Return the address and port at which a TCP socket listens; None if it does not, or listens on all addresses."""
     try:
         with _socket_of(descriptor, inode) as one:
             if one.family not in (socket.AF_INET, socket.AF_INET6):

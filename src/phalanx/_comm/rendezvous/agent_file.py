@@ -22,7 +22,7 @@ _MAX_BYTES = 4096
 
 @dataclass(frozen=True)
 class LostHost:
-    """The `ranks` (numbered in the job) whose host is lost; they will never answer."""
+    """A `LostHost` has the `ranks` of a lost host, numbered in the job, which will never answer."""
 
     ranks: tuple[int, ...]
     reason: str

@@ -1,4 +1,4 @@
-"""The ranks of a new group find each other through the job's store, before they share anything else.
+"""Let the ranks of a new group find each other through the job's store, before they share anything else.
 
     every rank   add  <n>/came         → the number i of its arrival
                  set  <n>/rank/<i>     = its rank, its world size, its process and host     (together, at a coordinator)
@@ -6,7 +6,7 @@
     every rank   get  <n>/ranks        → the ranks of one host connect to the socket of that host's first rank
 
 Keys are numbered by arrival, not by rank: if two processes have the same rank, or different world sizes, both keys
-are there and both processes get an error. With one key per rank, one process would overwrite the other's key.
+exist, and both processes get an error. With one key per rank, one process would overwrite the other's key.
 
 `n` counts the starts at this store. When a start has ended, or dead processes have left one in a file, the next rank
 that arrives begins a new start. The key `bootstrap` holds the number of the current start, and how the last one ended.
@@ -50,7 +50,7 @@ _LONGEST_WAIT_S = 5.0
 _MOST_DESCRIBED = 64  # in larger groups only the first arrival names the missing ranks
 _CHECK_PROCESSES_S = 0.25  # the pause between two checks whether another process has ended
 _ACKNOWLEDGE_S = 1.0
-_PATIENCE_S = 2.0  # the other ranks report the missing ranks this much later than the first arrival would
+_PATIENCE_S = 2.0  # how much later than the first arrival the other ranks report the missing ranks
 _MOST_REMEMBERED = 64
 NOTICE_S = 5.0
 
@@ -123,7 +123,7 @@ class Bootstrap:
         return self.infos
 
     def contest(self) -> str:
-        """Report this rejected rank to the start that other ranks wait in; return that start's error, or ""."""
+        """Report this rejected rank to the start in which other ranks wait; return that start's error, or ""."""
         arrivals = self._arrivals
         _, arrivals.number, _ = arrivals.current()
         infos = arrivals.key(OUTCOME)
@@ -143,10 +143,10 @@ class Bootstrap:
         return str(failure["text"]) if failure else ""
 
     def acknowledge_failure(self, *, expected: int = 0) -> None:
-        """Wait until all ranks have read the failure of this start: rank 0's process may serve the store.
+        """Confirm that this rank has read the failure of this start; on rank 0, wait for the others' confirmations.
 
-        Rank 0 waits a moment for the acknowledgements of the others, and until `expected` ranks have arrived: without
-        the store they could only report that the store is gone.
+        Rank 0's process may serve the store, and without it the others could only report that the store is gone. Rank 0
+        waits at most a second, also for `expected` ranks to arrive.
         """
         with contextlib.suppress(RuntimeError):  # the store is already gone
             if self._me.rank == 0:
@@ -161,7 +161,7 @@ class Bootstrap:
         )
 
     def forget(self) -> None:
-        """Remove the keys, on rank 0, once all ranks have joined, so that a later group can use the same name.
+        """Remove the keys once all ranks have joined, so that a later group can use the same name. Rank 0 calls this.
 
         Call this before the first barrier: a rank that has passed the barrier may start the next group.
         """
@@ -234,7 +234,7 @@ class Bootstrap:
     def _check_processes(self, is_first: bool) -> bool:
         """Fail the start if an arrived process has ended; return whether this rank is the first arrival.
 
-        This rank becomes the first if those before it died before they published their records.
+        This rank becomes the first if all earlier arrivals died before they published their records.
         """
         arrivals = self._arrivals
         if arrivals.is_superseded():
@@ -329,8 +329,8 @@ class Bootstrap:
     ) -> bool:
         """Poll until `is_over`, and call `notice` once after five seconds; return False when the time is up.
 
-        The `wait` of torch's stores would not do: Ctrl-C cannot interrupt it, it counts in whole seconds with a
-        FileStore, and TCPStore prints a warning on every timeout. `pause` may return as soon as the store notifies.
+        The `wait` of torch's stores is no alternative: Ctrl-C cannot interrupt it, FileStore's counts in whole seconds,
+        and TCPStore's prints a warning on every timeout. `pause` may return as soon as the store notifies.
         """
         notice_at = Deadline.after(NOTICE_S, deadline.clock)
         has_notified, pause_s = False, 0.0005
@@ -434,7 +434,7 @@ class AwaitedKey:
                 self._pending = base.begin_get(base.name_through(store, key))
 
     def is_set(self) -> bool:
-        """Return whether the value is there, without waiting."""
+        """Return whether the value is set, without waiting."""
         if self._pending is None:
             return self._value is not None or self._store.check([self._key])
         with _in_torchs_words():
@@ -450,7 +450,7 @@ class AwaitedKey:
                 self._set(self._pending.wait(wait_s))
 
     def get(self) -> bytes:
-        """Return the value, which must be there."""
+        """Return the value, which must be set."""
         return self._store.get(self._key) if self._value is None else self._value
 
     def _set(self, value: bytes | None) -> None:
@@ -583,8 +583,8 @@ class Arrivals:
             failure = json.loads(self._store.get(self.key(OUTCOME))).get("failure")
             if failure is None:
                 return ""
-            # A late rank of the same job must read why the start failed. A file does not show which job wrote it: while
-            # one of the file's processes runs, it is this job. A process that has read the failure tries again.
+            # A late rank of the same job must read why the start failed. A file does not show which job wrote it: if
+            # one of its processes still runs, that is this job. A process that has read the failure tries again.
             processes = [one.info.process for one in self.read_all().values()]
             has_read = self.me.info.process in processes
             is_old = bool(self._in_file) and not any(process.is_running() for process in processes)

@@ -1,7 +1,7 @@
 """Find this process's rank from the variables of its launcher: torchrun, an `mpiexec`, or a Slurm step.
 
-All of it works on given data, except for the parent processes: Slurm's variables are also set in an interactive shell
-and in a batch script, where a program is a single process.
+The functions depend only on their arguments, and on the parent processes: Slurm's variables are also set in an
+interactive shell and in a batch script, where a program is a single process.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from phalanx._base.processes import read_stat
 
 @dataclass(frozen=True)
 class LaunchedProcess:
-    """A `LaunchedProcess` is the place of a process in its job. `local_size` is 0 if the launcher does not give it.
+    """A `LaunchedProcess` is the place of a process in its job. `local_size` is 0 if the launcher does not set it.
 
-    `job` identifies the job among a user's jobs on one host; `first_host` is the host of rank 0, and `port` a port that
-    is probably free there: both empty if the launcher does not give them.
+    `job` identifies the job among a user's jobs on one host. `first_host` is the host of rank 0, and `port` a port that
+    is probably free there; both are empty if the launcher does not determine them.
     """
 
     launcher: str
@@ -127,7 +127,7 @@ def _tasks_of(environment: Mapping[str, str]) -> int:
 
 
 def _is_step(job: str, step: str) -> bool:
-    """Return whether this process runs in that step: processes outside of the step inherit the variables, too."""
+    """Return whether this process runs in that step: a process outside of the step may inherit its variables."""
     for title in _titles_above():
         if match := _STEPD.match(title):
             return match[1] == job and match[2] == step
@@ -175,8 +175,8 @@ def first_of(hosts: str) -> str:
     return "".join(part or "" for part in match.groups()) if match else ""
 
 
-# PHALANX_STORE begins with this if the job's store is a coordinator. The path of an anonymous file follows, which
-# holds {"address": …, "key": …}: every program that a rank starts would inherit a key in a variable.
+# PHALANX_STORE begins with this if the job's store is a coordinator. The path of an anonymous file follows. The file,
+# not the variable, holds the key: every program that a rank starts inherits its variables.
 COORDINATOR = "coordinator:"
 
 
@@ -197,7 +197,7 @@ def find_agents_store(environment: Mapping[str, str]) -> str:
 
 
 def find_incomplete_environment(environment: Mapping[str, str], *, is_spawned: bool) -> str:
-    """Return the variable which shows that this process is one of several, if its rank or store is unknown; else "".
+    """Return the evidence that this process is one of several, if its rank or store is unknown; else "".
 
     `is_spawned`: `multiprocessing` started this process.
     """

@@ -1,6 +1,6 @@
 """Describe the ranks that have arrived at a group's start (process, host, settings), and check that they fit together.
 
-All of it works on given data, except that it checks whether processes of this host have ended.
+The functions depend only on their arguments, and on whether processes of this host have ended.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ _COLUMNS = tuple(each.name for each in fields(RankInfo))
 def pack_infos(infos: Sequence[RankInfo]) -> str:
     """Return the information of all ranks as text for the store: some 25 bytes per rank where there are thousands.
 
-    Common values are written once. Of each host only the first rank's token is kept, since the others of that host
-    fetch its memory and nobody connects to them. Of the secrets only rank 0's is kept.
+    Common values are written once. Only the token of each host's first rank is kept, since the host's other ranks
+    connect to the first, and no rank to them. Of the secrets only rank 0's is kept.
     """
     hosts: set[str] = set()
     rows = []
@@ -93,7 +93,7 @@ def _number_values(column: Sequence[Any]) -> tuple[list[Any], list[int]]:
 
 
 def unpack_infos(text: str) -> list[RankInfo]:
-    """Read what `pack_infos` wrote; ranks with the same cores share one object."""
+    """Return the information that `pack_infos` has packed; ranks with the same cores share one object."""
     columns = {}
     for name, (values, numbers) in json.loads(zlib.decompress(base64.b64decode(text))).items():
         if name == "process":
@@ -106,7 +106,7 @@ def unpack_infos(text: str) -> list[RankInfo]:
 
 @dataclass(frozen=True)
 class RankArrival:
-    """A rank that has arrived, its configuration, and the time of arrival (seconds since 1970, by its own clock)."""
+    """A `RankArrival` is an arrived rank, its configuration, and when it arrived (Unix seconds, by its own clock)."""
 
     rank: int
     world_size: int
@@ -195,7 +195,7 @@ def find_dead(arrivals: Sequence[RankArrival], mine: RankInfo) -> FormationFailu
 def _disagreement(
     arrivals: Sequence[RankArrival], fact: str, describe: Callable[[RankArrival], str], advice: str = ""
 ) -> FormationFailure:
-    """Return the failure `fact`, with each rank's value; of many ranks with the same value, it names only a few."""
+    """Return the failure `fact`, with each rank's value; of many ranks with the same value, name only a few."""
     by_text: dict[str, list[RankArrival]] = {}
     for one in sorted(arrivals, key=lambda one: one.rank):
         by_text.setdefault(describe(one), []).append(one)
@@ -212,9 +212,8 @@ def _disagreement(
 def host_identity() -> str:
     """Return an identifier that two processes share if they can share memory: kernel, network and user namespace.
 
-    A host name proves nothing: two hosts may have the same name, and containers of one host different names. Shared
-    memory is passed through a socket of the network namespace, to a user of the user namespace. Pid namespaces do
-    not matter.
+    A host name proves nothing: two hosts may have the same name, and containers of one host different names. The ranks
+    pass shared memory through a socket, within a network namespace and a user namespace. Pid namespaces do not matter.
     """
     try:
         with open("/proc/sys/kernel/random/boot_id", "rb") as f:

@@ -1,8 +1,8 @@
-"""Authenticate the pickles sent between hosts: a changed or replayed pickle is refused before it is read.
+"""Authenticate the pickles sent between hosts: a changed or replayed pickle is refused before it is unpickled.
 
-Reading a pickle runs code. Gloo's connections between hosts are neither encrypted nor authenticated, so each pickle
+Unpickling runs code. Gloo's connections between hosts are neither encrypted nor authenticated, so each pickle
 between hosts carries a MAC. The key of the MAC is derived from a secret of the group, which the ranks received at the
-rendezvous, in the job's store. In a job of `phalanx run` on several hosts, the store only accepts processes that know
+rendezvous, in the job's store. In a job of `phalanx run` on several hosts, the store only accepts processes that have
 the job's key.
 
     message   MAC | number | pickle
@@ -45,7 +45,7 @@ class PickleAuthenticator:
     """A `PickleAuthenticator` is one rank's side of a group's streams: the key, and each stream's message counts."""
 
     def __init__(self, secret: str, group: str) -> None:
-        """Derive the key from `secret`, which only the group's ranks know. `group` is the group's name in errors."""
+        """Derive the key from `secret`, which only the group's ranks have. `group` is the group's name in errors."""
         self.key = hmac.digest(secret.encode(), b"phalanx pickles between hosts", "sha256")
         self._group = group
         self._lock = threading.Lock()
@@ -57,7 +57,7 @@ class PickleAuthenticator:
         return self.sign(pickle, stream, self.count_sent(stream))
 
     def receive(self, message: bytes | memoryview, stream: PickleStream) -> bytes | memoryview:
-        """Return the pickle in the next message of the stream; raise the same as `verify`."""
+        """Return the pickle in the next message of the stream; raise the errors of `verify`."""
         return self.verify(message, stream, self.count_received(stream))
 
     def count_sent(self, stream: PickleStream) -> int:
@@ -88,8 +88,8 @@ class PickleAuthenticator:
         """Return the pickle in the expected message: the one with this `number` and `index`.
 
         Raises:
-            PhalanxError: no rank of the group has sent this message, or it was sent for another place; its pickle was
-                not read. If earlier messages are missing, the message after this one is expected next.
+            PhalanxError: no rank of the group has sent this message, or one has sent it for another place; its pickle
+                was not read. If earlier messages are missing, the message after this one is expected next.
         """
         mac, packed, pickle = message[:MAC_BYTES], message[MAC_BYTES:OVERHEAD_BYTES], message[OVERHEAD_BYTES:]
         if not hmac.compare_digest(mac, self._mac(pickle, stream, packed, index)):

@@ -23,11 +23,11 @@ T = TypeVar("T")
 
 
 def get_soon(outcomes: queue.SimpleQueue[T], timeout_s: float) -> T:
-    """Return the result of `outcomes.get`; after `timeout_s`, wait a moment longer before the caller checks the peer.
+    """Return the next outcome; after `timeout_s`, wait a moment longer, because the caller then checks the peer.
 
     A check writes to the connection. If the other end has left, the write closes the connection, and data that Gloo's
-    thread has not read yet are lost. After this process was stopped, or had no core, both threads wake up at once: in
-    that moment Gloo's thread reads the data.
+    thread has not read yet are lost. If this process was stopped, or had no core, both threads wake up at once, and
+    Gloo's thread reads the data in that moment.
 
     Raises:
         queue.Empty: there was no outcome.
@@ -41,7 +41,7 @@ def get_soon(outcomes: queue.SimpleQueue[T], timeout_s: float) -> T:
 def look_at(engine: Engine, peer: int, error_of: Callable[[str], Exception]) -> Callable[[], None]:
     """Return a `look` for `Background.run` that raises error_of(the engine's error) if `peer`'s connection is lost.
 
-    It raises when it observes the loss for the second time: by then the last message of a peer that left has arrived.
+    `look` raises when it observes the loss for the second time: by then the last message of a leaving peer has arrived.
     """
     is_gone = False
 
@@ -58,7 +58,7 @@ def look_at(engine: Engine, peer: int, error_of: Callable[[str], Exception]) -> 
 
 
 class _Workers:
-    """`_Workers` are this process's threads that wait in engines: as many as there are concurrent operations."""
+    """`_Workers` are the threads of this process that wait in engines, one for each concurrent operation."""
 
     def __init__(self) -> None:
         self.num_users = 0
@@ -125,8 +125,8 @@ class _Worker:
                 operation()
             except BaseException as raised:  # the waiting thread must receive any exception
                 error = raised
-            del operation, task  # release their objects while this thread waits for the next
-            goes_on = self._workers.take_back(self)  # first: the waiting thread may use this one at once
+            del operation, task  # release their objects before this thread waits for the next task
+            goes_on = self._workers.take_back(self)  # first: the waiting thread may need this worker at once
             outcome.put(error)
             del error, outcome
 
@@ -135,7 +135,7 @@ _workers = _Workers()
 
 
 def _begin_anew() -> None:
-    """Start without threads in a forked child, which has none of its parent's."""
+    """Start without threads in a forked child, which has none of its parent's threads."""
     global _workers
     _workers = _Workers()
 
@@ -145,7 +145,7 @@ if hasattr(os, "register_at_fork"):
 
 
 class Background:
-    """A `Background` runs the operations of one group for which other threads of this process wait."""
+    """A `Background` runs operations of one group on other threads, while the calling threads wait for them."""
 
     def __init__(self) -> None:
         self._underway: dict[int, queue.SimpleQueue[BaseException | None]] = {}  # keyed by the queue's identity
@@ -164,7 +164,7 @@ class Background:
         return outcome
 
     def over(self, outcome: queue.SimpleQueue[BaseException | None]) -> None:
-        """Exclude this operation from the wait in `close`: it has ended, or is blocked until the engine ends it."""
+        """Exclude this operation from the wait in `close`: it has ended, or is blocked until the engine is closed."""
         del self._underway[id(outcome)]
 
     def run(
@@ -177,7 +177,7 @@ class Background:
 
         While the operation runs, call `look` every half second; it may raise. If this thread gets a KeyboardInterrupt,
         or another exception that is not an `Exception`, pass it to `interrupted` before raising it. After an exception
-        in this thread, the operation continues until the engine ends it.
+        in this thread, the operation continues until it completes or the engine is closed.
         """
         outcome = self.start(operation)
         try:
@@ -197,7 +197,7 @@ class Background:
             raise error
 
     def close(self) -> None:
-        """Wait up to five seconds for interrupted operations to end. Close the engine first: nothing else ends them."""
+        """Wait up to five seconds for interrupted operations to end. Close the engine first, which ends them."""
         if self._is_closed:
             return
         self._is_closed = True

@@ -6,8 +6,8 @@
 
 **Order.** All ranks call the same collectives of a group in the same order. Every call has a fingerprint (sequence
 number, operation, dtype, element count, root, reduction), which the ranks compare before a tensor changes. A group runs
-one collective at a time: a second thread waits for the first one's. Messages have an order of their own, per pair of
-ranks and tag.
+one collective at a time: a second thread waits for the first thread's. Messages have an order of their own, per pair
+of ranks and tag.
 
 **Blocking.** Every method returns when the caller's tensors are no longer used; nothing is asynchronous. The process
 group runs `async_op=True` calls on its own thread. Methods may be called from any thread.
@@ -33,8 +33,8 @@ After the first three errors the group has failed: all ranks report the same cau
 exception: with shared memory, a message of the wrong size fails only that message.
 
 **The end.** `close` leaves the group: all ranks that wait for this one are notified at once. If operations of this
-process are still running, `leave_in_flight` wakes them first; `abandon` is for the end of the process, when they need
-not end.
+process are still running, `leave_in_flight` wakes them first. `abandon` is for the end of the process, when running
+operations need not end.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ from phalanx._comm.transport.authentication import PickleAuthenticator
 class CallContext:
     """A `CallContext` has an operation's timeout, in seconds, and its place in the program.
 
-    `call_site` is the place in the rank's table. `awaited`: the caller waits for the operation, whichever thread runs
-    it.
+    `call_site` is the number of the place in the rank's table. `awaited`: the caller waits for the operation, whichever
+    thread runs it.
     """
 
     __slots__ = ("awaited", "call_site", "timeout_ns", "timeout_s")
@@ -111,16 +111,16 @@ class Transport(Collectives):
     rank: int
     world_size: int
     lock: threading.Lock
-    """The lock that is held while a collective runs."""
+    """The lock that a thread holds while it runs a collective."""
 
     # -- capabilities --------------------------------------------------------------------------------------------
 
     is_interruptible = True
-    """Whether Ctrl-C ends the transport's waits. If not, another thread waits in place of the main thread."""
+    """Whether Ctrl-C ends the transport's waits. If not, another thread waits instead of the main thread."""
 
     @property
     def hosts(self) -> tuple[tuple[int, ...], ...]:
-        """Return the ranks on each of several hosts; nothing if all are on one host, or the hosts are unknown."""
+        """Return the ranks on each of several hosts; empty if all are on one host, or the hosts are unknown."""
         return ()
 
     closes_in_flight = False
@@ -193,7 +193,7 @@ class Transport(Collectives):
         return True
 
     def interrupted(self, error: BaseException, *, what: str = "", peer: int = -1) -> None:
-        """End the operation of a waiting thread that was interrupted, if the transport's waits ignore signals.
+        """End the operation for which an interrupted thread waits, if the transport's waits ignore signals.
 
         `what` describes a message with `peer`; if it is empty, the operation is the collective.
         """
@@ -206,7 +206,7 @@ class Transport(Collectives):
         """Wait until every rank has called this."""
 
     def sum_in_place(self, tensor: Tensor, code: int, timeout_s: float, place: tuple[str, int]) -> None:
-        """Run `all_reduce` with SUM on a contiguous tensor of the real dtype with number `code`; this must be fast."""
+        """Run `all_reduce` with SUM on a contiguous tensor of the real dtype with number `code`: the fast path."""
         self.all_reduce(tensor, SUM, CallContext(timeout_s, self.call_site(place)))
 
     @abstractmethod

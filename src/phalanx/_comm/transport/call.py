@@ -1,4 +1,4 @@
-"""A `CollectiveCall` describes a rank's call in a few bytes, which the ranks compare before data are moved."""
+"""A `CollectiveCall` describes a rank's call in a few bytes, which the ranks compare before they move data."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HEAD_BYTES = 256
 _DIGEST_BYTES = 16
 _SEQ_BYTES = 4
 _SEPARATOR = "\x1f"
-_MAX_PLACE_BYTES = 120  # the end of a longer path, so that there is room for the rest
+_MAX_PLACE_BYTES = 120  # a longer path loses its beginning, so that there is room for the rest
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class CollectiveCall:
 def compare_splits(sizes: Sequence[Sequence[Sequence[int]]]) -> dict[int, RankCall]:
     """Return the calls of the ranks whose sizes in an all_to_all do not match; nothing if all sizes match.
 
-    sizes[r] has the bytes that rank r sends to each rank, and those that it expects from each.
+    sizes[r] has the bytes that rank r sends to each rank, and the bytes that it expects from each.
     """
     calls: dict[int, str] = {}
     for r, (sent, _) in enumerate(sizes):
@@ -96,7 +96,7 @@ def describe_call(
 ) -> CollectiveCall:
     """Return the `CollectiveCall` of an operation with `tensor`; `count` defaults to the number of its elements.
 
-    An argument is -1 if the operation does not have it, or if it may differ between ranks. Calls are cached with their
+    An argument is -1 if the operation lacks it, or if it may differ between ranks. Calls are cached with their
     heads, since a training loop repeats them.
     """
     count = tensor.numel() if count is None else count
@@ -129,7 +129,7 @@ def foreign_head(call: RankCall) -> bytes:
 
 
 def digest_of(head: bytes | bytearray) -> int:
-    """Return a number that most likely differs if the compared fields differ; its last bits differ, too."""
+    """Return a number that most likely differs, also in its last bits, if the compared fields differ."""
     number = int.from_bytes(head[: _DIGEST_BYTES - _SEQ_BYTES], "little")
     seq = int.from_bytes(head[_DIGEST_BYTES - _SEQ_BYTES : _DIGEST_BYTES], "little")
     return number ^ seq * 0x9E3779B1

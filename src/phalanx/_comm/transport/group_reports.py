@@ -42,7 +42,7 @@ class ReportingRank(Protocol):
 
     @property
     def entered_s(self) -> float:
-        """Return when the last of them began, in `time.monotonic`."""
+        """Return when the last collective began, by `time.monotonic`."""
 
     @property
     def position(self) -> RankPosition:
@@ -57,9 +57,9 @@ class ReportingRank(Protocol):
 
 
 class GroupReports:
-    """`GroupReports` publish the reports of the rank `here` in a `FailureStore`, and read the others' reports.
+    """`GroupReports` publish the reports of rank `here` in a `FailureStore`, and read the other ranks' reports.
 
-    `report` has the group's failure; it is None while the group can be used. The first report of the group stays.
+    `report` is the group's failure, or None while the group can be used. The first report of the group is kept.
     """
 
     store: FailureStore
@@ -113,7 +113,7 @@ class GroupReports:
     ) -> Callable[[], None]:
         """Return a `look` for `Background.run` in a collective, which calls `lost` when a connection is lost.
 
-        It ignores peers that have left after they completed their part of the collective.
+        `look` ignores peers that have left after they completed their part of the collective.
         """
         connected = set(peers)
 
@@ -132,7 +132,7 @@ class GroupReports:
     # -- this rank's knowledge -----------------------------------------------------------------------------------
 
     def where(self) -> RankPosition:
-        """Return the position of this rank, and since when."""
+        """Return the position of this rank, with the seconds since its operation began."""
         position = self.here.position
         return replace(position, seconds=time.monotonic() - self.here.entered_s) if position.inside else position
 
@@ -151,7 +151,7 @@ class GroupReports:
     def report_lost(
         self, who: int, reason: str, peer: int | None, position: RankPosition | None = None
     ) -> FailureReport:
-        """Report that `who` is lost, at `position` if known.
+        """Return the report that `who` is lost, at `position` if known.
 
         `peer` is the rank for whose message this rank waits (any rank if negative); None in a collective.
         """
@@ -162,14 +162,14 @@ class GroupReports:
         return FailureReport("lost", (who,), self.processes(who), positions, reason=reason, remarks=remarks)
 
     def _report_interrupted(self, reason: str, position: RankPosition) -> FailureReport:
-        """Report an error that ended an operation of this rank, but is not a failure of the group."""
+        """Return the report of an error that ended this rank's operation, but is not a failure of the group."""
         me = self.here.rank
         return FailureReport("interrupted", (me,), self.processes(me), {me: position}, reason=reason)
 
     # -- communication between ranks -----------------------------------------------------------------------------
 
     def publish_exit_reason(self, reason: str) -> None:
-        """Write `reason` to the store before the connections close: a rank that loses one reads it; the first stays."""
+        """Publish the first `reason`, before the connections close: a rank that loses a connection reads the reason."""
         if self.report is None and not self._has_published_exit and self.here.world_size > 1:
             self._has_published_exit = True
             self.store.publish_exit_reason(reason, self.where())
@@ -182,7 +182,7 @@ class GroupReports:
     def accept(self, report: FailureReport | None) -> None:
         """Keep the report of a failed group, acknowledge it, and wake all waiting threads and ranks.
 
-        The store may be gone when this rank begins the next operation. Without a report, only wake them.
+        The store may be gone when this rank begins the next operation. Without a report, only wake threads and ranks.
         """
         self.report = self.report or report
         if report is not None:
@@ -191,14 +191,13 @@ class GroupReports:
 
     def publish(self, report: FailureReport) -> None:
         """End the group with this report, unless another rank has already published one."""
-        # The monitor may have read another rank's report meanwhile: that rank, and the store, may be gone by now, since
-        # this rank has confirmed the report.
+        # The monitor may have confirmed another rank's report meanwhile: that rank, and the store, may be gone by now.
         self.report = self.report or self.store.post(report)
         self.store.acknowledge()
         self.here.end()
 
     def give_up(self, error: BaseException, position: RankPosition | None = None) -> None:
-        """End the group because of an error of this rank that is not a failure of the group; report it to the peers."""
+        """End the group because of this rank's own error, not a failure of the group; report the error to the peers."""
         if not self.here.closed and self.report is None:
             self.report = self.store.post(self._report_interrupted(type(error).__name__, position or self.where()))
             self.here.end()

@@ -1,4 +1,4 @@
-"""Watch for failures on a thread while this rank computes, waits or hangs; all groups of a store share the thread."""
+"""Watch for failures on a thread while this rank computes, waits or hangs; all groups of a store share that thread."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ class HealthMonitor:
         self._listener = _Listener.of(failure_store.signals, self)
 
     def check(self, signals: set[str]) -> None:
-        """Check whether the group has failed. The listener's thread calls this, with the groups that were signalled."""
+        """Check whether the group has failed. The listener's thread calls this, with the signalled groups' keys."""
         with self._check_lock:
             if self._is_closed:
                 return
-            # `signals` lacks the signals from before the first check.
+            # `signals` lacks the signals that were sent before the first check.
             if not self._has_checked or self._failure_store.group_key in signals:
                 self._failure_store.report_position(self._where())
                 report = self._failure_store.report()
@@ -92,7 +92,7 @@ class _Listener:
             return listener
 
     def remove(self, monitor: HealthMonitor) -> None:
-        """Remove `monitor`; the thread ends with the last one."""
+        """Remove `monitor`; the thread ends after the last monitor is removed."""
         with self._lock:
             self._monitors = [one for one in self._monitors if one is not monitor]
             if self._monitors or self._stop.is_set():

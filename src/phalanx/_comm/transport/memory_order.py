@@ -29,7 +29,7 @@ def find_strides(tensor: Tensor) -> Strides | None:
 
 
 def flatten(tensor: Tensor, strides: Strides | None) -> Tensor:
-    """Return the elements of `tensor` in the order of `strides`, which `find_strides` has found.
+    """Return the elements of `tensor` in the order of `strides`, the result of `find_strides`.
 
     Shape: (N,); without strides, the shape of `tensor`.
     Cost: one copy where `tensor` has gaps or repetitions, or must still be conjugated or negated.
@@ -43,7 +43,7 @@ def flatten(tensor: Tensor, strides: Strides | None) -> Tensor:
 
 
 def restore(flat: Tensor, shape: tuple[int, ...], strides: Strides | None) -> Tensor:
-    """Return the tensor from which `flatten` made `flat`, in the same memory; not as a view."""
+    """Invert `flatten`: return a tensor in the memory of `flat`, which is not a view of it."""
     if strides is None:
         return flat
     made = torch.empty(0, dtype=flat.dtype, device=flat.device)
@@ -51,9 +51,9 @@ def restore(flat: Tensor, shape: tuple[int, ...], strides: Strides | None) -> Te
 
 
 def lay_out(tensor: Tensor, strides: Strides | None) -> Tensor:
-    """Return a tensor of the same elements with `strides`, which `find_strides` has found.
+    """Return a tensor of the same elements with `strides`, the result of `find_strides`.
 
-    Cost: one copy, unless it has them.
+    Cost: one copy, unless `tensor` already has these strides.
     """
     wanted = torch.empty(tensor.shape, device="meta").stride() if strides is None else strides
     if tensor.stride() == wanted:

@@ -16,7 +16,7 @@ def sum_of(redop: int) -> int:
 
 
 def sum_dtype(dtype: torch.dtype, redop: int) -> torch.dtype:
-    """Return the type in which tensors of `dtype` are reduced: the sum of a mean of small integers must fit."""
+    """Return the type in which tensors of `dtype` are reduced; the sum for a mean of small integers must fit."""
     if dtype in HALF:
         return torch.float32
     is_integer = not (dtype.is_floating_point or dtype.is_complex or dtype in (torch.bool, torch.uint64))

@@ -20,8 +20,8 @@ class Options:
     Arguments:
         algorithm: the algorithm between hosts, by its name in `phalanx explain`; None chooses the cheapest.
         wire_dtype: the type to which float32 (and half) sums are rounded when they are sent between hosts; they are
-            added in float32. None sends them as they are.
-        error_feedback: keep the error of that rounding, and add it to the next all_reduce of the same tensor.
+            added in float32. None sends them unrounded.
+        error_feedback: keep the rounding error, and add it to the next all_reduce of a tensor of that address and size.
         engine: the library that sends the bytes: "gloo", or "mpi" in a job that mpiexec started.
         interface: the network interface by which other hosts reach this one; None: by the routing table.
         allow_public_address: tensors between hosts are neither encrypted nor authenticated, so an address that the

@@ -1,4 +1,4 @@
-"""Find tensors that share memory, also among tensors that interleave without sharing, as the columns of a matrix do."""
+"""Find tensors that share memory, even among tensors that only interleave, such as the columns of a matrix."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 Extent = tuple[int, int]
-_Part = tuple[int, list[tuple[int, int]], int]  # where it begins; (stride, size) in bytes, widest first; its number
+_Part = tuple[int, list[tuple[int, int]], int]  # its address; its (stride in bytes, size), widest first; its index
 
 
 def extent_of(tensor: Tensor) -> Extent:
@@ -40,12 +40,12 @@ def overlaps_any(extent: Extent, others: Sequence[Extent]) -> bool:
 
 
 def find_shared(tensors: Sequence[Tensor]) -> tuple[int, int] | None:
-    """Return the indices of two tensors that have an element's memory in common; None if no two tensors have.
+    """Return the indices of two tensors that share the memory of an element; None if no two tensors do.
 
     No two elements of one tensor may share memory, which `check_tensor` ensures for tensors that are written.
 
     Cost: one sort of the tensors' addresses for each dimension that interleaves the tensors. Only layouts that no split
-    along dimensions produces are marked element by element, in four bytes per element.
+    along dimensions produces are marked element by element, with four bytes per element.
     """
     return _find_in([_part(tensor, at) for at, tensor in enumerate(tensors) if tensor.numel()])
 
@@ -57,7 +57,7 @@ def _part(tensor: Tensor, at: int) -> _Part:
 
 
 def _find_in(parts: list[_Part]) -> tuple[int, int] | None:
-    """Find two of the parts that share memory; examine only parts whose extents overlap."""
+    """Return the indices of two parts that share memory, or None; examine only parts whose extents overlap."""
     cluster: list[_Part] = []
     reached = 0
     for part in sorted(parts):
@@ -75,9 +75,9 @@ def _span(steps: list[tuple[int, int]]) -> int:
 
 
 def _find_in_cluster(parts: list[_Part]) -> tuple[int, int] | None:
-    """Find two of parts whose extents form one piece of memory.
+    """Return as `_find_in`, for parts whose extents form one piece of memory.
 
-    Rows of a matrix repeat: where the first rows of all parts lie within one row, comparing these is enough.
+    Rows of a matrix repeat: if the first rows of all parts lie within one row, comparing the first rows is enough.
 
         row 0   a a b b b c │          a's first row │ b's │ c's     apart, and so are all rows
         row 1   a a b b b c │
@@ -92,7 +92,7 @@ def _find_in_cluster(parts: list[_Part]) -> tuple[int, int] | None:
         if _is_filled(part[1]):
             if filled is not None and part[0] < filled[0] + _span(filled[1]):
                 return filled[2], part[2]
-            filled = part  # it ends behind all before it, or it would share their memory
+            filled = part  # it ends after all earlier parts, or it would share their memory
     return _find_marked(parts)
 
 

@@ -1,9 +1,9 @@
 """A replacement rank builds its model in a rehearsal, a group without other ranks, before it joins the training ranks.
 
-Its constructors (of DistributedDataParallel, of optimizers) call collectives that the others called long ago. Here each
-collective returns at once, with the result that it would have if every rank passed this rank's data. The training state
-later replaces the results that constructors got. It may not replace the results of the script's own collectives, which
-log a warning.
+The model's constructors (of DistributedDataParallel, of optimizers) call collectives that the others called long ago.
+Here each collective returns at once, with the result that it would have if every rank passed this rank's data. The
+training state later replaces the results in constructors, but perhaps not the results of the script's own collectives,
+which therefore log a warning.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _logger = get_logger(__name__)
 
 
 class RehearsalTransport(Transport):
-    """A `RehearsalTransport` is rank `rank` of `world_size`, alone; nothing waits."""
+    """A `RehearsalTransport` is rank `rank` of `world_size` without the other ranks; no operation waits."""
 
     closes_in_flight = True
 
@@ -100,7 +100,7 @@ class RehearsalTransport(Transport):
         return data
 
     def broadcast(self, tensor: Tensor, root: int, ctx: CallContext) -> None:
-        """Do nothing: every rank has it already."""
+        """Do nothing: every rank already has the data."""
         self._check_script(root)
 
     def gather(self, outputs: Sequence[Tensor], tensor: Tensor, ctx: CallContext, *, root: int = -1) -> None:
@@ -169,10 +169,10 @@ class RehearsalTransport(Transport):
 
 
 class RefusingTransport(RehearsalTransport):
-    """A `RefusingTransport` reaches no peer, and refuses every operation when it records its call site.
+    """A `RefusingTransport` reaches no peer, and refuses every operation when the operation looks up its call site.
 
     Arguments:
-        explain: returns the message, from " at FILE:LINE" or "".
+        explain: returns the message for a place, which is " at FILE:LINE" or "".
     """
 
     def __init__(self, group: str, rank: int, world_size: int, explain: Callable[[str], str]) -> None:

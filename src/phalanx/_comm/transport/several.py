@@ -6,7 +6,7 @@ reads: the same tensor twice, overlapping views. Each must read the values from 
     all_reduce_coalesced([t[:3], t[2:]])     t[:3] ◀─ sum of t[:3]      t[2:] ◀─ sum of a copy of t[2:], made before
 
 The same holds for an input of one operation that overlaps an output: transports move large tensors piece by piece, and
-would read pieces that they have written. The exception is a rank's own part that already lies at its destination.
+would read pieces that they have written. The exception is a rank's own part that is already at its destination.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def combined(tensors: Sequence[Tensor], redop: int) -> Tensor:
     dtype = tensors[0].dtype
     combine = _COMBINE[redop]
     with torch.no_grad():
-        # torch cannot reduce these: they are shifted to signed numbers, of which the smallest was 0
+        # torch cannot reduce uint64: shift the numbers to signed numbers, so that 0 becomes the smallest
         if dtype == torch.uint64:
             flip = _SIGN if redop in (MIN, MAX) else 0
             signed = tensors[0].view(torch.int64) ^ flip
@@ -85,7 +85,7 @@ def unshared(
 
 
 def unshared_one(tensor: Tensor, output: Tensor, skip: int) -> Tensor:
-    """Do the work of `unshared` for one input and one output; `skip` belongs to `own`, and may be below zero."""
+    """Return the input of `unshared` for one input and one output; `skip` belongs to `own`, and may be negative."""
     start, written = tensor.data_ptr(), output.data_ptr()
     if (start >= written + output.nbytes or written >= start + tensor.nbytes or start == written + skip) and (
         tensor.is_contiguous() and output.is_contiguous()
@@ -95,15 +95,15 @@ def unshared_one(tensor: Tensor, output: Tensor, skip: int) -> Tensor:
 
 
 def unshared_steps(inputs: Sequence[Tensor], outputs: Sequence[Sequence[Tensor]]) -> Sequence[Tensor]:
-    """Return the inputs of steps that each write their `outputs`, with copies of those that earlier steps write.
+    """Return the inputs of steps that each write their `outputs`, with copies of inputs that earlier steps write.
 
-    Cost: a copy of those. Without any, sorting as many addresses as there are tensors.
+    Cost: a copy of those inputs. Without any, sorting as many addresses as there are tensors.
     """
     if len(inputs) < 2:
         return inputs
     extents = [extent_of(tensor) for tensor in inputs]
     steps = [[extent_of(tensor) for tensor in step] for step in outputs]
-    # A place that one step reads and writes counts once.
+    # A place that a step both reads and writes counts once.
     apart = [extent for own, step in zip(extents, steps, strict=True) for extent in step if extent != own]
     if not extents_overlap(extents, apart):
         return inputs

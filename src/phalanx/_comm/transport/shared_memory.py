@@ -1,7 +1,7 @@
-"""Run groups of one host: all ranks map the memory of all, and the C core moves and combines data in it.
+"""Run groups of one host: every rank maps the memory of all ranks, and the C core moves and combines data in it.
 
-A collective passes its tensors to the core, which also compares the calls; sends use a ring per pair of ranks, and
-receives are posted and match messages.
+A collective passes its tensors to the core, which also compares the calls. Sends use a ring per pair of ranks; posted
+receives match messages.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _NEVER_NS = (1 << 64) - 1
 class PostedReceive:
     """A `PostedReceive` matches a message by sender and tag, in the order of posting.
 
-    It is complete once any receiving thread of this rank has found its message, or the end of its sender.
+    It is complete once any receiving thread of this rank has found its message, or the end of the sender.
     """
 
     def __init__(
@@ -72,23 +72,23 @@ class PostedReceive:
         return self._code == OK
 
     def begin_timeout(self) -> None:
-        """Let the group's timeout begin, once: this thread waits from now on. It ends the group when it passes."""
+        """Start the group's timeout, once: this thread waits from now on. When the timeout passes, the group ends."""
         if not self._is_awaited:
             self._is_awaited = True
             self._memory.core.set_timeout(self.handle, self._ctx.timeout_ns)
 
     @property
     def is_pending(self) -> bool:
-        """Return whether its message has not arrived, and nothing has ended the wait for it."""
+        """Return whether the message has not arrived, and nothing has ended the wait for it."""
         return self.handle.status == _core.PENDING
 
     @property
     def source(self) -> int:
-        """Return the rank that sent the message, once it is not pending."""
+        """Return the rank that sent the message, once the receive is no longer pending."""
         return self.handle.source
 
     def conclude(self) -> None:
-        """Copy the message to the tensor, or raise the error. Called once, when the receive is no longer pending.
+        """Copy the message to the tensor, or raise the error. Call this once, when the receive is no longer pending.
 
         The receive then no longer refers to the tensor, even if the caller keeps the receive.
         """
@@ -100,7 +100,7 @@ class PostedReceive:
 
 
 class SharedMemoryTransport(Transport):
-    """A `SharedMemoryTransport` runs a group whose ranks are all on this host: each maps the memory of all.
+    """A `SharedMemoryTransport` runs a group whose ranks are all on this host: each rank maps the memory of all ranks.
 
     It runs one collective at a time, and holds `lock` meanwhile. All ranks read and write tensors in the
     symmetric heap in place. Messages need no lock across channels, and keep their order per tag between two ranks.
@@ -108,7 +108,7 @@ class SharedMemoryTransport(Transport):
 
     ranks_share_memory = True
     closes_in_flight = True
-    eager_bytes = 32768  # a rendezvous of the ranks costs more than sending unused bytes
+    eager_bytes = 32768  # a second rendezvous of the ranks costs more than sending unused bytes
 
     def __init__(self, group: str) -> None:
         self.group = group
@@ -139,7 +139,7 @@ class SharedMemoryTransport(Transport):
     # -- the end -------------------------------------------------------------------------------------------------
 
     def set_exit_reason(self, exit_reason: str) -> None:
-        """Set the reason why this process ends, for the other ranks' errors."""
+        """Set how this process ends, as text for the other ranks' errors."""
         self.core.set_exit_reason(exit_reason)
 
     def leave_in_flight(self) -> None:
@@ -189,10 +189,10 @@ class SharedMemoryTransport(Transport):
         return self._places.get(number, "")
 
     def idle(self, waited_s: float) -> None:
-        """Warn of the missing ranks, and again each time the wait has doubled; the core calls this while it waits."""
+        """Warn about the missing ranks, again each time the wait has doubled. The core calls this while it waits."""
         if waited_s < NOTICE_S or self.symm_mem is None or self.symm_mem.closed:
             return
-        with contextlib.suppress(ClosedError):  # closed by another thread, which also ends this wait
+        with contextlib.suppress(ClosedError):  # another thread has closed the group, which also ends this wait
             self._warn_of_wait(waited_s)
 
     def _warn_of_wait(self, waited_s: float) -> None:
@@ -215,7 +215,7 @@ class SharedMemoryTransport(Transport):
         if status:
             try:
                 error = failures.failure(status, self.symm_mem, self.group, ctx.timeout_s, kind=kind, peer=peer)
-            except ClosedError:  # before the memory could be read, by another thread
+            except ClosedError:  # another thread closed the memory before this thread could read it
                 error = closed(self.group)
             raise error
 
@@ -287,7 +287,7 @@ class SharedMemoryTransport(Transport):
         """Reduce `tensor` over ranks in place, on all or only on `root`; multiply each input by `factor` first.
 
         Raises:
-            ValueError: the tensor is one memory for all ranks.
+            ValueError: the tensor is in one memory for all ranks.
         """
         if self.symm_mem.one_memory:
             self._refuse_one_memory(tensor)

@@ -30,7 +30,7 @@ def all_reduce(transport: Transport, tensors: Sequence[Tensor], ctx: CallContext
 
 
 def add_up(transport: Transport, mine: Tensor, ctx: CallContext, *, divisor: float | None = None) -> Tensor:
-    """Return the sum over ranks of coalesced tensors, coalesced; divide each entry by `divisor` before adding it."""
+    """Return the coalesced sum over ranks of coalesced tensors; divide each entry by `divisor` before adding it."""
     indices, values = mine.indices().t().contiguous(), mine.values()
     counts, gathered = _exchange_packets(transport, _say(mine), indices, values, ctx)
     all_indices, all_values = gathered or _exchange(transport, counts, indices, values, ctx)
@@ -56,7 +56,7 @@ def _exchange_packets(
 ) -> tuple[list[int], _Entries | None]:
     """Return how many entries each rank has, and the entries themselves if all ranks' fit into packets.
 
-    Waiting for each other costs ranks more than a few unused bytes: one gather replaces three.
+    One gather replaces three: waiting for each other costs the ranks more than a few unused bytes.
     """
     packet = torch.zeros(transport.eager_bytes, dtype=torch.uint8, device="cpu")
     head = packet[:_HEAD_BYTES].view(torch.int64)
@@ -83,7 +83,7 @@ def _digest(form: str) -> int:
 
 
 def _mismatch(transport: Transport, form: str, ctx: CallContext) -> MismatchError:
-    """Gather the forms of all ranks: each has detected that they differ, and calls this."""
+    """Gather all ranks' forms, and return the error. All ranks call this, since each has detected that they differ."""
     said = form.encode()[: transport.eager_bytes].ljust(transport.eager_bytes)
     texts = torch.empty((transport.world_size, transport.eager_bytes), dtype=torch.uint8, device="cpu")
     transport.all_gather_single(texts, torch.frombuffer(bytearray(said), dtype=torch.uint8), ctx)
@@ -97,7 +97,7 @@ def _mismatch(transport: Transport, form: str, ctx: CallContext) -> MismatchErro
 
 
 def _cut(packet: Tensor, n: int, indices: Tensor, values: Tensor) -> _Entries | None:
-    """Return views of `n` entries like these in a packet; None if there is no room for them."""
+    """Return views of `n` entries like these in a packet; None if the packet has no room for them."""
     middle = _HEAD_BYTES + -(-8 * n * indices.shape[1] // 16) * 16
     row = values.shape[1:].numel() * values.element_size()
     if middle + n * row > packet.numel():

@@ -26,11 +26,11 @@ def _copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 
 copy_all: Any = find("torch._foreach_copy_", loses="copies of many tensors take longer", instead=_copy_each)
-"""A function that copies each tensor of the second list into the one at its place in the first."""
+"""A function that copies each tensor of the second list to the tensor at the same index of the first list."""
 
 
 def move_batch(batch: Any, device: torch.device) -> Any:
-    """Return a batch with its tensors moved to the device, in nested mappings, sequences and classes known to pytree.
+    """Return a batch with its tensors moved to `device`, in nested mappings, sequences and classes known to pytree.
 
     Subclasses of dict and list, and other mutable mappings, are copied by `copy.copy`. Other objects move themselves by
     their own `to`, as torch_geometric's Data does. Anything else stays as it is.
@@ -54,7 +54,7 @@ def move_batch(batch: Any, device: torch.device) -> Any:
 
 
 def alias(tensor: Tensor) -> Tensor:
-    """Return a tensor of the same memory, unknown to autograd, to which any thread may write.
+    """Return a tensor of the same memory, detached from autograd, to which any thread may write.
 
     Inference tensors can only be written in inference mode, which belongs to a thread. A collective may run in another
     thread than its caller.
@@ -81,7 +81,7 @@ def dense(tensor: Tensor) -> Tensor:
 
 
 def scaled(tensor: Tensor, factor: Any) -> Tensor:
-    """Return `tensor` itself without a factor; else its product with it, in its own dtype whatever the factor's is."""
+    """Return `tensor` itself without a factor; else its product with `factor`, in the dtype of `tensor`."""
     if factor is None:
         return tensor
     with torch.no_grad():
@@ -93,13 +93,13 @@ def write_back(tensor: Tensor, data: Tensor) -> None:
     """Copy `data` into a tensor whose own memory could not be used; do nothing if `data` is the tensor."""
     if data is tensor:
         return
-    # Inference tensors can only be written in inference mode, which this thread may not be in, unlike the caller's.
+    # Inference tensors can only be written in inference mode, which belongs to a thread: this may not be the caller's.
     with torch.inference_mode() if tensor.is_inference() else torch.no_grad():
         tensor.copy_(data)
 
 
 def write_all_back(tensors: Sequence[Tensor], data: Sequence[Tensor]) -> None:
-    """Call `write_back` for each tensor with the data at its place."""
+    """Call `write_back` for each tensor with the data at its index."""
     for tensor, got in zip(tensors, data, strict=True):
         write_back(tensor, got)
 
@@ -126,9 +126,9 @@ def flat(tensor: Tensor) -> Tensor:
 
 
 def memory_order(tensor: Tensor) -> tuple[int, ...]:
-    """Return the strides of a block that holds the elements in the tensor's memory order; ranks must agree.
+    """Return the strides of a block with the elements in the tensor's memory order, on which ranks must agree.
 
-    They are the tensor's own if it is dense, else a contiguous tensor's. The stride of a dimension of size 1 is 1.
+    They are the tensor's own strides if it is dense, else a contiguous tensor's. A dimension of size 1 has stride 1.
     """
     if tensor.layout is not torch.strided:
         return ()

@@ -28,7 +28,7 @@ class EngineClosed(RuntimeError):
 
 
 class TimedOut(RuntimeError):
-    """The deadline has passed; the operation is not over."""
+    """The deadline has passed; the operation continues."""
 
 
 class PeerLeft(RuntimeError):
@@ -146,7 +146,7 @@ class PeerWatch:
 
 
 class MpiEngine:
-    """An `MpiEngine` sends messages between a group's ranks. All ranks build theirs together, and wait for each other.
+    """An `MpiEngine` sends messages between a group's ranks. All ranks create theirs together, and wait for each other.
 
     Sends and receives start at once; MPI moves their bytes while this process waits for any of them. A rank that leaves
     notifies all others.
@@ -168,7 +168,7 @@ class MpiEngine:
         self.departed: set[int] = set()
         self.is_closed = False
         self._underway: set[PendingOperation] = set()
-        self._unread: list[tuple[Any, bytearray]] = []  # messages that no rank had received when all had left
+        self._unread: list[tuple[Any, bytearray]] = []  # messages to this rank that it had not received when it left
         self._guard = threading.RLock()
         everybody = mpi.COMM_WORLD.Get_group()
         group = everybody.Incl(list(world_ranks))
@@ -176,13 +176,13 @@ class MpiEngine:
         self.comm.Set_errhandler(mpi.ERRORS_RETURN)
         group.Free()
         everybody.Free()
-        # An MPI's tags may have as few as 15 bits, often 20 or 29: half for messages, half for collectives.
+        # An MPI's tags may have only 15 bits, often 20 or 29: the lower half for messages, the upper for collectives.
         self._half = 1 << ((int(self.comm.Get_attr(mpi.TAG_UB)) + 1).bit_length() - 2)
         self._goodbye_tag = 2 * self._half - 1  # not a collective's tag, whose last twelve bits are never all set
         runtime.add_listener(self.listen)
 
     def _in_time(self, call: Callable[[], Any], timeout: timedelta) -> Any:
-        """Return the result of `call`, from another thread: MPI offers no non-blocking variant."""
+        """Run `call` on another thread, and return its result within `timeout`: MPI offers no non-blocking variant."""
         created = call_in_thread(call, "phalanx-mpi-create")
         if not wait([created], timeout.total_seconds()).done:
             self.runtime.abandoned.append(created)
@@ -209,8 +209,8 @@ class MpiEngine:
     def recv_any(self, tensor: Tensor, tag: int) -> PendingOperation:
         """Start a receive from the first rank that sends; after the wait, `_source_rank()` returns the rank.
 
-        The message is probed before it is received: MPICH 5.0.2 over UCX does not find a message that came before a
-        receive from any rank, on hosts with several ranks.
+        The message is probed before it is received: on hosts with several ranks, MPICH 5.0.2 over UCX does not match a
+        receive from any rank with a message that arrived before it.
         """
         data, anybody = self._bytes(tensor), self.runtime.mpi.ANY_SOURCE
 
@@ -295,7 +295,7 @@ class MpiEngine:
     def _is_free(self) -> bool:
         """Free the communicator once all others have left and every message is received; return whether it is freed.
 
-        MPI reuses its number for the next communicator, which would receive remaining messages of a late rank.
+        MPI reuses the communicator's number for the next one, which would receive remaining messages of a late rank.
         """
         mpi, status = self.runtime.mpi, self.runtime.mpi.Status()
         with self._guard:

@@ -24,9 +24,9 @@ _EXIT_SWEEP_S = 1.0
 
 @dataclass(frozen=True)
 class Launcher:
-    """A `Launcher` started this process: its name for messages, its number of ranks, and whether it is an `mpiexec`.
+    """A `Launcher` is the program that started this process, with its number of ranks. `name` is for messages.
 
-    `name` is "Open MPI" or "MPICH" (and those derived from it) for an `mpiexec`; other launchers are not MPI's.
+    For an `mpiexec`, `is_mpi` is true, and `name` is "Open MPI" or "MPICH" (also for the MPIs derived from it).
     """
 
     name: str
@@ -238,8 +238,8 @@ _POLL_PAUSE_S = 50e-6
 def wait_until(is_done: Callable[[], bool], look_around: Callable[[], None], timeout_s: float) -> bool:
     """Poll `is_done` until it is true, and return True; return False after `timeout_s` and at least two polls.
 
-    MPI moves bytes only during calls, so pauses stay short. `look_around` is called during long waits and may raise to
-    end them.
+    MPI moves bytes only during calls, so pauses stay short. `look_around` is called during a long wait, and may raise
+    to end it.
     """
     begin = time.monotonic()
     while not is_done():

@@ -18,7 +18,7 @@ _OP_OF_BOOL = {
     dist.ReduceOp.BAND: dist.ReduceOp.MIN,
     dist.ReduceOp.BOR: dist.ReduceOp.MAX,
 }
-# Sums of half types are rounded once. Integers wrap around alike in a wider type, of which the lower bits are kept.
+# Sums of half types are rounded once. Integers wrap around alike in a wider type, whose lower bits are kept.
 _WIDER = {
     torch.float16: torch.float32,
     torch.bfloat16: torch.float32,
@@ -42,7 +42,7 @@ def is_reducible(redop: int, dtype: torch.dtype) -> bool:
 
 
 def summand(tensor: Tensor, redop: int, *, is_scratch: bool = False) -> Tensor:
-    """Return the elements of a dense `tensor` in a type that Gloo reduces; not a copy if `tensor` `is_scratch`."""
+    """Return the elements of a dense `tensor` in a type that Gloo reduces; not a copy if `is_scratch`."""
     flat = tensor.reshape(-1)
     if tensor.dtype == torch.uint64:
         signed = flat.view(torch.int64)

@@ -1,7 +1,7 @@
 """A `GlooSession` wraps each operation over Gloo: the ranks agree first, and all report the same failure.
 
 Gloo compares nothing, and reports a lost or late peer only as a broken connection. So the ranks first gather each
-other's fingerprints, and move data if they are equal. The rank that detects a failure first finds the cause,
+other's fingerprints, and move data only if all are equal. The rank that detects a failure first finds the cause,
 publishes the report in the job's store and closes its connections, which wakes all others: they raise the same report.
 """
 
@@ -46,7 +46,7 @@ _SOON_S = 0.01  # Gloo counts milliseconds, and may time out a millisecond early
 
 
 class GlooFailed(Exception):
-    """Gloo could not finish: a peer is lost or late, or the connections were closed here."""
+    """Gloo could not finish: a peer is lost or late, or this rank has closed the connections."""
 
 
 class GlooSession:
@@ -280,7 +280,7 @@ class GlooSession:
         return self._report_late(answers, timeout_s, peer)
 
     def _report_late(self, answers: Mapping[int, RankPosition], timeout_s: float, peer: int | None) -> FailureReport:
-        """Report that this rank gave up. `answers` has the others' positions; `peer` is as for `reporting`."""
+        """Report that this rank gave up. `answers` has the others' positions; `peer` is as in `reporting`."""
         if peer is None:
             missing = self.reports.missing(answers)
         else:

@@ -6,5 +6,5 @@ agreement   the ranks verify that they call the same    exchange, bruck, inboxes
 small, segmented, direct    collectives by size and by destination of the data      rails, compression: between hosts
 by_engine   large collectives of ranks that have their hosts for themselves
 messages    point to point                              preceding: messages that arrive before a collective ends
-transport   has all of these, and chooses
+transport   combines all of these, and chooses
 """

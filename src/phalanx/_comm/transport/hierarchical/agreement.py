@@ -1,4 +1,4 @@
-"""Verify on all hosts that the ranks called the same operation, before a user's tensor changes.
+"""Verify on all hosts that the ranks have called the same operation, before a user's tensor changes.
 
     1  the ranks of a host copy the heads of their calls, and small tensors, to their leader: one sync
     2  the leaders exchange these: one message each way, or forwarded messages (see `bruck`)
@@ -113,7 +113,7 @@ class Agreement:
         return self._payloads
 
     def _report_mismatch_of_sizes(self, deadline: Deadline) -> None:
-        """Report that this host's ranks have data of different sizes: their records show different calls."""
+        """Report that this host's ranks have data of different sizes; their records show the different calls."""
         called = self.session.reports.called_here()
         self._heads = [self.session.head, *(foreign_head(called[r]) for r in self._layout.local_ranks[1:])]
         try:
@@ -125,15 +125,15 @@ class Agreement:
     # -- 2 -------------------------------------------------------------------------------------------------------
 
     def send_heads(self, payloads: Mapping[int, Sequence[Piece]] = _NOTHING) -> None:
-        """Send the other leaders the heads of this host's ranks, and payloads[h] to host h; leaders call it."""
+        """On a leader, send the other leaders the heads of this host's ranks, and payloads[h] to host h."""
         if self.session.leaders is not None:
             self.session.leaders.send(self._heads, payloads)
 
     def receive_heads(self, deadline: Deadline) -> Mapping[int, HostMessage]:
-        """Return the other hosts' messages, once all ranks are known to have called the same; only leaders call this.
+        """On a leader, return the other hosts' messages, once all ranks are known to have made the same call; else {}.
 
         Raises:
-            Disagreement: the calls differ; all leaders know every rank's call.
+            Disagreement: the calls differ; every leader has all ranks' calls.
         """
         if self.session.leaders is None:
             return {}
@@ -147,14 +147,14 @@ class Agreement:
         return came
 
     def release(self) -> None:
-        """Release the memory of the other hosts' messages; only leaders call this."""
+        """On a leader, release the memory of the other hosts' messages."""
         if self.session.leaders is not None:
             self.session.leaders.done()
 
     # -- 3 -------------------------------------------------------------------------------------------------------
 
     def agree(self, ctx: CallContext, deadline: Deadline) -> None:
-        """Wait until all ranks of all hosts are known to have called the same."""
+        """Wait until it is known that all ranks of all hosts have made the same call."""
         self.gather_to_leader(ctx, deadline)
         self.send_heads()
         self.receive_heads(deadline)
@@ -163,7 +163,7 @@ class Agreement:
             self.check(self.session.core.barrier(timeout_ns(deadline.left_s), ctx.call_site, ()))
 
     def broadcast_from_leader(self, ctx: CallContext, deadline: Deadline, address: int, nbytes: int) -> None:
-        """Overwrite the `nbytes` bytes at `address` with those of the leader, which calls this once all ranks agree."""
+        """Overwrite the `nbytes` bytes at `address` with the leader's. The leader calls this once all ranks agree."""
         if len(self._layout.local_ranks) > 1:
             left = timeout_ns(deadline.left_s)
             self.check(self.session.core.broadcast(address, nbytes, BYTES, 0, left, ctx.call_site, (nbytes,)))

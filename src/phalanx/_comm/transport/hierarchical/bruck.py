@@ -1,11 +1,11 @@
-"""Leaders of many hosts forward each other's messages, as in the all-gather of Bruck et al. (1997).
+"""Let the leaders of many hosts forward each other's messages, as in the all-gather of Bruck et al. (1997).
 
     round 0   host h sends to host h + 1    its own message
     round 1             to host h + 2       those of h and h - 1
     round 2             to host h + 4       those of h, h - 1, h - 2 and h - 3            (numbers modulo the hosts)
 
 So each leader sends and receives ceil(log2 H) messages for an operation of H hosts, instead of H - 1 direct messages;
-the bytes are the same. A round can begin when the previous one has ended, which costs a latency for each round. With
+the bytes are the same. A round can begin when the previous round has ended, which costs one latency per round. With
 three hosts or fewer, messages are sent directly: that takes no more messages.
 """
 
@@ -37,9 +37,7 @@ _HEADER_BYTES = 64  # in front of the messages of a round; the first word is the
 
 
 class _Round(NamedTuple):
-    """A `_Round` is one round of an operation: the distance in hosts, the destination, the source, and the number of
-    hosts whose messages are sent.
-    """
+    """A `_Round` is one round of an operation; it sends `num_hosts` hosts' messages to the host `step` hosts on."""
 
     step: int
     receiver: int
@@ -48,7 +46,7 @@ class _Round(NamedTuple):
 
 
 class BruckExchange(LeaderExchange):
-    """A `BruckExchange` sends log2 of the number of hosts messages per operation. All hosts get the same payload."""
+    """A `BruckExchange` sends ceil(log2 H) messages per operation of H hosts. All hosts get the same payload."""
 
     is_direct = False
 
@@ -65,7 +63,7 @@ class BruckExchange(LeaderExchange):
         payload_bytes = max(SMALL_BYTES // (size - 1), ALWAYS_SMALL_BYTES)
         longest = [aligned(longest_message(num_ranks, payload_bytes)) for num_ranks in self._sizes]
         self._own = MessageBuffer(longest[0])
-        self._messages: list[tuple[int, int]] = []  # this operation's: addresses and bytes, as in `_order`
+        self._messages: list[tuple[int, int]] = []  # of this operation: addresses and bytes, as in `_order`
         inboxes = Inboxes(
             engine,
             {number: one.sender for number, one in enumerate(self._rounds)},
@@ -82,7 +80,7 @@ class BruckExchange(LeaderExchange):
         super().__init__(engine, layout, inboxes, outboxes)
 
     def send(self, heads: Sequence[bytes], payloads: Mapping[int, Sequence[tuple[int, int]]]) -> None:
-        """Send as `LeaderExchange.send`; all payloads are the same, or there is none."""
+        """Send as `LeaderExchange.send` does; all payloads are the same, or there is none."""
         self.inboxes.post()
         end = write_message(self._own, heads, next(iter(payloads.values()), ()))
         self._messages = [(self._own.address, aligned(end))]
@@ -99,7 +97,7 @@ class BruckExchange(LeaderExchange):
         self.post(outbox, end, one.receiver)
 
     def receive(self, deadline: Deadline) -> dict[int, HostMessage]:
-        """Receive as `LeaderExchange.receive`, and forward messages to other hosts."""
+        """Receive as `LeaderExchange.receive` does, and forward messages to other hosts."""
         found: dict[int, HostMessage] = {}
         for number, one in enumerate(self._rounds):
             if number:

@@ -1,6 +1,6 @@
 """Run collectives of large tensors by the engine's own collectives, if no two ranks share a host.
 
-A host with one rank has nothing to combine in memory: the ranks agree, and the engine does the rest.
+A host with one rank has nothing to combine in memory: the ranks agree, and the engine runs the collective.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from phalanx._comm.transport.tensors import dense, flat, scaled, write_back
 
 
 class EngineCollectives:
-    """`EngineCollectives` run the engine's own collectives, after an agreement. Each takes its arguments and call."""
+    """`EngineCollectives` run the engine's own collectives, each after an agreement on its `call`."""
 
     def __init__(self, agreement: Agreement, engine: GlooEngine) -> None:
         self._agreement = agreement

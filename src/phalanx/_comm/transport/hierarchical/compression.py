@@ -18,14 +18,14 @@ _logger = get_logger(__name__)
 
 # The part of the host's memory for each rank, so that eight ranks take at most half of it.
 _SHARE = 1 / 16
-# A tensor that was not reduced while all others were reduced this many times is no longer expected.
+# A tensor that was not reduced while all others were reduced this many times is not expected again.
 _ROUNDS = 4
 
 
 @dataclass
 class _Residual:
     values: Tensor
-    met: int  # how many tensors had been reduced when this one was last used
+    met: int  # the number of reductions so far when these values were last used
 
 
 class Compression:
@@ -36,7 +36,7 @@ class Compression:
 
     With error feedback, the rounding error of a tensor is added to the same tensor the next time. The kept errors take
     at most `most_bytes`, by default a sixteenth of the host's memory. A tensor without room gets no feedback, with one
-    warning: evicting the oldest would, for tensors in a cyclic order, evict each before its use.
+    warning: if tensors are reduced in a cycle, evicting the oldest would evict each before its next use.
     Source: Seide et al. (2014), 1-bit SGD; Karimireddy et al. (2019), error feedback fixes SignSGD.
     """
 
@@ -48,7 +48,7 @@ class Compression:
         self._most_bytes = _memory_bytes() if most_bytes is None else most_bytes
         self._num_met = 0
         self._num_bytes = 0
-        self._residuals: OrderedDict[tuple[int, int], _Residual] = OrderedDict()  # the last used one is at the end
+        self._residuals: OrderedDict[tuple[int, int], _Residual] = OrderedDict()  # the last used is at the end
 
     def rounds(self, dtype: torch.dtype, redop: int) -> bool:
         """Return whether a reduction in `dtype` is rounded: only sums and means are."""

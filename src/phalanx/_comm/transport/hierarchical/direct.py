@@ -1,7 +1,7 @@
 """Send data directly from rank to rank, for gather, scatter and all_to_all.
 
-A byte has one destination, so it crosses one link once, whichever rank sends it: each rank sends its own bytes between
-hosts, while the bytes inside a host go through memory.
+A byte has one destination, so it crosses one link once, whichever rank sends it. Each rank therefore sends its own
+bytes between hosts, while bytes inside a host are copied in memory.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class DirectCollectives:
         """Write rank r's inputs[rank] to outputs[r]; with `splits` sizes may differ, and are compared across ranks."""
         outputs, src = [alias(t) for t in outputs], [dense(alias(t)) for t in inputs]
         dst = [dense(t) for t in outputs]
-        # Whether there are splits may differ from rank to rank, as on one host; only the sizes are compared.
+        # As on one host, only some ranks may pass splits; only the sizes are compared.
         call = describe_call("all_to_all", src[0], self._session.place(ctx), count=-1)
         sent, awaited = [nbytes(t) for t in src], [nbytes(t) for t in dst]
         table = torch.tensor([sent, awaited], device="cpu")

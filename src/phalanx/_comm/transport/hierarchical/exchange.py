@@ -24,10 +24,10 @@ from phalanx._comm.transport.hierarchical.inboxes import Inboxes, MessageBuffer
 from phalanx._comm.transport.hierarchical.layout import Layout
 from phalanx._comm.transport.hierarchical.rails import FINGERPRINT, ConnectionBroken
 
-# The most data that a leader sends to (or receives from) all other hosts together in an operation whose data are sent
-# with its heads.
+# The most bytes that a leader sends to (or receives from) all other hosts together, in an operation that sends its data
+# with the heads.
 SMALL_BYTES = 2**18
-ALWAYS_SMALL_BYTES = 256  # a sum of so many bytes is sent with the heads whatever the options and the number of hosts
+ALWAYS_SMALL_BYTES = 256  # sums up to this size are sent with the heads, whatever the options and the number of hosts
 SENT = 2  # operations whose messages may still be in transit
 _PREFIX = struct.Struct("<II")  # the number of different heads, and the payload's bytes
 _ALIGNED = 64
@@ -79,7 +79,7 @@ class LeaderExchange(abc.ABC):
         self.inboxes.done()
 
     def flush(self, deadline: Deadline) -> None:
-        """Wait until all sent data were received, or cannot be: a peer needs them even if this host does not."""
+        """Wait until all sent data are received, or cannot be: a peer needs them even if this host does not."""
         for outboxes in self._outboxes.values():
             for outbox in outboxes:
                 if outbox.pending is not None:
@@ -95,10 +95,10 @@ class LeaderExchange(abc.ABC):
                 outbox.pending = None  # the engine's sockets live as long as a pending message
 
     def outbox(self, key: int) -> MessageBuffer:
-        """Return the memory for this operation's message; the message of two operations ago no longer needs it.
+        """Return the memory for this operation's message, which the message of two operations ago no longer needs.
 
-        Every host has received that message: this host has completed the last operation, and no host joined the last
-        operation before it had completed the operation before.
+        Every host has received that message: this host has completed the last operation, and each host joined the last
+        operation only after completing the operation before.
         """
         return self._outboxes[key][self._number % SENT]
 
@@ -106,7 +106,7 @@ class LeaderExchange(abc.ABC):
         """Start to send the first `nbytes` of `outbox`."""
         try:
             if outbox.pending is not None:
-                outbox.pending.wait(FOR_EVER)  # returns at once, and releases what the engine keeps for the message
+                outbox.pending.wait(FOR_EVER)  # returns at once, and releases the engine's memory for the message
             outbox.pending = self._engine.send(peer, outbox.message(nbytes, self._number), FINGERPRINT)
         except RuntimeError as error:
             raise ConnectionBroken(peer, str(error)) from error
@@ -169,7 +169,7 @@ def _beginning(num_distinct: int, nbytes: int, kinds: bytes) -> bytes:
 
 
 def read_message(buffer: MessageBuffer, at: int, num_ranks: int) -> tuple[HostMessage, int]:
-    """Return the message of a host with `num_ranks` ranks that begins at `at`, and the begin of the next one."""
+    """Return the message at `at` of a host with `num_ranks` ranks, and where the next message begins."""
     num_distinct, nbytes = _PREFIX.unpack_from(buffer.bytes, at)
     start = at + _payload_offset(num_ranks, num_distinct)
     first = start - num_distinct * HEAD_BYTES

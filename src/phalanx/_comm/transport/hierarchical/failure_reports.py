@@ -72,7 +72,7 @@ class FailureReports(GroupReports):
             return self._late(ctx.timeout_s, peer)
         if cause.status == PEER_LOST:
             local = self._core.poison()[1]
-            # with our own number, the monitor ended the memory for another cause
+            # our own number means that the monitor has ended the memory for another cause
             if local != self._layout.local_rank:
                 # That rank may have ended this memory for a cause that it could not publish without the store.
                 silence = self._server_lost(ctx.timeout_s, deadline)
@@ -88,7 +88,7 @@ class FailureReports(GroupReports):
     def tell_here(self) -> None:
         """Write the report to this host's memory, where ranks can read it even without the store or this rank.
 
-        The first report there stays. The ranks' positions are left out if there is no room.
+        The first report there is kept. The ranks' positions are left out if there is no room.
         """
         if self.report is None:
             return
@@ -120,8 +120,8 @@ class FailureReports(GroupReports):
     def _server_lost(self, timeout_s: float, deadline: Deadline) -> FailureReport | None:
         """Return the report that the rank which serves the store is lost or hangs, if the store is silent.
 
-        That rank's neighbours noticed first, and closed their connections without being able to publish why. A rank
-        that lost those connections would blame the neighbours.
+        That rank's neighbours detected the loss first, and closed their connections without being able to publish the
+        reason. A rank that lost those connections would blame the neighbours.
         """
         fate = self.store.server_state()
         if fate is None:
@@ -138,7 +138,7 @@ class FailureReports(GroupReports):
         )
 
     def _lost(self, who: int, how: str, peer: int | None) -> FailureReport:
-        """Report that `who` is lost. `peer` is given for a message, and not for a collective."""
+        """Return the report that `who` is lost. `peer` is the peer of a message; None in a collective."""
         reason, position = self.store.exit_reason(who)
         if position is None and who in self._layout.local_ranks:
             position = read_position(self._core, self._layout.local_ranks.index(who))
@@ -155,7 +155,7 @@ class FailureReports(GroupReports):
             missing = [peer] if peer >= 0 else self.others()
         remarks: tuple[str, ...] = ()
         if missing and self.store.is_lost:
-            # No rank can be asked. The ranks of this host are not missing, or the core would have reported them.
+            # No rank can be queried. The ranks of this host are not missing, or the core would have reported them.
             missing = [r for r in missing if r not in self._layout.local_ranks] or missing
             remarks = ("The job's store does not answer either: this host may be cut off.",)
         return late(

@@ -30,11 +30,11 @@ from phalanx._comm.transport.hierarchical.rails import (
 )
 
 _AHEAD = 4  # operations for which receives are posted; a peer may be one ahead of this host
-_MOMENT_S = 3e-3  # after that a thread waits for a message
+_MOMENT_S = 3e-3  # after this time another thread waits for the message
 _POLLS = 20  # polls of memory for a message, while the engine's thread reads it
-_CROWDED_S = 1e-4  # a poll takes so long only if other threads want this core
-_NUM_UNPOLLED = 50  # messages that are not polled then
-_WAIT_S = 1e-3  # at most: data that arrive as a wait begins do not end it
+_CROWDED_S = 1e-4  # a poll takes longer only if other threads want this core
+_NUM_UNPOLLED = 50  # the number of messages that are then not polled
+_WAIT_S = 1e-3  # the longest wait for data: data that arrive as a wait begins do not end it
 _MARK = struct.Struct("<Q")
 _FACTOR = 0x9E3779B97F4A7C15  # makes the mark from an operation's number; data are unlikely to contain the mark
 
@@ -99,9 +99,8 @@ class Inboxes:
     def post(self) -> None:
         """Post receives for a later operation, before this rank sends anything in the one that begins.
 
-        At this time no sender can have left. Posting a receive sends a message to the sender. The host of a sender that
-        has left would answer with a TCP reset, and this host would then discard data that it has received and not yet
-        read.
+        At this time no sender can have left. Posting a receive sends a message to the sender; the host of a sender that
+        has left would answer with a TCP reset, and this host would then discard received data that it has not yet read.
         """
         if self._number:
             self._post((self._number - 1) % _AHEAD)
@@ -126,7 +125,7 @@ class Inboxes:
     def _arrives_soon(self, key: int, inbox: MessageBuffer) -> bool:
         """Return whether the message arrives within a moment, so that the wait for it is short.
 
-        If other threads take this core meanwhile, they keep it for long, and a thread that blocks is woken sooner. The
+        If other threads take this core meanwhile, they keep it for long, and a blocked thread would wake sooner. The
         next messages are then not polled.
         """
         self._num_unpolled -= 1
@@ -157,7 +156,7 @@ class Inboxes:
             except queue.Empty:
                 if deadline.passed:
                     raise ConnectionBroken(peer, "nothing came in time") from None
-            if inbox.first_word.value:  # a message may end in the middle, and Gloo would not report that
+            if inbox.first_word.value:  # a sender may stop in the middle of a message, which Gloo does not report
                 try:
                     look()
                 except ConnectionBroken:
@@ -178,7 +177,7 @@ class Inboxes:
             inbox.first_word.value = 0
             try:
                 inbox.pending = self._engine.recv(peer, inbox.tensor, FINGERPRINT)
-            except RuntimeError as error:  # it is lost: a wait reports it
+            except RuntimeError as error:  # the peer is lost: a wait reports that
                 inbox.pending = NotBegun(error)
 
     def close(self) -> None:

@@ -36,7 +36,7 @@ class Layout:
 
     @cached_property
     def local_ranks(self) -> tuple[int, ...]:
-        """Return the group's ranks on this host; an index in it is a local rank."""
+        """Return the group's ranks on this host; a rank's index in the result is its local rank."""
         return self.topology.hosts[self.host]
 
     @cached_property
@@ -46,7 +46,6 @@ class Layout:
 
     @cached_property
     def num_hosts(self) -> int:
-        """Return the number of hosts."""
         return len(self.topology.hosts)
 
     @cached_property
@@ -61,7 +60,7 @@ class Layout:
 
     @cached_property
     def rail(self) -> tuple[int, ...]:
-        """Return the ranks of this rank's rail, by host; empty for a rank that drives none."""
+        """Return the ranks of this rank's rail, by host; empty if this rank drives no rail."""
         if self.local_rank >= self.num_rails:
             return ()
         return tuple(ranks[self.local_rank] for ranks in self.topology.hosts)

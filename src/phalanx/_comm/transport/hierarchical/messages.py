@@ -1,7 +1,7 @@
 """Send and receive between ranks over the engine, even on one host, so that recv-any waits in one place only.
 
 A message is two of the engine's: a header (bytes, dtype), then the elements. The engine would report a wrong size as a
-broken connection; the header distinguishes them.
+broken connection; the header distinguishes the two.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from phalanx._comm.transport.tensors import alias, dense, nbytes, write_back
 
 
 class HierarchicalMessages:
-    """`HierarchicalMessages` are the messages of `session`'s rank. Messages of two ranks keep their order per tag."""
+    """`HierarchicalMessages` sends and receives for one rank. Messages between two ranks keep their order per tag."""
 
     def __init__(self, session: HierarchicalSession) -> None:
         self._session = session

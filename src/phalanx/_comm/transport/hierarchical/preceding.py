@@ -21,7 +21,7 @@ from phalanx._comm.engines.engine import Engine, InTransit
 from phalanx._comm.transport.background import WHOLE_BYTES, Background, look_at
 from phalanx._comm.transport.hierarchical.rails import ConnectionBroken, NotBegun, RailMessage, talking_to
 
-# The tag of a group's first `PrecedingMessages`; the next one's is one less. Collectives' data have lower tags.
+# The tag of a group's first `PrecedingMessages`; each further tag is one less. Collectives' data have lower tags.
 _FIRST_TAG, _NUM_TAGS = 0x7FFFFFFD, 64
 _AHEAD = 2  # posted receives per sender: Gloo requires the receiver's answer before it sends
 _SENT = 2
@@ -31,7 +31,7 @@ Action = Callable[[Deadline], None]
 
 
 class PrecedingMessages:
-    """`PrecedingMessages` are one rank's end of such messages. Each `send` needs a `receive` on every receiver."""
+    """`PrecedingMessages` are one rank's end of these messages. Each `send` needs a `receive` on every receiver."""
 
     def __init__(self, engine: Engine, tag: int, max_bytes: int, senders: Sequence[int]) -> None:
         self._engine = engine
@@ -98,7 +98,7 @@ class PrecedingMessages:
         box.length.value = 0
         try:
             box.pending = self._engine.recv(peer, box.memory, self._tag)
-        except RuntimeError as error:  # it has left, and may have nothing more to send
+        except RuntimeError as error:  # the peer has left, and may have nothing more to send
             box.pending = NotBegun(error)
 
     def _wait(self, peer: int, pending: InTransit, deadline: Deadline, *, is_soon: bool) -> None:
@@ -121,7 +121,7 @@ class _Box:
 
 
 class Preceding:
-    """`Preceding` holds the action that a group runs before its next collective, and all its `PrecedingMessages`."""
+    """`Preceding` has the action that a group runs before its next collective, and the group's `PrecedingMessages`."""
 
     def __init__(self) -> None:
         self.action: Action | None = None

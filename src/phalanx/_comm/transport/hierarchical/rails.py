@@ -85,13 +85,13 @@ def plan(
 ) -> Schedule:
     """Return the schedule between hosts for slices of about 2**log_bytes bytes. It is the same on every rank.
 
-    `algorithm` is used for the operations that it offers; `link` is the network for the cost model.
+    `algorithm` is used if it offers `operation`; `link` is the network for the cost model.
     """
     topology = Topology.flat(num_hosts)
     offered = algorithm is not None and find(algorithm) in offering(operation)
     if operation == "all_reduce" and num_hosts == 2 and not offered:
-        # Doubling sends the ring's bytes in one step, without waiting for received data. It costs twice the additions,
-        # which the cost model counts, although a pipeline hides them behind the transfers.
+        # Doubling sends the ring's bytes in one step, without waiting for received data. The cost model counts its
+        # additions, twice the ring's, although a pipeline hides them behind the transfers.
         return build("doubling", operation, topology)
     if algorithm is None or not offered:
         algorithm = cheapest(operation, 1 << log_bytes, num_hosts, link or ETHERNET)
@@ -172,7 +172,7 @@ class Rail:
         )
         next(steps)
         yield
-        if shorter:  # only now the buffer holds this host's data
+        if shorter:  # the buffer holds this host's data from now on
             lost = self._compression.begin(buffer, key=key)
         yield from steps
 

@@ -1,4 +1,4 @@
-"""Run collectives of large tensors in segments, each through memory, over the rails, and through memory again.
+"""Run collectives of large tensors in segments: each goes through memory, over the rails, and through memory again.
 
     host A: ranks 0 1                  host B: ranks 2 3
     1  reduce-scatter in memory        0: A's sum of slice 0   1: A's sum of slice 1   (the same on B)
@@ -6,8 +6,8 @@
     3  gather in memory                every rank has every slice
 
 These are the steps of all_reduce. In broadcast and all_gather, step 1 copies inside a host instead of reducing;
-reduce_scatter has no step 3. While some segments are on the link, the next one is reduced in memory, and the last one
-is gathered: see `Ticks`.
+reduce_scatter has no step 3. While some segments are on the link, the next segment is reduced in memory, and an
+earlier segment is gathered: see `Ticks`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _EMPTY = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 class SegmentedCollectives:
-    """`SegmentedCollectives` are the collectives of large tensors. Each takes a collective's arguments and call."""
+    """`SegmentedCollectives` are the collectives of large tensors. Each takes a collective's arguments and `call`."""
 
     def __init__(self, agreement: Agreement) -> None:
         self._agreement = agreement
@@ -110,10 +110,10 @@ class SegmentedCollectives:
         key: int,
         is_scratch: bool,
     ) -> None:
-        """Make `result` the reduction of `source` over all ranks. They may be the same tensor.
+        """Write the reduction of `source` over all ranks to `result`, which may be the same tensor.
 
         With a `root`, only the root's host gets the result; elsewhere `result` is scratch. `source` may be overwritten
-        if it is `result`, or if `is_scratch`. The hosts agree before anything is written to `source` or `result`.
+        if it is `result`, or if `is_scratch`. The hosts agree before this rank writes to `source` or `result`.
         """
         layout = self._layout
         # A rank that is alone on its host reduces in place, unless sums are rounded: rounding writes to the buffer
@@ -163,7 +163,7 @@ class SegmentedCollectives:
         self._reduce_here([segment[a:b] for a, b in itertools.pairwise(bounds)], mine, redop, ctx, deadline)
 
     def _finish_segment(self, mine: Tensor, result: Tensor, redop: int, ctx: CallContext, deadline: Deadline) -> None:
-        """Divide the slices if the result is a mean, and copy each to every rank of the host."""
+        """Divide the slices if the result is a mean, and copy each slice to every rank of the host."""
         divide(mine, redop, self._world_size)
         mine = mine.to(result.dtype)
         if len(self._layout.local_ranks) == 1:
@@ -224,7 +224,7 @@ class SegmentedCollectives:
             if tick < ticks.num_segments:
                 start(tick, under_way[tick][0])
             for number in ticks.stepping(tick):
-                next(under_way[number][1], None)  # waits for its last step, and starts the next
+                next(under_way[number][1], None)  # waits for the segment's last step, and starts its next step
             if (done := ticks.finishing(tick)) is not None:
                 finish(done, under_way.pop(done)[0])
 
@@ -359,8 +359,8 @@ class SegmentedCollectives:
         ticks = Ticks.of(sum(map(len, inputs)) * item, 1, layout.num_hosts)
         cuts = {r: [len(part) * n // ticks.num_segments for n in range(ticks.num_segments + 1)]
                 for r, part in enumerate(inputs)}  # fmt: skip
-        partial: dict[tuple[int, int], Tensor] = {}  # by segment and the rank for which it is
-        arrived: dict[tuple[int, int], Tensor] = {}  # by segment and the host from which it came
+        partial: dict[tuple[int, int], Tensor] = {}  # by segment and destination rank
+        arrived: dict[tuple[int, int], Tensor] = {}  # by segment and source host
 
         def size(r: int, number: int) -> int:
             return cuts[r][number + 1] - cuts[r][number]
@@ -473,7 +473,7 @@ class SegmentedCollectives:
     def _gather_slices(
         self, mine: Tensor, flat: Tensor, bounds: Sequence[int], ctx: CallContext, deadline: Deadline
     ) -> None:
-        """Write the `mine` of each rank that drives a rail to its slice of `flat`, on every rank of the host."""
+        """Write each rail's `mine` to its slice of `flat`, on every rank of the host."""
         local_size = len(self._layout.local_ranks)
         if local_size == 1:
             return
@@ -493,15 +493,15 @@ _UNDER_WAY = 6
 
 @dataclass(frozen=True)
 class Ticks:
-    """All ranks, also those without a rail, take the same ticks in the same order, so that waits form no cycle.
+    """`Ticks` are the steps that all ranks, even without a rail, take in the same order, so that waits form no cycle.
 
         tick 0   post the receives of segments 0 to `depth`; reduce segment 0 in memory, start its first step
         tick 1   post the receives of the next segment; reduce segment 1, start its first step
         ...      every segment begins its next step `per_step` ticks after the last one
         tick d   segment 0 has done all its steps: it is gathered in memory while others are on the link   (d = `depth`)
 
-    Receives are posted so early because a sender must be notified of them first, and the notification waits behind all
-    data that are sent in its direction.
+    Receives are posted so early because the receiver must first notify the sender, and the notification waits behind
+    all data that are sent in its direction.
     """
 
     num_segments: int
@@ -511,7 +511,7 @@ class Ticks:
     def of(cls, nbytes: int, num_steps: int, num_messages: int = 1) -> Ticks:
         """Return the ticks for a tensor of `nbytes` on this host, with `num_steps` steps between the hosts.
 
-        A segment is sent in `num_messages` messages, one after the other or to as many hosts.
+        A segment is sent in `num_messages` messages, one after the other or each to another host.
         """
         least = max(_LEAST_BYTES, _LEAST_MESSAGE_BYTES * num_messages)
         size = min(max(-(-nbytes // _WANTED), least), max(_MOST_BYTES, 2 * least))
@@ -520,7 +520,7 @@ class Ticks:
     def bounds(self, length: int) -> list[int]:
         """Return where the segments of `length` elements begin, and `length` at the end.
 
-        The first and the last are half as long as the others: the link is idle while they are reduced and gathered.
+        The first and the last are half as long as the others: the link is idle while both are reduced and gathered.
         """
         n = self.num_segments
         return [0, *(length * (2 * i - 1) // (2 * n - 2) for i in range(1, n)), length]
@@ -540,7 +540,7 @@ class Ticks:
         return self.num_segments + self.depth
 
     def opened(self, tick: int) -> int:
-        """Return how many segments' receives are posted by the time that `tick`'s segment starts."""
+        """Return how many segments' receives are posted when the segment of `tick` starts."""
         return min(self.num_segments, tick + self.depth + 1)
 
     def stepping(self, tick: int) -> list[int]:

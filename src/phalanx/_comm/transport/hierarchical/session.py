@@ -3,7 +3,7 @@
 1  ranks of a host    copy the heads of their calls, and small tensors, to their leader in shared memory
 2  the leaders        exchange these: see `exchange`; in `agreement` all ranks wait for the outcome
 3  if ranks disagree, or a peer is lost or late, the first rank that detects it publishes the report in the job's store,
-   ends the shared memory of its host and closes its connections; all ranks that this wakes raise the same report
+   ends the shared memory of its host and closes its connections, which wakes all ranks: they raise the same report
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _KINDS = {name: kind for kind, name in KIND_NAMES.items()}
 class Running:
     """A `Running` is one collective of a session, as a context that returns its deadline.
 
-    Its code is inlined, since a small collective takes microseconds.
+    Its code is inlined, since a small collective takes only microseconds.
     """
 
     __slots__ = ("_call", "_ctx", "_deadline", "_record", "_session")
@@ -168,8 +168,8 @@ class HierarchicalSession:
         return self._memory.call_site(place)
 
     def idle(self, waited_s: float) -> None:
-        """Warn once per operation that this rank waits for ranks of its host; the core calls this while it waits."""
-        # The ranks' positions are reported when time runs out. Requesting them now would cost every rank an answer.
+        """Warn once per operation that this rank waits for ranks of its host. The core calls this while it waits."""
+        # The error at the deadline has the ranks' positions. Requesting them now would cost every rank an answer.
         if waited_s >= NOTICE_S and self._said_seq != self.seq and not self.closed:
             self._said_seq = self.seq
             operation, where = self.position.operation or "operation", "ranks of this host"
@@ -209,7 +209,7 @@ class HierarchicalSession:
             self.engine.free()
 
     def _deliver(self) -> None:
-        """Wait until this rank's data for others in its last operation have arrived: closing discards the rest."""
+        """Wait until this rank's data of its last operation have arrived at the others: closing discards the rest."""
         if self.reports.report is None:
             deadline = Deadline.after(DELIVERY_S)
             if self.leaders is not None:
@@ -221,7 +221,7 @@ class HierarchicalSession:
         return self.core.poison()[0] not in (OK, MISMATCH)
 
     def end(self) -> None:
-        """Wake all ranks that wait on this host or for it, after writing the report where this host's ranks read it."""
+        """Write the report where this host's ranks read it; then wake all ranks that wait on this host, or for it."""
         if not self.closed:
             self.reports.tell_here()
             self.core.set_poison(PEER_LOST, self.layout.local_rank)
@@ -235,9 +235,8 @@ class HierarchicalSession:
     def interruptible(self, call: CollectiveCall, ctx: CallContext, operation: Callable[[], None]) -> None:
         """Run `operation`, which waits in an engine that may ignore signals and lost peers.
 
-        Another thread runs it, and this one waits for that thread. Ctrl-C ends the operation, and the group. So does a
-        lost connection: Gloo reports that to a thread that waits for a message, but not if the message has begun to
-        arrive.
+        Another thread runs it, and this thread waits for that thread. Ctrl-C ends the operation and the group, and so
+        does a lost connection: Gloo does not report the loss to a thread whose message has begun to arrive.
         """
         if self.engine.is_interruptible or self.closed:
             operation()
@@ -252,7 +251,7 @@ class HierarchicalSession:
         self._background.run(operation, self.reports.watch_peers(self.engine, abroad, lost), self.reports.interrupted)
 
     def running(self, call: CollectiveCall, ctx: CallContext) -> Running:
-        """Return a context for one collective, with its place in the sequence; a failure becomes all ranks' error.
+        """Return a context for one collective, which has a place in the sequence; a failure becomes all ranks' error.
 
         Raises:
             MismatchError: the ranks' calls differ; no tensor was changed.
@@ -261,7 +260,7 @@ class HierarchicalSession:
         return Running(self, call, ctx)
 
     def _begin(self, call: CollectiveCall, ctx: CallContext) -> int:
-        """Acquire the next place in the sequence, and begin a line of the flight recorder; return the line's number."""
+        """Take the next place in the sequence, and begin a record of the flight recorder; return its number."""
         if self.closed:
             raise closed(self.group)
         self.seq += 1
@@ -286,7 +285,7 @@ class HierarchicalSession:
 
     @contextlib.contextmanager
     def recorded(self, call: CollectiveCall, ctx: CallContext, peer: int) -> Iterator[None]:
-        """Record a message inside as one line of the flight recorder; it has no place in the sequence."""
+        """Record the block as one message in the flight recorder; a message has no place in the sequence."""
         peer = self._numbers[peer] if peer >= 0 else -1
         about = (max(call.dtype, 0), 0, -1, peer, max(call.count, 0))
         number = self.core.begin_record(1, _KINDS[call.name], *about, ctx.call_site, call.shape)
@@ -303,7 +302,7 @@ class HierarchicalSession:
 
     @contextlib.contextmanager
     def reporting(self, operation: FailedOperation, ctx: CallContext, deadline: Deadline, peer: int) -> Iterator[None]:
-        """Turn an error inside, where only `peer` is waited for, into the error that all ranks raise."""
+        """Convert an error in this block, which waits only for `peer`, to the error that all ranks raise."""
         try:
             yield
         except BaseException as error:
@@ -318,7 +317,7 @@ class HierarchicalSession:
         deadline: Deadline,
         peer: int | None = None,
     ) -> None:
-        """End the group after an operation that failed with `error`, so that all ranks report the same.
+        """End the group after an operation that failed with `error`, so that all ranks report the same failure.
 
         Raises:
             PhalanxError: the group's error, unless `error` is not a failure of the group.

@@ -30,7 +30,7 @@ from phalanx._comm.transport.tensors import dense, is_plain, nbytes, scaled, wri
 class SmallCollectives:
     """`SmallCollectives` are the collectives whose data fit into the messages of the agreement.
 
-    Each has the arguments of the collective, and its call.
+    Each takes a collective's arguments and its `call`.
     """
 
     def __init__(self, agreement: Agreement) -> None:
@@ -41,11 +41,11 @@ class SmallCollectives:
         self._world_size = agreement.session.world_size
 
     def fits(self, size: int) -> bool:
-        """Return whether a payload of this size, from each host to each other, is sent with the heads."""
+        """Return whether a payload of `size` bytes from each host to each other host is sent with the heads."""
         return size * (self._layout.num_hosts - 1) <= SMALL_BYTES
 
     def fits_sum(self, dtype: torch.dtype, redop: int, count: int) -> bool:
-        """Return whether a reduction of so many elements is sent with the heads, as in `fits`, if options allow it."""
+        """Return whether a reduction of `count` elements is sent with the heads: `fits`, and the options allow it."""
         added, session = sum_dtype(dtype, redop), self._session
         size = count * added.itemsize
         if session.options.algorithm is not None or session.compression.rounds(added, redop):
@@ -119,7 +119,7 @@ class SmallCollectives:
     def all_gather(
         self, outputs: Sequence[Tensor], tensor: Tensor, call: CollectiveCall, sizes: Sequence[int], ctx: CallContext
     ) -> None:
-        """Write rank r's `tensor` to outputs[r], or if there is one output, all of them to it, one after the other."""
+        """Write rank r's `tensor` to outputs[r]; or write all, one after the other, to a single output."""
         ends = [0, *itertools.accumulate(sizes)]
         with self._session.running(call, ctx) as deadline:
             mine = dense(tensor)
@@ -134,7 +134,7 @@ class SmallCollectives:
     def gather_bytes(
         self, mine: Piece, whole: Tensor, sizes: Sequence[int], ctx: CallContext, deadline: Deadline
     ) -> None:
-        """Write all ranks' pieces to `whole`, one after the other; rank r's has sizes[r] bytes."""
+        """Write all ranks' pieces to `whole`, one after the other; the piece of rank r has sizes[r] bytes."""
         layout = self._layout
         ends = [0, *itertools.accumulate(sizes)]
         parts = self._agreement.gather_to_leader(ctx, deadline, mine, [sizes[r] for r in layout.local_ranks])

@@ -1,7 +1,7 @@
 """`HierarchicalTransport` runs a group whose ranks are on several hosts.
 
 It has a session, which wraps each operation, an agreement, and collectives of four kinds: small, segmented, direct, and
-the engine's own. It chooses the kind by an operation's size and the group's layout.
+the engine's own. It chooses the kind by the operation's size and the group's layout.
 """
 
 from __future__ import annotations
@@ -31,9 +31,7 @@ from phalanx._comm.transport.tensors import alias, dense, is_plain, nbytes, scal
 
 
 class HierarchicalTransport(Transport):
-    """A `HierarchicalTransport` runs operations of ranks on several hosts: by shared memory, and an engine between.
-
-    It has the methods of `Transport`.
+    """A `HierarchicalTransport` runs operations of ranks on several hosts: in shared memory, and by an engine between.
 
     Raises:
         MismatchError: the ranks' calls differ; no tensor was changed.
@@ -149,7 +147,7 @@ class HierarchicalTransport(Transport):
     def all_reduce(self, tensor: Tensor, redop: int, ctx: CallContext, *, root: int = -1, factor: Any = None) -> None:
         """Reduce `tensor` over ranks in place, on all or only on `root`; multiply each input by `factor` first.
 
-        Cost: of S bytes on H hosts, S(H-1) leave a host at once if that is little; else 2S(H-1)/H, in segments.
+        Cost: for S bytes on H hosts, S(H-1) leave a host at once if that is little; else 2S(H-1)/H, in segments.
         Numerics: half types are summed in float32 and rounded once; AVG divides the sum once. The same bits everywhere.
         """
         tensor = alias(tensor)
@@ -194,7 +192,7 @@ class HierarchicalTransport(Transport):
     # -- moves ---------------------------------------------------------------------------------------------------
 
     def broadcast(self, tensor: Tensor, root: int, ctx: CallContext) -> None:
-        """Overwrite `tensor` on every rank with root's. Cost: S bytes to each host to which this host forwards it."""
+        """Overwrite `tensor` on every rank with root's. Cost: S bytes to each host to which this host forwards them."""
         tensor = alias(tensor)
         call = describe_call("broadcast", tensor, self.session.place(ctx), root=root)
         if self._small.fits(nbytes(tensor)):

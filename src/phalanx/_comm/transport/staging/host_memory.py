@@ -1,8 +1,8 @@
-"""Allocate host memory from which a device copies fast: page-locked memory, which all ranks see where possible.
+"""Allocate host memory with which a device copies fast: page-locked memory, shared by all ranks where possible.
 
 small                       from PyTorch's own cache of page-locked memory, where the device is CUDA
 64 KiB and more             in the ranks' symmetric memory, where they have some: a collective reads the other ranks'
-                            staged tensors where they lie, and nothing is copied between ranks before it is reduced
+                            staged tensors in place, and nothing is copied between ranks before the reduction
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from phalanx._comm.symmetric_memory.scratch import Scratch
 _logger = get_logger(__name__)
 _PAGE = 4096
 _LARGE_BYTES = 1 << 16
-_LARGEST_BYTES = 1 << 34  # addresses; unused ones have no pages
+_LARGEST_BYTES = 1 << 34  # address space; unused memory has no pages
 
 
 def staging_bytes(heap_bytes: int) -> int:
@@ -38,7 +38,7 @@ def block_bytes(nbytes: int) -> int:
 class HostMemory:
     """`HostMemory` holds staged tensors of a device. `piece` is memory of this rank's symmetric heap; None without one.
 
-    Blocks of it are page-locked when they are first used, and stay so until `close`.
+    Blocks of `piece` are page-locked when first used, and stay page-locked until `close`.
     """
 
     def __init__(self, device_type: str, piece: Tensor | None = None) -> None:
@@ -51,7 +51,7 @@ class HostMemory:
             self._scratch = Scratch(piece[skip : skip + (piece.numel() - skip) // _PAGE * _PAGE])
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return an uninitialised, contiguous tensor of the host."""
+        """Return an uninitialised, contiguous tensor in host memory."""
         count = math.prod(shape)
         nbytes = count * dtype.itemsize
         if self._scratch is None or nbytes < _LARGE_BYTES:
@@ -91,14 +91,14 @@ FOR_ALL_DEVICES = 1  # cudaHostRegisterPortable; without it a lock counts for th
 
 
 def lock_pages(address: int, nbytes: int, flags: int = 0) -> int:
-    """Page-lock memory, in unlocked pages, until `unlock_pages`; return 0, or CUDA's error.
+    """Page-lock memory whose pages are not locked yet, until `unlock_pages`; return 0, or CUDA's error.
 
     Cost: the pages become resident.
     """
     cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     error = int(cudart.cudaHostRegister(address, nbytes, flags))
     if error:
-        with contextlib.suppress(RuntimeError):  # else the next kernel's launch would report this error as its own
+        with contextlib.suppress(RuntimeError):  # otherwise the next kernel launch would report this error as its own
             torch.zeros(1, device="cuda")
     return error
 

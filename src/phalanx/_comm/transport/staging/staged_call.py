@@ -1,7 +1,7 @@
 """A `StagedCall` is one operation on device tensors: staged in host memory, run there, and written back.
 
-caller                              whoever carries the operation out            caller
-read: device to host is queued ──▶  await the copy, carry out, queue the     ──▶ its stream waits for the copies
+caller                              the thread that runs the operation           caller
+read: device to host is queued ──▶  await the copy, run it, queue the        ──▶ its stream waits for the copies
                                     copies back; an error: nothing is copied
 """
 
@@ -43,19 +43,19 @@ class StagedCall:
         self._memory = memory
         self._in_flight = in_flight
         self._written: list[tuple[Tensor, Tensor]] = []
-        self._arriving: list[Tensor] = []  # the device writes to these until somebody has waited for it
+        self._arriving: list[Tensor] = []  # the device writes to these until a thread has waited for the copies
         self._read_mark: Any = None
         self._done_mark: Any = None
         stream.follow_caller()
 
     @property
     def outputs(self) -> list[Tensor]:
-        """Return the device's tensors that still await results."""
+        """Return the device's tensors that do not have their results yet."""
         return [tensor for tensor, _ in self._written]
 
     def stage(self, tensor: Tensor, *, read: bool, written: bool) -> Tensor:
         """Return the host's tensor for `tensor`; if `read`, it holds the elements once `await_inputs` returns."""
-        if tensor.layout is not torch.strided:  # the sizes of a sparse tensor are known once the device has computed it
+        if tensor.layout is not torch.strided:  # a sparse tensor's sizes are known once the device has computed it
             host = tensor.detach().cpu()
         elif any(n > 1 and s == 0 for n, s in zip(tensor.shape, tensor.stride(), strict=True)) and written:
             # The caller's check will refuse the tensor, with an error that names its strides.
@@ -90,7 +90,7 @@ class StagedCall:
         self._arriving.clear()
 
     def abandon(self) -> None:
-        """Abandon a refused call: its memory is reused once the queued copies to it are complete."""
+        """Abandon a refused call. Its host memory is reused once the queued copies to it are complete."""
         arriving, self._arriving, self._written = self._arriving, [], []
         if arriving:
             self._in_flight.hold(self._read_mark, arriving)
@@ -113,7 +113,7 @@ class StagedCall:
 
 
 def _copy(tensor: Tensor, host: Tensor) -> None:
-    # Inference tensors can only be written in inference mode, which this thread may not be in, unlike the caller's.
+    # Inference tensors can only be written in inference mode, which belongs to a thread: this may not be the caller's.
     with torch.inference_mode() if tensor.is_inference() else torch.no_grad():
         if tensor.layout is torch.strided:
             tensor.copy_(host, non_blocking=True)

@@ -4,7 +4,7 @@
     the copy stream                    └─▶ device to host ─▶ ·····  host to device ─┘
     the host                                                 the collective
 
-`torch.get_device_module` gives the streams and events of any accelerator that has some, under CUDA's names.
+`torch.get_device_module` returns the streams and events of any accelerator that has some, under CUDA's names.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class DeviceStream:
         return [self._device]
 
     def follow_caller(self) -> None:
-        """Let the copy stream wait for the caller's; the host does not wait."""
+        """Make the copy stream wait for the caller's stream; the host does not wait."""
         self._stream.wait_stream(self._module.current_stream(self._device))
 
     def queueing(self) -> contextlib.AbstractContextManager[None]:
@@ -113,7 +113,7 @@ class DeviceStream:
         return block
 
     def mark(self) -> Any:
-        """Return an event behind the queued work."""
+        """Return an event after the queued work."""
         event = self._module.Event()
         event.record(self._stream)
         return event
@@ -138,7 +138,7 @@ class DeviceStream:
         return over
 
     def await_on_device(self, mark: Any) -> None:
-        """Let the caller's stream wait for the event; the host does not wait."""
+        """Make the caller's stream wait for the event; the host does not wait."""
         self._module.current_stream(self._device).wait_event(mark)
 
 
