@@ -210,7 +210,7 @@ class Pass:
     # -- running -------------------------------------------------------------------------------------------------------
 
     def run(self, roots: Sequence[Tensor], reached: GraphEnds, plan: Plan, retain_graph: bool) -> None:
-        """Run the part of the worker that called backward, in its thread; `reached` are the ends of the roots' graph."""
+        """Run the part of the worker that called backward, in its thread; `reached` has the ends of its graph."""
         self._caller = get_ident()
         outputs = list(roots)
         gradients = [torch.ones_like(root) for root in roots]
