@@ -1,4 +1,4 @@
-"""Decide which rank reads which sample in which order, and read the samples."""
+"""Decide which rank reads which samples, in which order, and read them."""
 
 from phalanx.data.hugging_face import from_datasets
 from phalanx.data.json_lines import from_json_lines

@@ -15,16 +15,16 @@ def from_datasets(dataset: Any, *, rows_per_shard: int = 1000, **options: Any) -
     """Return a stream over a Hugging Face Dataset, or an IterableDataset (`load_dataset(..., streaming=True)`).
 
     Arguments:
-        dataset: one split. Do not shuffle it: a stream shuffles itself.
+        dataset: one split. Do not shuffle it: the stream shuffles.
         rows_per_shard: the size of the pieces of a `Dataset` that serve as shards.
-        options: of `Stream`. The shards of an IterableDataset are counted by reading them, unless `lengths` are given:
-            keep them in an `index`.
+        options: of `Stream`. The samples of an IterableDataset are counted by reading its shards, unless `lengths` are
+            given: keep the lengths in an `index`.
 
     Cost: rows of a `Dataset` are read by index, several at once. The shards of an IterableDataset are read in sequence.
 
     Raises:
         ModuleNotFoundError: datasets is not installed.
-        TypeError: `dataset` is neither, or has several splits.
+        TypeError: `dataset` is neither of the two, or has several splits.
         ValueError: `rows_per_shard` is not at least 1.
     """
     if rows_per_shard < 1:
@@ -52,7 +52,7 @@ class _Read:
 
 
 class Rows:
-    """`Rows` are `length` rows of a table from number `begin`."""
+    """`Rows` are `length` rows of a table, from row number `begin` on."""
 
     def __init__(self, dataset: Any, begin: int, length: int) -> None:
         self._dataset, self._begin, self._length = dataset, begin, length
@@ -64,7 +64,7 @@ class Rows:
         return self._dataset[self._begin + number]
 
     def __getitems__(self, numbers: Sequence[int]) -> list[Any]:
-        """Return several rows, read together."""
+        """Return several rows, with one read."""
         return list(self._dataset.__getitems__([self._begin + number for number in numbers]))
 
 
@@ -73,7 +73,7 @@ class _ReadOn:
         self._dataset = dataset
 
     def __call__(self, shard: int) -> Iterator[Any]:
-        # Iterating over the shard itself would divide it among a DataLoader's workers: most of them would get nothing.
+        # Iterating over the shard itself would divide it among a DataLoader's workers: most workers would get nothing.
         for batch in self._dataset.shard(num_shards=self._dataset.num_shards, index=shard).iter(_ROWS_AT_ONCE):
             for number in range(len(next(iter(batch.values())))):
                 yield {name: column[number] for name, column in batch.items()}

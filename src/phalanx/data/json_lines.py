@@ -31,8 +31,8 @@ def from_json_lines(
 
     Raises:
         TypeError: `files` is one path.
-        DataError: as of `Stream`; later, `loads` fails on a line: the message has the file, and the number of the
-            sample in it, from 0.
+        DataError: as of `Stream`; later, also if `loads` fails on a line: the message has the file, and the number of
+            the sample in it, from 0.
     """
     names = list_paths("from_json_lines", files)
     parse = _Parse(loads) if transform is None else _Then(_Parse(loads), transform)
@@ -40,7 +40,7 @@ def from_json_lines(
 
 
 class _Parse:
-    """`_Parse` calls `loads`, and raises its errors as `UnreadableSample`, to which the stream adds the place."""
+    """`_Parse` calls `loads`, and raises its errors as `UnreadableSample`; the stream adds the sample's place."""
 
     def __init__(self, loads: Callable[[bytes], Any]) -> None:
         self._loads = loads

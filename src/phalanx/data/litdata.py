@@ -17,14 +17,14 @@ _ROWS = 1024  # the rows of a shard, if the chunks' sizes differ from the datase
 
 
 def from_litdata(dataset: Any, **options: Any) -> Stream:
-    """Return a stream over the output of `litdata.optimize`; samples are as from `litdata.StreamingDataset`.
+    """Return a stream over the output of `litdata.optimize`, with the samples of `litdata.StreamingDataset`.
 
     Arguments:
-        dataset: a `litdata.StreamingDataset`, or the folder or address of one. Its `shuffle` has no effect.
+        dataset: a `litdata.StreamingDataset`, whose `shuffle` has no effect, or the folder or address of one.
         options: of `Stream`; `lengths` are litData's own, and `interleave` is 4 unless given.
 
-    Cost: chunks are read by index, as by litData; remote chunks are downloaded whole into its cache. Switching to
-    another chunk takes a fifth of a millisecond, so many lanes cost more than with other formats.
+    Cost: chunks are read by index, as litData does; remote chunks are downloaded whole into its cache. A switch to
+    another chunk takes 0.2 ms, so many lanes cost more than with other formats.
 
     Raises:
         ModuleNotFoundError: litdata is not installed.
@@ -57,7 +57,7 @@ class _Read:
         if self._of_process != os.getpid():
             self._dataset, self._of_process = self._closed(), os.getpid()
             if self._is_own:
-                self._dataset[shard[0]]  # this reads the first sample, which sets it up
+                self._dataset[shard[0]]  # reading a sample sets up the dataset
                 self._dataset.item_loader.set_posix_fast(True, keep=_MOST_OPEN)
         return Samples(self._dataset, *shard)
 
@@ -77,7 +77,7 @@ def _make_loader() -> Any:
 
 
 class Samples(Sequence[Any]):
-    """`Samples` are `length` samples of a dataset from number `begin`."""
+    """`Samples` are `length` samples of a dataset, from number `begin` on."""
 
     def __init__(self, dataset: Any, begin: int, length: int) -> None:
         self._dataset, self._begin, self._length = dataset, begin, length

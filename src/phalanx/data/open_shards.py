@@ -15,7 +15,7 @@ from phalanx.errors import DataError, summary_of
 _logger = get_logger(__name__)
 _END = object()
 _FEW_JUMPS = 16
-_of_parents: list[Any] = []  # open shards that a worker has inherited: only their own process closes them
+_of_parents: list[Any] = []  # open shards that this worker has inherited: only the process that opened them closes them
 
 
 class _OpenShard(Protocol):
@@ -53,8 +53,8 @@ class IndexedShard:
 class IteratedShard:
     """`IteratedShard` is a shard that is read in sequence.
 
-    Samples of the current window that were read past are kept, as they may be requested. Samples before the window are
-    skipped: with the iterator's `skip(count)` if it has one, otherwise by reading them.
+    Samples of the current window that were passed over are kept, as they may be requested. Samples before the window
+    are skipped: with the iterator's `skip(count)` if it has this method, otherwise by reading them.
     """
 
     def __init__(self, name: str, begin: Callable[[], Any], samples: Any, length: int, window: int) -> None:
@@ -125,7 +125,7 @@ class IteratedShard:
 class OpenShards:
     """`OpenShards` opens shards on request, and keeps up to `most` of them open.
 
-    A read with a network error is retried for `retry_s` seconds: the shard is opened again, and reading continues.
+    A read with a network error is retried for `retry_s` seconds: the shard is opened again, and the read repeated.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class OpenShards:
         Raises:
             DataError: the shard cannot be read, or has another number of samples than was given.
         """
-        # In a DataLoader's worker, inherited open files share their position with the parent's.
+        # In a DataLoader's worker, inherited open files share the parent's file position.
         if self._process != os.getpid():
             _of_parents.append(self._open)
             self._open, self._process = OrderedDict(), os.getpid()

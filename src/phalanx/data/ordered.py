@@ -11,7 +11,7 @@ from phalanx.data.permutation import Indices
 
 
 class IndexOrder(Protocol):
-    """`IndexOrder` is a function from positions of an epoch to indices of the dataset."""
+    """`IndexOrder` maps positions in an epoch to indices of the dataset."""
 
     def take(self, positions: Indices) -> Indices:
         """Return the indices at `positions`.
@@ -36,5 +36,5 @@ class OrderedDataset(Dataset[Any], ABC):
 
 
 def epoch_key(seed: int, epoch: int) -> str:
-    """Return the values that determine an epoch's shuffle."""
+    """Return the key of an epoch's shuffle."""
     return f"seed {seed}, epoch {epoch}"

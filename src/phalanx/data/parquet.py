@@ -1,4 +1,4 @@
-"""Read shards of Parquet: files of rows, which are read one row group at a time."""
+"""Read shards of Parquet: files whose rows are read one row group at a time."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class _Read:
 
 
 class ParquetShard:
-    """`ParquetShard` has the rows of a file, by number."""
+    """`ParquetShard` reads the rows of a file by number."""
 
     def __init__(self, name: str, columns: list[str] | None) -> None:
         self._source = open_for_reading(name)
@@ -63,7 +63,7 @@ class ParquetShard:
         return self.__getitems__([number])[0]
 
     def __getitems__(self, numbers: Sequence[int]) -> list[dict[str, Any]]:
-        """Return several rows, decoded together."""
+        """Return several rows; each of their row groups is decoded once."""
         rows: list[Any] = [None] * len(numbers)
         of_groups = [bisect.bisect_right(self._ends, number) for number in numbers]
         for group in dict.fromkeys(of_groups):

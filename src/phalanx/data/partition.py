@@ -9,7 +9,7 @@ from dataclasses import dataclass
 class Partition:
     """`Partition` is the `count` positions `start, start + step, ...` that one rank reads in the order of one epoch.
 
-    Rank r of P reads every P-th position from the first one that no rank has consumed:
+    Rank r of P reads every P-th position, from the r-th position that no rank has consumed:
 
         position   0  1  2  3  4  5  6  7  8  9   length 10, two ranks, nothing consumed
         rank       0  1  0  1  0  1  0  1  0  1
@@ -17,8 +17,8 @@ class Partition:
         position   0  1  2  3  4  5  6  7  8  9   the same epoch, resumed by three ranks after 4 samples
         rank       -  -  -  -  0  1  2  0  1  2
 
-    So the samples consumed by the whole job are always a prefix of the order, and its length is one number.
-    Positions from `length` on are padding: they repeat the order's beginning (position modulo `length`).
+    So the samples consumed by the whole job are always a prefix of the order, and one number describes them.
+    Positions from `length` on are padding: they repeat the beginning of the order (position modulo `length`).
     """
 
     length: int
@@ -39,7 +39,7 @@ class Partition:
     def consumed_after(self, num_read: int) -> int:
         """Return how many samples the whole job has consumed when every rank has read `num_read` of its partition.
 
-        A rank at the end of its partition knows that the epoch is over, even if its partition is a shorter one.
+        At the end of its partition a rank counts the whole epoch, even if other partitions are longer by one.
         """
         if num_read >= self.count:
             return self.length
@@ -51,8 +51,8 @@ def plan_partition(
 ) -> Partition:
     """Return the partition of `rank` in the rest of an epoch of `length` samples after `consumed` of them.
 
-    With `drop_last` every rank reads the same number and the remainder is left out; otherwise with `padding` every
-    rank reads the same number and the first samples are repeated; without, the first ranks read one more.
+    With `drop_last` every rank reads the same number, and the remainder is left out. Otherwise with `padding` every
+    rank reads the same number, and the first samples are repeated. With neither, the first ranks read one sample more.
     """
     left = length - consumed
     if drop_last:

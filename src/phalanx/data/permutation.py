@@ -26,8 +26,8 @@ from numpy.typing import NDArray
 Indices: TypeAlias = NDArray[np.uint64]
 
 # Six rounds mix a large domain: from four on, the tests of tests/data/test_permutation.py see no trace of the network.
-# A small domain has few values of each F and needs more rounds until all orders are equally likely (checked for up to 7
-# samples: 12 are too few, 16 are enough); there they cost little.
+# A small domain has few values of each F, and needs more rounds until all orders are equally likely (checked for up to
+# 7 samples: 12 rounds are too few, 16 are enough); there, rounds cost little.
 ROUNDS = 6
 SMALL_ROUNDS = 24
 SMALL = 4096
@@ -80,7 +80,7 @@ class Permutation:
 
 
 class WindowPermutations:
-    """`WindowPermutations` has a pseudorandom permutation for each of many short ranges, its numbered windows.
+    """`WindowPermutations` are pseudorandom permutations of many short ranges: numbered windows.
 
     Cost: no memory; some 300 ns per index, for any number of windows.
     """
@@ -103,7 +103,7 @@ class WindowPermutations:
 
 
 def _mix(numbers: Indices) -> Indices:
-    """Hash numbers, so that neighbours get unrelated values."""
+    """Return a hash of each number; neighbouring numbers get unrelated hashes."""
     mixed: Indices = (numbers + np.uint64(1)) * _MIX_1
     mixed ^= mixed >> _HALF
     mixed *= _MIX_2
@@ -120,7 +120,7 @@ def _encrypt(
 ) -> Indices:
     """Return x after one pass through the network, on [0, a b); arithmetic is modulo 2**64 throughout.
 
-    The arrays `a`, `b` and `tweaks` have a value for each x: elements with other tweaks belong to other permutations.
+    Arrays `a`, `b` and `tweaks` have a value for each x; each tweak selects another permutation.
     """
     moving_size, fixed_size = a, b
     fixed: Indices = x // a
@@ -139,7 +139,7 @@ def _encrypt(
         h *= moving_size  # a hash of 32 bits, scaled to [0, moving_size)
         h >>= _HALF
         moving += h
-        np.subtract(moving, moving_size, out=wrapped)  # a value too small wraps round to a huge one
+        np.subtract(moving, moving_size, out=wrapped)  # a value that is too small wraps around to a huge value
         np.minimum(moving, wrapped, out=moving)
         moving, fixed = fixed, moving
         moving_size, fixed_size = fixed_size, moving_size

@@ -1,4 +1,4 @@
-"""A `RandomStream` gives data loading its own random numbers, separate from the model's."""
+"""A `RandomStream` gives data loading random numbers of its own, separate from the model's."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class RandomStream:
     Numbers drawn inside depend only on the seed and on earlier draws inside; numbers drawn outside continue as if
     nothing had been drawn inside.
 
-    Cost: some tens of microseconds per entry.
+    Cost: some tens of microseconds for each time that it is entered.
     """
 
     def __init__(self, seed: int) -> None:
@@ -62,7 +62,7 @@ class RandomStream:
         return before
 
     def iterate(self, begin: Callable[[], Iterator[T]]) -> Iterator[T]:
-        """Yield the items of the iterator `begin()`; it is created, and advanced, inside the stream."""
+        """Yield the items of the iterator `begin()`, which is created and advanced inside the stream."""
         with self:
             iterator = begin()
         while True:

@@ -27,29 +27,29 @@ class DistributedSampler(torch_sampler.DistributedSampler[int]):
     It is a drop-in replacement for `torch.utils.data.DistributedSampler`: the same arguments, the same lengths, and
     with `shuffle=False` the same indices. It is a subclass of PyTorch's class. The differences:
 
-    - The shuffle is a keyed permutation that is computed on demand: an epoch over any number of samples starts at once
-      and needs the memory of one block of indices. The order differs from PyTorch's.
-    - `padding=False` assigns the exact data, for evaluation: the last samples go to the first ranks, nothing is
+    - The shuffle is a keyed permutation that is computed on demand: an epoch over any number of samples starts at once,
+      in the memory of one block of indices. The order differs from PyTorch's.
+    - `padding=False` assigns the exact data, for evaluation: the first ranks read the last samples, nothing is
       repeated, and ranks may differ by one sample.
     - Without `set_epoch` the epoch advances by itself: the k-th iteration is epoch k. `set_epoch(e)` makes the next
       iteration epoch e and the one after it e + 1. An iteration begins with its first index, not with `iter()`.
-      So all ranks must iterate equally often; a loop in which a single rank reads a batch must call `set_epoch`.
+      So all ranks must iterate equally often; if a single rank reads a batch, call `set_epoch`.
     - `state_dict()` is the position of the whole job in samples, from which any number of ranks can continue.
-    - Without a process group, in a process that no launcher started, it is a job of one rank: a script also runs alone.
+    - Without a process group, in a process that no launcher started, the job has one rank: a script also runs alone.
     - Over a `phalanx.data.Stream` the order is the stream's own, in which its shards are read in sequence.
 
     Arguments:
-        dataset: an object with a length, which is read once, here.
+        dataset: an object with a length, which the constructor reads once.
         num_replicas: the number of ranks that share the data. Default: the size of the default process group.
         rank: this process's rank. Default: its rank in the default process group.
         shuffle: False keeps the dataset's order.
         seed: the same on every rank; another seed gives another sequence of orders.
-        drop_last: leave out the samples that remain when the data is divided equally among the ranks.
+        drop_last: leave out the samples that remain after an equal division among the ranks.
         padding: repeat the first samples until all ranks have the same number; no effect with `drop_last`.
 
     Raises:
         TypeError: `dataset` has no length.
-        ValueError: `rank` is not one of `num_replicas`, only one of the two is known, or a launcher started this
+        ValueError: `rank` is not one of `num_replicas`, only one of the two is given, or a launcher started this
             process and there is no group yet.
     """
 
@@ -71,9 +71,9 @@ class DistributedSampler(torch_sampler.DistributedSampler[int]):
         self.num_samples = self._count(consumed=0)
         self.total_size = self.num_samples * num_replicas if padding or drop_last else self.length
         self._consumed = 0  # samples of epoch `self.epoch` that were consumed before the next pass
-        # the latest pass; None if the next one will be epoch `self.epoch`
+        # the latest pass; None if the next pass will be epoch `self.epoch`
         self._pass: IndexStream | None = None
-        self._before_loader: object = None  # the latest pass when a DataLoader was about to begin one
+        self._before_loader: object = None  # the latest pass when a DataLoader was about to begin a pass
         self._loader_pass: LoaderPass | None = None  # the latest pass of a DataLoader's workers
         observe_loaders(self, DistributedSampler._note_loader, DistributedSampler._note_iterator)
 
@@ -81,8 +81,8 @@ class DistributedSampler(torch_sampler.DistributedSampler[int]):
         return chain.from_iterable(self._begin())
 
     def __len__(self) -> int:
-        """Return how many indices this rank gets in the current pass, or otherwise in the next; fewer in an epoch that
-        is resumed in the middle.
+        """Return how many indices this rank gets in the current pass or, between passes, in the next; fewer in an epoch
+        that is resumed in the middle.
         """
         if self._pass is None:
             return self._count(self._consumed)
@@ -98,18 +98,18 @@ class DistributedSampler(torch_sampler.DistributedSampler[int]):
     def state_dict(self, consumed: int | None = None) -> dict[str, Any]:
         """Return the position of the job: the epoch, and the number of its samples that all ranks have consumed.
 
-        It is the same on every rank, if they are at the same step. (With `padding=False` a rank at the end of its
-        partition reports the end of the epoch, even if rank 0 has one more batch: rank 0's position is the job's.)
+        The position is the same on every rank at the same step. (With `padding=False` a rank at the end of its
+        partition reports the end of the epoch, even if rank 0 has one more batch: use rank 0's position.)
 
         A DataLoader's workers read indices ahead of the training loop. `consumed` is the number of samples that this
-        rank has really used since the epoch's first batch; without it, all indices yielded count (a
-        `CheckpointManager` calls `loop_state_dict` instead, which counts the samples that the loop received):
+        rank has really used since the pass's first batch; without it, all indices yielded count. (A
+        `CheckpointManager` calls `loop_state_dict` instead, which counts the samples that the loop received.)
 
             for step, batch in enumerate(loader, start=1):
                 train(batch)
                 state = sampler.state_dict(consumed=step * loader.batch_size)
 
-        A number beyond the rank's partition, as after a short last batch, counts as all of it.
+        A number beyond the rank's partition, as after a short last batch, counts as the whole partition.
 
         Raises:
             ValueError: `consumed` is negative.
@@ -144,7 +144,7 @@ class DistributedSampler(torch_sampler.DistributedSampler[int]):
             self._loader_pass = pass_of(loader, self, iterator, self._pass)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a position of `state_dict`, on any number of ranks; the next iteration has the rest.
+        """Continue from a position of `state_dict`, on any number of ranks; the next iteration reads the rest.
 
         No sample is repeated or left out; padding and `drop_last` apply to the rest.
 
@@ -186,7 +186,7 @@ class DistributedSampler(torch_sampler.DistributedSampler[int]):
 
     @property
     def _own_order(self) -> dict[str, Any]:
-        """Return the values that a position must have been saved with, to be valid for this order."""
+        """Return the values with which a position must have been saved to be valid for this order."""
         own = {"length": self.length, "seed": self.seed, "shuffle": self.shuffle}
         return own | self.dataset.describe_order() if isinstance(self.dataset, OrderedDataset) else own
 
@@ -259,8 +259,8 @@ BLOCK = 8192  # indices computed at once: 64 KiB per array, which fits in a core
 class IndexStream:
     """`IndexStream` is one pass of one rank over its partition of an epoch; `order` None is the dataset's own order.
 
-    Cost: memory of one block, whatever the partition's size. Iteration runs in C within a block: no index is counted by
-    itself, because the current list iterator knows how many are left.
+    Cost: memory of one block, whatever the partition's size. Iteration within a block runs in C: no index is counted
+    individually, because the block's list iterator reports how many are left.
     """
 
     def __init__(self, partition: Partition, order: IndexOrder | None) -> None:
@@ -315,7 +315,7 @@ class YieldedBatches:
 
     def __init__(self, iterator: Any) -> None:
         self._attributes: dict[str, Any] = vars(iterator)  # the iterator itself would keep its workers alive
-        self._before: int = iterator._num_yielded  # of earlier epochs, or of a loaded state
+        self._before: int = iterator._num_yielded  # the batches of earlier epochs, or of a loaded state
         self._count = 0
         self._reference = weakref.ref(iterator, self._on_end)
 
@@ -332,7 +332,7 @@ class YieldedBatches:
 
 @dataclass(frozen=True)
 class LoaderPass:
-    """A pass over a sampler by a DataLoader whose workers read indices ahead.
+    """A `LoaderPass` is a pass over a sampler by a DataLoader whose workers read indices ahead.
 
     `batch_size` is None if the number of samples per batch is unknown.
     """
@@ -363,7 +363,7 @@ class LoaderPass:
 
 
 def pass_of(loader: Any, sampler: Any, iterator: Any, stream: Any) -> LoaderPass:
-    """Return the pass over `sampler`, by indices of `stream`, which `loader` has begun with `iterator`."""
+    """Return the pass over `sampler` that `loader` has begun with `iterator`; its indices are those of `stream`."""
     batches = getattr(loader, "batch_sampler", None)
     is_over = sampler is getattr(loader if batches is None else batches, "sampler", None)
     size = 1 if batches is None else getattr(batches, "batch_size", None)

@@ -24,7 +24,7 @@ from phalanx.errors import DataError, summary_of
 
 
 class UnreadableSample(Exception):
-    """A transform during reading raises this; the stream adds the place of the sample."""
+    """A transform raises this for a sample that cannot be read; the stream adds the sample's place."""
 
 
 class Stream(OrderedDataset):
@@ -38,23 +38,23 @@ class Stream(OrderedDataset):
         sampler = phalanx.DistributedSampler(stream)
         loader = DataLoader(stream, batch_size=64, sampler=sampler, num_workers=4)
 
-    It is a map-style dataset, so it works wherever one does, with all guarantees of the sampler, also with workers: no
-    sample is lost or repeated, even if a job continues in the middle of an epoch with another number of ranks or
-    workers. The order of an epoch is that of `phalanx.data.stream_order`. It depends only on the lengths of the shards,
-    the seed, the epoch and the four numbers below. A position in it is two numbers.
+    It is a map-style dataset with all guarantees of the sampler, also with workers: no sample is lost or repeated, even
+    if a job continues in the middle of an epoch with another number of ranks or workers. `phalanx.data.stream_order`
+    defines the order of an epoch. The order depends only on the lengths of the shards, the seed, the epoch and the
+    four numbers below. A position in the order is two numbers.
 
-    Cost: at the start of an epoch some numbers for each shard (10,000 take milliseconds); `window` samples in memory
-    for each open shard without an index. Resuming inside a shard costs nothing with an index; otherwise its beginning
-    is read again, or skipped, if its iterator has `skip`. Each shard is read by one worker of one rank if the number of
-    ranks divides `interleave`, the number of workers per rank divides `readers`, and a step has `block` samples in all.
-    Otherwise a shard is read by up to all workers, and each uses a part of the samples.
+    Cost: at the start of an epoch some numbers for each shard (10,000 shards take milliseconds); `window` samples in
+    memory for each open shard without an index. Resuming inside a shard costs nothing with an index; otherwise the
+    shard's beginning is read again, or skipped if its iterator has `skip`. One worker of one rank reads each shard
+    if the number of ranks divides `interleave`, the number of workers per rank divides `readers`, and a step has
+    `block` samples in all. Otherwise up to all workers read a shard, and each uses a part of its samples.
 
     Arguments:
         shards: names, addresses, numbers, or any other arguments of `read`.
         read: returns the samples of a shard: a sequence (`len()` and `[number]`), which is read by index, or any
             iterable, which is read in sequence. It is called in the DataLoader's workers.
-        lengths: the number of samples of each shard, or one number for all. Without it they are counted.
-        index: a file or an address that keeps the counted lengths for the next time.
+        lengths: the number of samples of each shard, or one number for all. By default the samples are counted.
+        index: a file or an address that keeps the counted lengths for the next run.
         count: how to count a shard; by default by reading it.
         transform: applied to each returned sample, in the worker.
         interleave: the number of shards whose samples are mixed.
@@ -65,7 +65,7 @@ class Stream(OrderedDataset):
 
     Raises:
         ValueError, TypeError: an argument is invalid.
-        DataError: a shard cannot be counted; later, one cannot be read, or has another number of samples than given.
+        DataError: a shard cannot be counted; later, a shard cannot be read, or has a different number of samples.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Stream(OrderedDataset):
         return int(self._ends[-1])
 
     def __getitem__(self, index: int) -> Any:
-        """Return a sample by its number among all, shard after shard."""
+        """Return a sample by its number among all samples, shard after shard."""
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
@@ -173,7 +173,7 @@ class Stream(OrderedDataset):
             self._open.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for a spawned worker, without open files."""
+        """Return the state for a spawned worker, without open shards."""
         return {**self.__dict__, "_open": None, "_latest": None}
 
 
@@ -183,7 +183,7 @@ class Stream(OrderedDataset):
 
 _logger = get_logger(__name__)
 _VERSION = 1
-_THREADS = 16  # counting waits for disks and networks
+_THREADS = 16  # many, because counting waits for disks and networks
 _SLOW_S = 2.0
 
 Count = Callable[[Any], int]
@@ -194,8 +194,8 @@ def find_lengths(
 ) -> Indices:
     """Return the length of each shard.
 
-    With `index`, lengths in that file are used, and missing ones are counted and written; of several processes on this
-    machine one counts, and the others wait for it.
+    With `index`, lengths in that file are used, and missing lengths are counted and written. Of several processes on
+    this machine one counts, and the others wait for it.
 
     Raises:
         ValueError: there are not as many `lengths` as shards, or they are not numbers.
@@ -287,7 +287,7 @@ def _write_index(name: str, lengths: Mapping[str, int]) -> None:
 
 @contextlib.contextmanager
 def _alone(name: str) -> Iterator[None]:
-    """Exclude other processes of this machine that count for the same index file; not for an address."""
+    """Exclude other processes of this machine that count for the same index file. An address excludes none."""
     if is_address(name):
         yield
         return
@@ -296,12 +296,12 @@ def _alone(name: str) -> Iterator[None]:
         fcntl.flock(folder, fcntl.LOCK_EX)
         yield
     finally:
-        fcntl.flock(folder, fcntl.LOCK_UN)  # a process that was forked meanwhile has the descriptor, too
+        fcntl.flock(folder, fcntl.LOCK_UN)  # a process forked meanwhile also has the descriptor
         os.close(folder)
 
 
 def list_shards(called: str, what: str, shards: Iterable[Any]) -> list[Any]:
-    """Return `shards`, the user's list, as a list: a single path must not be split into letters.
+    """Return the user's `shards` as a list. Refuse a single path, which would be split into letters.
 
     Raises:
         TypeError: `shards` is one path, or a pattern of paths.

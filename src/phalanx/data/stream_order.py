@@ -11,10 +11,10 @@
                               └ a block of 8 ┘  └ the next one ┘              readers take turns with blocks,
                                                                               and lanes take turns inside a block
 
-The order does not depend on ranks or workers. If a step of the job has as many samples as a block, each of a
-DataLoader's workers reads the lanes of one reader, because workers take turns with batches. If, in addition, the number
-of ranks divides the number of lanes of a reader, each rank reads its own lanes, and no other process reads their
-shards. With other numbers the order is the same, and several processes read some of the shards.
+The order does not depend on ranks or workers. If a step of the job has as many samples as a block, each worker of a
+DataLoader reads the lanes of one reader, because workers take turns with batches. If the number of ranks also divides
+the number of lanes of a reader, each rank reads its own lanes, and no other process reads their shards. With other
+numbers the order is the same, but several processes read some of the shards.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class StreamLayout:
     There are `interleave` lanes for each of `readers`, blocks of `block` samples, and windows of `window`.
 
     Raises:
-        ValueError: one of the numbers is below 1.
+        ValueError: a number is below 1, or not an integer.
     """
 
     interleave: int
@@ -80,7 +80,7 @@ class StreamOrder:
         self._begins = np.cumsum(lengths) - lengths  # the first index of each shard, among all samples
         self._shards = shards[by_lane]  # the shards by lane, and in each lane in reading order
         in_lanes = np.cumsum(lengths[self._shards])
-        self._rows = in_lanes - lengths[self._shards]  # the first row of each, counted through all lanes
+        self._rows = in_lanes - lengths[self._shards]  # the first row of each shard, counted through all lanes
         totals = np.zeros(layout.readers * layout.interleave, dtype=np.uint64)
         np.add.at(totals, lanes, lengths[shards])
         self._lane_rows = (np.cumsum(totals) - totals).reshape(layout.readers, layout.interleave)
@@ -135,7 +135,7 @@ def describe_order(names: list[str], lengths: Indices, layout: StreamLayout) -> 
 
 # Assign positions to sequences in turns, as arithmetic.
 #
-# three sequences of 5, 2 and 3, in turns of 2
+# Three sequences, of 5, 2 and 3 positions, in turns of 2:
 #
 # position    0 1   2 3   4 5   6 7   8   9        the last turn of a sequence may be short,
 # sequence    0 0   1 1   2 2   0 0   2   0        and a finished sequence is skipped
@@ -158,7 +158,7 @@ class _Rounds:
 class Turns:
     """`Turns` is the order of reading sequences of `lengths`, `turn` positions of each at a time.
 
-    Cost: as many numbers as there are sequences, squared if all lengths differ.
+    Cost: as many numbers as sequences, or the square of that if all lengths differ.
     """
 
     def __init__(self, lengths: Sequence[int], turn: int) -> None:

@@ -2,7 +2,7 @@
 
     a: 10 samples, 4 in a step      b: 3 samples, 2 in a step
 
-    unit          0        1        2        3        4      |   5       two samples of a, one of b: the steps' divisor
+    unit          0        1        2        3        4      |   5       two samples of a, one of b: a step is two units
     of a        a0 a1    a2 a3    a4 a5    a6 a7    a8 a9    |  a' a'     an epoch is that of the largest dataset
     of b        b0       b1       b2       b'0      b'1      |  b'2       the others repeat, in a new order each time
 
@@ -25,7 +25,7 @@ from phalanx.data.permutation import Indices, Permutation
 
 @dataclass(frozen=True)
 class JoinedDataset:
-    """`JoinedDataset` is a dataset that gives `batch_size` samples to each step of all ranks."""
+    """`JoinedDataset` is a dataset with `batch_size` samples in each step of all ranks together."""
 
     dataset: Any
     batch_size: int
@@ -55,7 +55,7 @@ class Together(OrderedDataset):
         self._orders: dict[tuple[str, int], IndexOrder | None] = {}
 
     def _units_of(self, name: str) -> int:
-        """Return the number of units of an epoch that reads a member once."""
+        """Return the number of units in which an epoch reads this member once."""
         length = self._lengths[name]
         if self.drop_last:
             return length // self.members[name].batch_size * self.units_per_step
@@ -66,7 +66,7 @@ class Together(OrderedDataset):
         return self._length
 
     def __getitem__(self, index: int) -> dict[str, list[Any]]:
-        """Return a unit by its number, counted through all epochs."""
+        """Return a unit by its number, which counts through all epochs."""
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, list[Any]]]:

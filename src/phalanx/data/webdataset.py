@@ -18,15 +18,15 @@ _METADATA = re.compile(r"__[^/]*__($|/)")  # webdataset skips these files
 
 def from_webdataset(urls: str | Sequence[str], **options: Any) -> Stream:
     """Return a stream over webdataset's tar files; a sample is webdataset's: a dict with `__key__`, `__url__` and the
-    bytes of each file by its extension.
+    bytes of each file by extension.
 
         decode = webdataset.autodecode.Decoder([webdataset.imagehandler("pil")])
         stream = from_webdataset("data/{000..999}.tar", index="index.json", transform=decode)
 
     Arguments:
-        urls: a list, or one string in webdataset's notation. fsspec opens addresses; webdataset opens everything that
-            is neither a file nor an address (`pipe:...`).
-        options: of `Stream`. Without `lengths`, the headers of local files are read once; others are read whole.
+        urls: a list, or a string in webdataset's notation. fsspec opens addresses; webdataset opens what is neither a
+            file nor an address (`pipe:...`).
+        options: of `Stream`. Without `lengths`, samples are counted: local files by their headers, others read whole.
 
     Cost: an uncompressed local tar file is read by index, from its headers. All others are read in sequence.
 
@@ -66,11 +66,11 @@ def _path(url: str) -> str:
 
 
 class IndexedTar:
-    """`IndexedTar` has the samples of a local tar file, by number."""
+    """`IndexedTar` reads the samples of a local tar file by number."""
 
     def __init__(self, url: str) -> None:
         self._fd = os.open(_path(url), os.O_RDONLY)
-        # webdataset itself groups the files into samples; it gets their positions instead of their contents.
+        # webdataset itself groups the files into samples; it receives the files' positions instead of their contents.
         self._samples = list(_iterators().group_by_keys(_places(self._fd, url)))
 
     def __len__(self) -> int:
@@ -117,11 +117,11 @@ def _iterators() -> Any:
     return require("webdataset.tariterators", extra="data", what="from_webdataset")
 
 
-# List the files in a tar archive: names, and positions of their bytes. It is several times as fast as `tarfile`.
+# List the files in a tar archive: names, and positions of their bytes, several times as fast as `tarfile`.
 #
 # A header is a block of 512 bytes: name (0 to 100), size in octal digits (124 to 136), kind (156), "ustar" (257),
-# prefix of the name (345 to 500). PAX headers (kind x) precede a header whose name or size does not fit, and those of
-# times, which webdataset writes.
+# prefix of the name (345 to 500). A PAX header (kind x) precedes a header whose name or size does not fit, or that has
+# fractional times, as webdataset writes.
 
 BLOCK = 512
 
@@ -175,11 +175,11 @@ def _records(data: bytes) -> dict[str, str]:
 
 
 def _list_rest(fd: int, offset: int) -> Iterator[tuple[str, int, int]]:
-    """Yield the rest by `tarfile`, which knows all kinds of headers."""
+    """Yield the rest with `tarfile`, which supports all kinds of headers."""
     with open(fd, "rb", closefd=False) as file:
         file.seek(offset)
         with tarfile.open(fileobj=file, mode="r:") as tar:
             for member in tar:
                 if member.isreg():
                     yield member.name, member.offset_data, member.size
-                tar.members = []  # type: ignore[attr-defined]  # else it keeps all
+                tar.members = []  # type: ignore[attr-defined]  # otherwise it keeps all members

@@ -68,7 +68,7 @@ class TaskReport:
 
 @dataclass(frozen=True)
 class MapReduceResult:
-    """A `MapReduceResult` is a finished job: its counters, and the number of its map tasks."""
+    """A `MapReduceResult` has the counters of a finished job, and the number of its map tasks."""
 
     counters: Counters
     num_tasks: int
@@ -128,7 +128,7 @@ def _attempt(team: Team, job: MapReduceJob, local: RankOutputs) -> MapReduceResu
     board = Board(team, prefix, len(splits))
     with _problem_first(board):
         _map(board, job, local, splits)
-        # A rank may find a problem after others have seen the last task complete: all receive the problem here.
+        # A rank may find a problem after others have seen the last task complete: here all ranks receive the problem.
         gathered = team.gather((board.problem(), {task: _report(output) for task, output in local.outputs.items()}))
     _raise_problem(team, next((problem for problem, _ in gathered if problem is not None), None), board.cause)
     reports_by_rank = [reports for _, reports in gathered]
@@ -168,7 +168,7 @@ def _attempt(team: Team, job: MapReduceJob, local: RankOutputs) -> MapReduceResu
 
 @contextlib.contextmanager
 def _problem_first(board: Board) -> Iterator[None]:
-    """Raise the job's problem instead of the loss of a rank that may have published the problem and exited."""
+    """Raise the job's problem, if any, instead of the loss of a rank: it may have published the problem and exited."""
     try:
         yield
     except PeerLostError:
@@ -193,7 +193,7 @@ def _do_map_task(board: Board, job: MapReduceJob, local: RankOutputs, split: Spl
     except NotPairsError as error:
         board.fail_job("TypeError", f"map_reduce: {message_of(error)}", error.__cause__)
         return
-    except (TypeError, ValueError) as error:  # raised for a key; an error of the map function only makes the record bad
+    except (TypeError, ValueError) as error:  # raised for a key: an error in the map function only makes the record bad
         board.fail_job(type(error).__name__, message_of(error), error)
         return
     except Exception as error:
@@ -332,7 +332,7 @@ def _write(folder: str, local: RankOutputs, partition: int, partitions: int) -> 
 def _reduced(job: MapReduceJob, grouper: Grouper, board: Board) -> Iterator[tuple[Any, Any]]:
     for number, (key, values) in enumerate(grouper.groups()):
         if not number % _CHECK_EVERY:
-            board.team.check_peers()  # raise if others have left the group; otherwise this rank would seem to hang
+            board.team.check_peers()  # raise if another rank has ended: otherwise this rank would seem to hang
         try:
             value = job.reduce(key, values)
         except Exception as error:

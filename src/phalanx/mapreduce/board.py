@@ -37,8 +37,8 @@ class OpenTask:
 def choose_idle_task(open_tasks: Sequence[OpenTask], world_size: int, wait_s: float) -> int | None:
     """Return the task that an idle rank should run; None if it has to wait.
 
-    First comes a failed task that no rank is repeating; a rank on which it has not failed takes it, if there is one.
-    Then comes the straggling task with the fewest runs.
+    A failed task that no rank is repeating comes first, on a rank where it has not failed if there is one. Then comes
+    the straggling task with the fewest runs.
     """
     for one in open_tasks:
         if one.failures and one.failures >= one.runs and (not one.failed_here or one.failures >= world_size):
@@ -61,7 +61,7 @@ class Board:
     _idle_since: float = 0.0
     _took_s: list[float] = field(default_factory=list)
     num_backups: int = 0
-    cause: BaseException | None = None  # the cause of this rank's problem
+    cause: BaseException | None = None  # the cause of the problem that this rank has published
 
     def _key(self, *words: object) -> str:
         return "/".join([self.prefix, *map(str, words)])
@@ -81,7 +81,7 @@ class Board:
         return task
 
     def is_open(self, task: int) -> bool:
-        """Return whether the task is still to be completed; the store is polled at most every 0.1 s.
+        """Return whether no rank has completed the task and the job has not failed; poll the store at most every 0.1 s.
 
         Raises:
             PeerLostError: a rank has ended.
@@ -112,7 +112,7 @@ class Board:
         return [tuple(json.loads(self.team.store.get(key))) for key in keys]
 
     def _count(self, kind: str, task: int) -> int:
-        """Return a counter without adding to it: a waiting rank polls often, and a file store keeps all changes."""
+        """Return a count without changing the store: a waiting rank polls often, and a file store keeps all changes."""
         count = 0
         while self.team.store.check([self._key(kind, task, count + 1)]):
             count += 1

@@ -1,4 +1,4 @@
-"""Turn a full table into buckets: packed columns of keys and values, some for each partition."""
+"""Turn a full table into buckets, packed columns of keys and values: one or several for each partition."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PAIR_BYTES = 150  # the bytes of a short text and an integer in a dict, without
 
 @dataclass
 class Values:
-    """`Values` holds values by key, folded or listed, with their number and size in bytes."""
+    """`Values` holds values by key, folded or in lists, with their number and size in bytes."""
 
     by_key: dict[Any, Any]
     count: int
@@ -72,7 +72,7 @@ def _pack_values(
 
 
 def _cut(keys: list[Any], values: list[Any], most: int, *, listed: bool) -> Iterator[tuple[list[Any], list[Any]]]:
-    """Yield parts of at most `most` pairs each, and split a key with more values."""
+    """Yield parts of at most `most` pairs each; a key with more values is in several parts."""
     if not listed:
         for start in range(0, len(keys), most):
             yield keys[start : start + most], values[start : start + most]

@@ -1,6 +1,6 @@
 """Pack keys and values into bytes, a column of each. Columns that are all text, or all numbers, need no pickle.
 
-    t b 10          the kinds of the two columns, and how long the first is
+    t b 10          the kinds of the two columns, and the length of the first
     a·the·word      keys: text, with line ends between
     3 99 2          values: integers of a byte each
 
@@ -21,7 +21,7 @@ _WIDTHS = (("b", 8), ("h", 16), ("i", 32))
 
 
 def pack(keys: Sequence[Any], values: Sequence[Any], *, listed: bool = False) -> bytes:
-    """Pack keys and as many values, or with `listed` as many lists of values, into bytes. Types are kept exactly.
+    """Pack keys and as many values (with `listed`: lists of values) into bytes. Types are kept exactly.
 
     Cost: pickled columns are copied once more.
     """

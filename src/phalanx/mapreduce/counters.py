@@ -43,7 +43,7 @@ class BadRecord:
 
 @dataclass
 class Counters:
-    """`Counters` sums over all tasks, each counted once, however often it ran. `bad_records` has the first few."""
+    """`Counters` are sums over all tasks, each counted once, however often it ran. `bad_records` has the first few."""
 
     records: int = 0
     num_bad_records: int = 0

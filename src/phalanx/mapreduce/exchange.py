@@ -28,8 +28,8 @@ def exchange(
 ) -> list[SpoolStream]:
     """Send a stream to each rank, and receive all ranks' streams into `inbox`. All ranks call it.
 
-    `incoming` is the length of the stream from each rank, `longest` the length of the longest of all streams. A rank's
-    stream to itself is not moved, but returned as it is.
+    `incoming` are the lengths of the streams from each rank, `longest` the length of the longest of all streams. A
+    rank's stream to itself is returned without a copy.
 
     Raises:
         TaskError: a rank could not write to its disk, or read from it; on every rank.
@@ -45,7 +45,7 @@ def exchange(
         sizes = [0 if peer == team.rank else stream.length_of(start, chunk) for peer, stream in enumerate(outgoing)]
         try:
             parts: list[bytes] = [stream.read(start, size) for stream, size in zip(outgoing, sizes, strict=True)]
-        except OSError as error:  # the others wait for this rank's bytes: send some that nobody will use
+        except OSError as error:  # the others wait for this rank's bytes: send zeros, which no rank will use
             problem, parts = problem or str(error), [bytes(size) for size in sizes]
         received = team.all_to_all(parts, expected)
         try:

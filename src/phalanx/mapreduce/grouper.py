@@ -1,4 +1,4 @@
-"""Group values by key, sorted by key: in memory while they fit, else in sorted runs on disk that are merged.
+"""Group values by key, sorted by key: in memory while they fit, otherwise by merging sorted runs on disk.
 
     buckets of task 0, 1, 2 … ──▶ dict of lists ──▶ sorted run 0 ─┐
                                        │ full      sorted run 1 ─┼─▶ merge ─▶ (key, values), key after key
@@ -30,7 +30,7 @@ Run = list[SpoolExtent]
 
 
 class StoredValues:
-    """`StoredValues` reads the values of an entry larger than a block from disk while it is iterated over."""
+    """`StoredValues` are the values of an entry larger than a block; iteration reads them from disk."""
 
     def __init__(self, spool: Spool, extent: SpoolExtent) -> None:
         self._spool = spool
@@ -80,7 +80,7 @@ def read_blocks(spool: Spool, run: Run) -> Iterator[tuple[Any, Any]]:
 
 
 def read_entries(spool: Spool, run: Run, block_bytes: int) -> Iterator[tuple[Any, Iterable[Any]]]:
-    """Yield keys with their lists of values; an entry larger than a block stays on disk until it is read."""
+    """Yield keys with their lists of values; an entry larger than a block stays on disk until it is iterated over."""
     for extent in run:
         if extent.length > block_bytes:
             border = length_of_keys(spool.read(extent.offset, HEADER))
@@ -94,7 +94,7 @@ def read_entries(spool: Spool, run: Run, block_bytes: int) -> Iterator[tuple[Any
 class Grouper:
     """`Grouper` collects the buckets of one partition. With `listed`, each value in a bucket is a list of values.
 
-    With `adds`, integers of a key are added at once, which is exact in any order and saves memory.
+    With `adds`, the integers of a key are summed on arrival, which is exact in any order and saves memory.
     """
 
     def __init__(self, spool: Spool, limit_bytes: int, *, listed: bool, adds: bool = False) -> None:
@@ -103,11 +103,11 @@ class Grouper:
         self._listed = listed
         self._adds = adds and not listed
         self._values: dict[Any, Any] = {}  # lists, and sums that are not lists
-        self._sums = new_sums() if self._adds else None  # used until a bucket has other pairs than text with integers
+        self._sums = new_sums() if self._adds else None  # used until a bucket has pairs other than text with integers
         self._added = 0
         self._next_check = 1
         self._block_bytes = max(4096, min(limit_bytes // (2 * _FAN_IN), _BLOCK_BYTES))
-        self._runs: list[tuple[int, Run]] = []  # with the number of their merges
+        self._runs: list[tuple[int, Run]] = []  # each with its number of merges
 
     def add_packed(self, data: bytes) -> int:
         """Add the pairs of one packed bucket, and return its number of keys.

@@ -111,12 +111,12 @@ def _kind_of(one: type) -> str:
         if issubclass(one, base):
             return name
     has_order = any(getattr(one, name) is not vars(object)[name] for name in ("__lt__", "__gt__"))
-    is_single = one is type(None)  # its only object needs no order
+    is_single = one is type(None)  # None, the only object, needs no order
     return one.__name__ + ("" if has_order or is_single else _NO_ORDER)
 
 
 def require_order(kinds: Collection[str]) -> None:
-    """Raise if keys of these kinds have no order. All ranks pass the kinds of all ranks, so all raise or none.
+    """Raise if keys of these kinds have no order. Every rank passes the kinds of all ranks, so all ranks raise or none.
 
     Raises:
         TypeError: keys of several kinds, or of a class without `<`, have no order.

@@ -61,23 +61,23 @@ def map_reduce(
         map: takes a record; yields or returns pairs. A record for which it raises is bad and has no effect.
         reduce: takes a key and an iterator over its values, in the order of the input; returns a value.
         combine: takes two values of a key; must be associative. It combines values within a map task, to send less.
-            `reduce` then receives one or several values per task that has the key; or one sum, if `combine` is
-            `operator.add` on integers, which needs no function call.
-        partitions: the number of parts into which a hash, the same in every process, divides the keys.
+            `reduce` then receives one or several values per task that has the key. `operator.add` on integers needs
+            no function call, and `reduce` receives one sum.
+        partitions: the number of parts into which a hash divides the keys, the same in every process.
         gather: every rank receives the result of all partitions, instead of only the partitions that it has reduced.
         output: a folder for the result: one file of JSON lines per partition, written by the rank that reduced it.
-        memory_bytes: the most data of a rank in memory; the rest is spilled to `spill_folder` (default TMPDIR).
+        memory_bytes: the most data that a rank keeps in memory; it spills the rest to `spill_folder` (default TMPDIR).
         split_bytes, split_records: the size of a map task. By default a 32nd of the input, 1 to 32 MiB or up to 1000
             records.
         encoding: the encoding of the lines; None: a record is bytes. A line that cannot be decoded is bad. An encoding
             whose lines cannot be decoded one by one is refused: UTF-16, UTF-32, EBCDIC, UTF-7.
-        max_bad_records: with more bad records, or only bad records, the job fails; None: any number. By default the
-            job fails at the first bad record.
-        max_attempts: how often a task may fail on all ranks together, for instance because one cannot read a file.
+        max_bad_records: the job fails if more records are bad, or all are; None: any number may be. By default the job
+            fails at the first bad record.
+        max_attempts: how often a task may fail, on all ranks together, for instance because a rank cannot read a file.
         group: the process group; the default group if None.
 
     If a rank is lost, the call fails on the others. Inside `phalanx.elastic.run`, under `phalanx run`, the rank is
-    replaced, and the call starts again.
+    replaced and the call starts again.
 
     Raises:
         TypeError, ValueError: an argument is invalid, a key has an unsupported type, or keys cannot be sorted. On every

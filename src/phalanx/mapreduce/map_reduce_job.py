@@ -82,7 +82,7 @@ class MapReduceJob:
 
     @property
     def block_bytes(self) -> int:
-        """Return the bytes to read at once; decoded and split, they take about ten times as much."""
+        """Return the bytes to read at once; decoded and split, they take about ten times as much memory."""
         return min(_BLOCK_BYTES, max(4096, self.memory_bytes // 64))
 
     @property
@@ -102,7 +102,7 @@ class MapReduceJob:
         )
 
 
-# In these the byte 0x0A ends every line, occurs nowhere else, and leaves no state for the next line.
+# In these encodings the byte 0x0A ends every line, occurs nowhere else, and leaves no state for the next line.
 _LINE_ENCODINGS = re.compile(
     r"utf-8|ascii|iso8859-\d+|cp125\d|cp437|cp85\d|cp866|koi8-[ru]|mac-roman|"
     r"shift_jis|cp932|euc_jp|euc_kr|cp949|gb2312|gbk|gb18030|big5|cp950"

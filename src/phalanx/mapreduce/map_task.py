@@ -53,7 +53,7 @@ def run_map_task(split: Split, job: MapReduceJob, spool: Spool, is_open: Callabl
                 stop = min(start + size, len(block.items))
                 table.map_records(block, start, stop)
                 spent = time.perf_counter() - at
-                # This many records, so that `is_open` is polled at most some twenty times a second.
+                # Map for about `_SLICE_S` at a time, so that `is_open` is polled some twenty times a second.
                 size = max(1, size * 2 if spent < _SLICE_S / 2 else size // 2 if spent > _SLICE_S * 2 else size)
                 start = stop
                 if not is_open():
@@ -86,7 +86,7 @@ def _write_run(table: Table, job: MapReduceJob, spool: Spool, output: MapOutput)
 
 @contextlib.contextmanager
 def rarely_collecting() -> Iterator[None]:
-    """Run the garbage collector rarely inside this context: pairs come and go by the million, never in cycles."""
+    """Collect garbage rarely in this context: pairs are created and freed by the million, never in cycles."""
     before = gc.get_threshold()
     if before[0]:
         gc.set_threshold(max(_GC_THRESHOLD, before[0]), *before[1:])

@@ -15,7 +15,7 @@ _NAME = re.compile(r"part-\d{5}-of-(\d{5})\.jsonl")
 
 
 def make_output_folder(folder: str, partitions: int) -> None:
-    """Create the folder. It may have files of a run with as many partitions, which will be overwritten.
+    """Create the folder. Files of an earlier run with as many partitions may exist, and will be overwritten.
 
     Raises:
         ValueError: the folder has parts of a run with another number of partitions.

@@ -1,10 +1,10 @@
 r"""Read the records of a split: whole lines of a file, in blocks, or items of a sequence.
 
     bytes     | abc\ndef | g\nhi\n | jk |
-    split       0          1         2        the split with a line's first byte has the line
+    split       0          1         2        a line belongs to the split of its first byte
     lines       abc defg   hi        jk
 
-A line ends with "\n" or "\r\n", which is not part of it. The last line of a file may have no end.
+A line ends with "\n" or "\r\n", which is not part of it. The last line of a file may lack it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _OPEN: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz
 class RecordBlock:
     """A `RecordBlock` is a block of consecutive records.
 
-    `fetch`, if given, returns the record of an item. `bad` are the unreadable records, which are not in `items`.
+    `fetch`, if given, returns the record for an item. `bad` are the unreadable records, which `items` does not contain.
     """
 
     items: list[Any]
@@ -43,7 +43,7 @@ def read_blocks(
     """Yield all records of `split`, block by block. The split alone determines the blocks.
 
     Raises:
-        OSError: a file can't be read.
+        OSError: a file cannot be read.
     """
     if isinstance(split, FileSplit):
         for piece in split.pieces:
@@ -98,7 +98,7 @@ def _first_line(file: IO[bytes], start: int, stop: int, block_bytes: int) -> int
     """Return the offset of the first line that begins in `start` to `stop`; `stop` if there is none."""
     if start == 0:
         return 0
-    at = start - 1  # a line begins at `start` if the previous one ends just before it
+    at = start - 1  # a line begins at `start` if the previous line ends just before it
     file.seek(at)
     while at < stop and (data := file.read(block_bytes)):
         if (end := data.find(b"\n")) >= 0:
@@ -120,7 +120,7 @@ def _decode(path: str, offset: int, data: bytes, encoding: str | None) -> Record
     if "\r" in text:
         text = text.replace("\r\n", "\n")
     lines = text.split("\n")
-    if not lines[-1]:  # the block ends with a line end, unless it is the end of a file
+    if not lines[-1]:  # the block ends with a line end, except perhaps at the end of a file
         lines.pop()
     return RecordBlock(lines, locate, len(data))
 

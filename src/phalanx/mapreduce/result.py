@@ -24,14 +24,14 @@ _first = itemgetter(0)
 class Result:
     """A `Result` iterates over (key, value), sorted by key, of this rank's partitions, or of all with `gather=True`.
 
-    It can be iterated repeatedly, and reads from memory or from disk. `close()`, the end of a `with`, or dropping the
-    last reference releases the data.
+    It can be iterated over repeatedly, and reads from memory or from disk. `close()`, the end of a `with`, or dropping
+    the last reference releases the data.
 
-    `counters` are the totals of all ranks; `partitions` are the numbers of the partitions on this rank, `files` the
-    files that it wrote. Of the `num_tasks` map tasks, `num_retries` failed on this rank, and it ran `num_backups` for
+    `counters` are the totals of all ranks, `partitions` the numbers of this rank's partitions, and `files` the files
+    that this rank wrote. Of the `num_tasks` map tasks, `num_retries` failed on this rank, and it ran `num_backups` for
     stragglers.
 
-    `group` is the group whose ranks have the rest; None for one process.
+    `group` is the group whose ranks have the other partitions; None for one process.
     """
 
     def __init__(

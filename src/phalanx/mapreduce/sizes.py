@@ -89,7 +89,7 @@ def size_of_table(table: dict[Any, Any]) -> int:
 
 
 def size_of_lists(table: dict[Any, Any]) -> int:
-    """Return the bytes of a dict of lists of values, and of single values; a few keys may have most of the values."""
+    """Return the bytes of a dict of lists or single values; the sample is of values, as a few keys may have most."""
     if not table:
         return 0
     lists = list(table.values())
@@ -105,7 +105,7 @@ def size_of_lists(table: dict[Any, Any]) -> int:
 
 
 def plan_next_check(count: int, room: float) -> int:
-    """Return the number of pairs at which to measure again, with `count` pairs now and room for about `room`.
+    """Return the number of pairs at which to measure again, with `count` pairs now and room for about `room` more.
 
     It is halfway to a full table, because later pairs may be larger, and at most twice the current number.
     """

@@ -1,8 +1,8 @@
-"""Plan the inputs of map tasks: bytes of files, cut anywhere, or positions of a sequence. Plans are pure.
+"""Plan the inputs of map tasks, as pure functions: bytes of files, cut anywhere, or positions of a sequence.
 
     files    a.txt                       b.txt    c.txt.gz
              |-----------|-----------|---|-----|  |------|
-    splits   0           1           2            3          a compressed file cannot be entered in its middle
+    splits   0           1           2            3          a compressed file is read from its beginning
 
 A split is cut by bytes, regardless of records: its task reads the lines that begin in it.
 """
@@ -34,7 +34,7 @@ class Indexable(Protocol[Item]):
 
 
 class Records(Generic[Item]):
-    """`Records` is a sequence of records, even if they are strings or paths, which would otherwise name files."""
+    """`Records` is a sequence of records that are not file names, even if they are strings or paths."""
 
     def __init__(self, items: Indexable[Item]) -> None:
         self._items = items
@@ -48,7 +48,7 @@ class Records(Generic[Item]):
 
 @dataclass(frozen=True)
 class Piece:
-    """A `Piece` is bytes `start` to `stop` of a file, or all from `start` if `stop` is None."""
+    """A `Piece` is the bytes `start` to `stop` of a file, or the whole of a compressed file if `stop` is None."""
 
     path: str
     start: int
@@ -77,7 +77,7 @@ def names_files(inputs: Any) -> bool:
     """Return whether `inputs` name files: a path, a pattern, or a list of these. All else is a sequence of records.
 
     Raises:
-        TypeError: they are neither.
+        TypeError: `inputs` are neither.
     """
     if isinstance(inputs, str | os.PathLike):
         return True

@@ -1,6 +1,6 @@
 """A `Spool` stores bytes that are written once and read by offset: in memory up to a limit, then on disk.
 
-The file has no name, so it disappears however this process ends.
+Its file has no name, so the file disappears however this process ends.
 """
 
 from __future__ import annotations
@@ -24,15 +24,12 @@ class SpoolExtent(NamedTuple):
 
 
 class Spool:
-    """A `Spool` is a file that begins in memory.
-
-    A spool larger than `memory_bytes` moves to `folder`; None is TMPDIR.
-    """
+    """A `Spool` moves from memory to a file in `folder` when it exceeds `memory_bytes`; None is TMPDIR."""
 
     def __init__(self, memory_bytes: int, folder: str | None) -> None:
         self._memory_bytes = memory_bytes
         self._folder = folder
-        self._parts: list[tuple[int, bytes]] = []  # with their offsets; all are in memory until all are on disk
+        self._parts: list[tuple[int, bytes]] = []  # with their offsets; empty once the spool is on disk
         self._starts: list[int] = []
         self._fd = -1
         self.size = 0
@@ -69,7 +66,7 @@ class Spool:
         return bytes(found)
 
     def truncate(self, size: int) -> None:
-        """Remove the bytes from `size` on, an offset at which some write began."""
+        """Remove the bytes from offset `size` on, at which some write began."""
         if self._fd >= 0:
             os.ftruncate(self._fd, size)
         while self._starts and self._starts[-1] >= size:
@@ -85,7 +82,7 @@ class Spool:
     def _move_to_disk(self) -> None:
         file = tempfile.TemporaryFile(prefix="phalanx-mapreduce-", dir=self._folder)  # noqa: SIM115 - its descriptor lives on
         with file:
-            for offset, data in self._parts:  # if the disk is full, they are still in memory
+            for offset, data in self._parts:  # if the disk is full, the parts stay in memory
                 self._write(file.fileno(), data, offset)
             self._fd = os.dup(file.fileno())
         os.set_inheritable(self._fd, False)

@@ -21,8 +21,8 @@ class NotPairsError(Exception):
 class Table:
     """A `Table` holds keys and values in memory up to a limit; then it calls `spill`, which empties it with `drain`.
 
-    The data determine when that happens: the size of the dict is measured between two records, after a number of pairs.
-    While all pairs are text with integers to add, `TextSums` replaces the dict.
+    The data determine when that happens: the size of the dict is measured between two records, after some number of
+    pairs. While all pairs are text with integers to add, `TextSums` replaces the dict.
     """
 
     def __init__(self, job: MapReduceJob, counters: Counters, limit_bytes: int, spill: Callable[[Table], None]) -> None:
@@ -36,7 +36,7 @@ class Table:
         self._next_check = 1
 
     def map_records(self, block: RecordBlock, start: int, stop: int) -> None:
-        """Map the records `start` to `stop` of a block. Each takes effect completely, or, if it is bad, not at all.
+        """Map the records `start` to `stop` of a block. A record takes effect completely or, if it is bad, not at all.
 
         Raises:
             NotPairsError: the map function yielded something that is not a pair, or `combine` failed.
@@ -67,7 +67,7 @@ class Table:
             elif self._is_due():
                 self._measure()
             elif start < stop and is_new:
-                # A StopIteration of the function would end the loop silently; it is an error as well.
+                # A StopIteration of the map function would end the loop silently; it also makes the record bad.
                 problem = problem or RuntimeError("map raised StopIteration")
                 self._counters.count_bad(block.locate(start), block.items[start], problem)
                 start += 1

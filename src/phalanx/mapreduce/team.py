@@ -1,7 +1,7 @@
 """A `Team` is the ranks that run a job together: it carries their messages, and detects lost ranks.
 
 A team is a process group, or this process alone. A failure that the group does not explain raises `PeerLostError`, with
-the lost ranks as far as known. Gloo names no rank; the team then checks the processes of this host's ranks.
+the lost ranks that are known. Gloo names no ranks, so the team checks the processes of this host's ranks.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _LONGEST_PAUSE_S = 0.02
 def _tensor_over(data: bytearray) -> torch.Tensor:
     """Return a tensor over `data`, memory that Python owns.
 
-    A tensor's own memory is aligned, for which glibc before 2.38 takes new memory each time: in the end the process
-    would hold as much as went through the shuffle.
+    PyTorch allocates aligned memory, and glibc before 2.38 takes new memory for each such allocation: the process would
+    grow by all bytes of the shuffle.
     """
     return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8, device="cpu")
 
@@ -52,7 +52,7 @@ class RankProcess:
 
 @dataclass
 class Team:
-    """A `Team` is this rank's membership. `group` is None for a single process."""
+    """A `Team` is this rank's view of the ranks. `group` is None for a single process."""
 
     group: dist.ProcessGroup | None
     store: Store
@@ -61,7 +61,7 @@ class Team:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None) -> Team:
-        """Return the team of a group, by default the default group, if there is one.
+        """Return the team of a group; for None, of the default group, if there is one, else of this process.
 
         Raises:
             ValueError: this rank is not in the group.
@@ -100,7 +100,7 @@ class Team:
         return [pickle.loads(found) for found in self.all_to_all([data] * self.size, lengths)]
 
     def all_to_all(self, parts: Sequence[bytes], lengths: Sequence[int]) -> list[memoryview]:
-        """Send each rank its part; return the parts received, whose lengths are known. All ranks call it."""
+        """Send each rank its part; return the parts received, which have these `lengths`. All ranks call it."""
         if self.group is None:
             return [memoryview(parts[0])]
         device, pickles = self._device(), pickle_authenticator(self.group)
@@ -143,7 +143,7 @@ class Team:
         try:
             work = begin()
             if phalanx_group(self.group) is None:
-                # A rank of Gloo whose neighbours live would wait minutes for ranks that have abandoned the group.
+                # With Gloo, a rank whose neighbours are alive would wait minutes for ranks that have left the group.
                 self.wait_until(work.is_completed)
             work.wait()
         except (PeerLostError, MismatchError, DeadlineError):
@@ -165,7 +165,7 @@ class Team:
         """Check at regular intervals whether the other ranks' processes are alive.
 
         Raises:
-            PeerLostError: one has ended.
+            PeerLostError: a rank's process has ended.
         """
         now = time.monotonic()
         if self.group is None or now < self._next_check:

@@ -1,4 +1,4 @@
-"""A `ParameterServer` keeps parameters on servers, and any number of trainers train them.
+"""A `ParameterServer` keeps parameters on servers; any number of trainers train them.
 
 what a trainer uses: ParameterServer, Pulled        client.py
 a server's part of the parameters, its updates      shard.py

@@ -30,7 +30,7 @@ from phalanx.rpc import current, rpc_async
 class Pulled(Mapping[str, Tensor]):
     """`Pulled` has the values for one step by name; for a table, the rows of the requested ids, in the ids' shape.
 
-    The values require gradients, unless the parameter was frozen at construction; `ParameterServer.push` sends the
+    The values require grad, unless the parameter was frozen at construction; `ParameterServer.push` sends their
     gradients. `staleness` is the number of steps that the slowest trainer is behind.
     """
 
@@ -70,14 +70,14 @@ class ParameterServer:
         dense: tensors by name, for instance `dict(module.named_parameters())`; or groups of them with their own
             options, as torch's optimizers take them: `[{"params": base.named_parameters(), "lr": 1e-4}, ...]`.
         tables: matrices by name; a step needs only some of their rows (embeddings); or groups of them.
-        optimizer: makes the servers' optimizer of dense parameters: a class of `torch.optim`, or a `functools.partial`.
-        row_optimizer: makes the optimizer of tables; it must accept sparse gradients (SparseAdam, SGD, Adagrad).
+        optimizer: makes the servers' optimizer for dense parameters: a class of `torch.optim` or a `functools.partial`.
+        row_optimizer: makes the optimizer for tables, which must accept sparse gradients (SparseAdam, SGD, Adagrad).
             Default: `optimizer`.
         synchronous: see above.
         max_staleness: the limit of asynchronous training, in steps; None: no limit.
         reduction: "mean" or "sum" over the trainers of a synchronous step.
-        replicate: keep a replica of each shard on the next server, preferably of another host, which takes over when
-            the first is lost. Default: True if there are several servers.
+        replicate: keep a replica of each shard on the next server, preferably on another host. It takes over when the
+            shard's server is lost. Default: True if there are several servers.
         name: distinguishes several ParameterServers on the same workers. Constructing a second one of the same name
             shares the first if this trainer has not closed it, and otherwise waits until all trainers have closed it.
 
@@ -175,10 +175,10 @@ class ParameterServer:
             shards = split_state(state, self._place, len(self._servers))
             self._on_all(requests.create, [(self._spec, one) for one in shards])
         attached = self._on_all(requests.attach, [(self._trainer, me.uid, described)] * len(self._servers))
-        # The replacement of a lost trainer repeats the step that not all servers have received; the others ignore it.
+        # The replacement of a lost trainer repeats a step that only some servers have received; those ignore it.
         clocks = [clock for clock, _ in attached]
-        if max(clocks) > min(clocks) + 1:  # a push goes to all shards, so their steps differ by one at most
-            raise PhalanxError(  # not a PeerLostError, which elastic.run would survive, only to return here
+        if max(clocks) > min(clocks) + 1:  # a push is sent to all shards, so their steps differ by at most one
+            raise PhalanxError(  # not a PeerLostError: elastic.run would restart and fail here again
                 f"ParameterServer {name!r}: trainer {self._trainer!r} has pushed {max(clocks)} steps, and shard "
                 f"{clocks.index(min(clocks))} has {min(clocks)} of them: {_describe_loss(self._spec.replicate)}"
             )
@@ -187,7 +187,7 @@ class ParameterServer:
 
     @property
     def optimizer(self) -> ServerOptimizer:
-        """Return the servers' optimizer of dense parameters, whose `param_groups` schedulers and users may set.
+        """Return the servers' optimizer for dense parameters, whose `param_groups` schedulers and users may set.
 
         The next push sends the new options. Synchronous trainers must set the same options; each asynchronous push is
         applied with its trainer's options.
@@ -199,7 +199,7 @@ class ParameterServer:
 
     @property
     def row_optimizer(self) -> ServerOptimizer:
-        """Return the servers' optimizer of tables; see `optimizer`.
+        """Return the servers' optimizer for tables; see `optimizer`.
 
         Raises:
             ValueError: there is no table.
@@ -250,13 +250,13 @@ class ParameterServer:
     def pull(self, rows: Mapping[str, Tensor] | None = None, dense: Sequence[str] | None = None) -> Pulled:
         """Return the values for this trainer's next step, once it may begin: one call to each server.
 
-        Shape: of table `t` with rows of length D and ids of shape (*): (*, D). `dense`: names; by default all.
+        Shape: for a table with rows of length D and ids of shape (*): (*, D). `dense`: names; by default all.
 
         Raises:
             ValueError, TypeError: a name is unknown, or ids are not integers or out of range.
-            PeerLostError: a trainer is lost whose gradients a synchronous step needs (it is named), or all servers of a
-                shard are lost.
-            DeadlineError: a trainer (it is named) or a server is too slow.
+            PeerLostError: a trainer whose gradients a synchronous step needs is lost (the message names it), or all
+                servers of a shard are.
+            DeadlineError: a trainer (the message names it) or a server is too slow.
         """
         self._check_open()
         rows = rows or {}
@@ -272,7 +272,7 @@ class ParameterServer:
         answers = self._on_all(requests.pull, arguments)
         pulled = Pulled(max(answer[2] for answer in answers))
         for whole, _, _ in answers:
-            # Clone to torch's own alignment: matrix products differ in the last bits at other alignments.
+            # Clone for torch's own alignment: at other alignments matrix products differ in the last bits.
             for key, value in whole.items():
                 pulled._dense[key] = value.clone().requires_grad_(key not in self._frozen)
         pulled._values |= {key: pulled._dense[key] for key in names}
@@ -288,12 +288,12 @@ class ParameterServer:
         """Send the gradients of the pulled values, and end the step: one call to each server.
 
         Values without a gradient are skipped, as in an optimizer. When this returns, each server and its replica have
-        the gradients. After an exception it may be called again: nothing is applied twice.
+        the gradients. After an exception call it again: nothing is applied twice.
 
         Arguments:
-            max_norm: clip the gradients that the servers apply, as `torch.nn.utils.clip_grad_norm_` does: in a
-                synchronous step the sum or mean of all trainers' gradients, dense ones and rows together;
-                asynchronously those of this push. All trainers of a synchronous step pass the same value.
+            max_norm: clip the gradients that the servers apply, dense ones and rows together, as
+                `torch.nn.utils.clip_grad_norm_` does: in a synchronous step the sum or mean of all trainers' gradients,
+                else the gradients of this push. All trainers of a synchronous step pass the same value.
             norm_type: the order of the norm.
 
         Return the norm before clipping if `max_norm` is given, else None.
@@ -341,7 +341,7 @@ class ParameterServer:
         rows = {key: (ids, grads.detach()) for key, (ids, grads) in rows.items()}
         total, for_servers = None, None
         if clip is not None and self._spec.synchronous and len(self._spec.trainers) > 1:
-            for_servers = clip  # only the servers have the mean
+            for_servers = clip  # only the servers have the sum or mean over trainers
         elif clip is not None:
             norms = {key: clip.norm_of(grad) for key, grad in dense.items()}
             total = self._total_norm(clip, [norms], [{key: clip.norm_of(grads) for key, (_, grads) in rows.items()}])
@@ -352,7 +352,7 @@ class ParameterServer:
         arguments = []
         for index in range(num):
             mine = {key: grad for key, grad in dense.items() if self._place[key] == index}
-            # Every server receives every table, possibly with no rows: an optimizer counts its steps.
+            # Every server receives every table, even without rows: an optimizer counts its steps.
             local = {}
             for key, (ids, grads) in rows.items():
                 here = ids % num == index
@@ -381,7 +381,7 @@ class ParameterServer:
     def state_dict(self) -> State:
         """Return all values, optimizer states, and the groups' options, independent of the number of servers.
 
-        In synchronous training this is the state after this trainer's last step; else each server's current state.
+        In synchronous training this is the state after this trainer's last step, otherwise each server's current state.
         """
         self._check_open()
         request = self._trainer, self.step, self._options()
@@ -420,7 +420,7 @@ class ParameterServer:
             one.set_options(answers[0][1][kind])
 
     def close(self) -> None:
-        """Leave, so that the others no longer wait for this trainer.
+        """Leave, so that the other trainers no longer wait for this trainer.
 
         When all trainers have left, the servers free the parameters.
         """
@@ -437,7 +437,7 @@ class ParameterServer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if kind is None:  # otherwise the others detect the end of its process
+        if kind is None:  # otherwise the servers detect the end of this process
             self.close()
 
     def _on_all(self, function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
@@ -469,7 +469,7 @@ Given = Mapping[str, Sequence[tuple[Mapping[str, Tensor], Options]]]  # by "dens
 
 
 def find_problems(servers: tuple[str, ...], trainers: tuple[str, ...], me: str, groups: Given) -> list[str]:
-    """Return descriptions of the problems of the arguments."""
+    """Return descriptions of the problems in the arguments."""
     problems = []
     for what, workers in (("servers", servers), ("trainers", trainers)):
         if not workers or len(set(workers)) != len(workers):
@@ -487,7 +487,7 @@ def find_problems(servers: tuple[str, ...], trainers: tuple[str, ...], me: str, 
 
 
 def find_wrong_tensors(kind: str, values: Mapping[str, Tensor], known: Mapping[str, Tensor]) -> list[str]:
-    """Return descriptions of the problems of the tensors in one group; `known` are the tensors of the other groups."""
+    """Return descriptions of the problems with one group's tensors; `known` are the tensors of the other groups."""
     problems = []
     if twice := sorted(values.keys() & known.keys()):
         problems.append(f"{twice} are names of several dense parameters or tables")
@@ -499,7 +499,7 @@ def find_wrong_tensors(kind: str, values: Mapping[str, Tensor], known: Mapping[s
 
 
 def try_optimizer(what: str, make: MakeOptimizer, *, sparse: bool) -> list[str]:
-    """Run a trial step, so that an unusable optimizer is reported here and not by a server."""
+    """Return the problem of an optimizer that fails in a trial step, before a server runs it."""
     parameter = torch.nn.Parameter(torch.ones(2, 2, device="cpu"))
     grad = torch.ones(2, 2, device="cpu")
     parameter.grad = grad.to_sparse(1) if sparse else grad
@@ -527,7 +527,7 @@ class ShardCalls:
         self._servers = servers
         self._trainer = trainer
         self._first = first
-        self._hosts = [self._ring(index) for index in range(len(servers))]  # the servers that were not found lost
+        self._hosts = [self._ring(index) for index in range(len(servers))]  # each shard's servers, without lost ones
 
     def _ring(self, index: int) -> list[str]:
         return ring(self._servers, index, current.agent().membership.host_of)
@@ -536,8 +536,8 @@ class ShardCalls:
         """Call `function` for every shard at once, on the shard's server; `step` is this trainer's current step.
 
         Raises:
-            PeerLostError: no server of a shard is left, or a trainer is lost that the answer depends on.
-            DeadlineError: an answer is late; the message names the trainers that it waited for.
+            PeerLostError: no server of a shard is left, or a trainer that the answer depends on is lost.
+            DeadlineError: an answer is late; the message names the trainers that delayed it.
         """
         sent = [self._send(index, function, request) for index, request in enumerate(arguments)]
         answers, problems = [], []
@@ -545,7 +545,7 @@ class ShardCalls:
             for index, (request, future) in enumerate(zip(arguments, sent, strict=True)):
                 try:
                     answers.append(self._wait(index, function, request, future, step))
-                except PhalanxError as error:  # wait for the other answers first: they may have arrived
+                except PhalanxError as error:  # read the other answers first: they may have arrived
                     problems.append(error)
         if problems:
             raise problems[0]
@@ -588,7 +588,7 @@ class ShardCalls:
                 if isinstance(error, NoCopyError):
                     without.add(host)
                     if host not in hosts:
-                        hosts.append(host)  # it may have a copy later, after all servers before it are lost
+                        hosts.append(host)  # it may get a copy later, once all servers before it are lost
                 future = self._send(index, function, request)
         tried = self._ring(index)
         members = (current.agent().membership.find(one) for one in tried)
@@ -599,7 +599,7 @@ class ShardCalls:
         ) from cause
 
     def _explain_late(self, index: int, function: Callable[..., Any], error: DeadlineError, step: int) -> DeadlineError:
-        """Return an error that names the trainer that delayed this one, if the server knows it."""
+        """Return an error that names the trainers that delayed this trainer, if the server answers in time."""
         place = self._name, index
         try:
             host = self._hosts[index][0]
@@ -625,7 +625,7 @@ class ShardCalls:
         return DeadlineError(f"{text}{facts}.\n{error}")
 
     def _explain_missing(self, users: list[str], error: DeadlineError) -> DeadlineError:
-        """Return an error that says why there is no shard: `users` have not closed the previous one of this name."""
+        """Return an error that says why there is no shard; `users` have not closed the previous shard of this name."""
         if not users:
             fact = f"trainer {self._first!r}, whose initial values it needs, has not constructed it."
         elif self._trainer in users:

@@ -13,7 +13,7 @@ Norms = Mapping[str, Tensor]  # the norms of gradients, by name
 
 @dataclass(frozen=True)
 class Clip:
-    """A `Clip` is the largest allowed norm of a step's gradients together."""
+    """A `Clip` is the largest allowed norm of all gradients of a step together."""
 
     max_norm: float
     norm_type: float

@@ -1,7 +1,7 @@
-"""Parameter groups: as trainers pass them, and on a server with its part of the parameters and their optimizer.
+"""Parameter groups, as trainers pass them, and on a server with its part of the parameters and their optimizer.
 
-A group in a message or a state is `{"params": [name, ...], "lr": ..., ...}`. Groups are "dense" or "tables", each with
-an optimizer of their own.
+A group in a message or a state is `{"params": [name, ...], "lr": ..., ...}`. Groups are "dense" or "tables"; each of
+the two kinds has an optimizer of its own.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def read_groups(what: str, given: object) -> list[tuple[dict[str, Tensor], Optio
     """Return the named tensors and the options of each group, from a mapping by name or a list of groups as in torch.
 
     Raises:
-        TypeError: `given` is neither.
+        TypeError: `given` is neither a mapping nor a list of groups.
     """
     if given is None or isinstance(given, Mapping):
         return [(dict(given), {})] if given else []
@@ -39,7 +39,7 @@ def read_group(what: str, group: Mapping[str, Any]) -> tuple[dict[str, Tensor], 
     """Return the named tensors and the options of one group.
 
     Raises:
-        TypeError: its tensors have no names.
+        TypeError: the group's tensors have no names.
     """
     params = group["params"]
     if not isinstance(params, Mapping):
@@ -59,7 +59,7 @@ def copy_options(group: Mapping[str, Any]) -> Options:
 
 
 def copy_value(value: Any) -> Any:
-    """Return a copy of a tensor, which in-place changes do not reach; anything else as it is."""
+    """Return a copy of a tensor, which in-place changes do not affect; return any other value itself."""
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
@@ -79,8 +79,8 @@ def _same(one: Any, other: Any) -> bool:
 class ShardGroups:
     """`ShardGroups` are the dense parameters, or the parts of tables, on this server, and their optimizer.
 
-    `options` has every group's options as a trainer last sent them. Only options that a trainer has changed since are
-    set in the optimizer, which may keep options of its own in a group.
+    `options` has every group's options as a trainer last sent them. Only options that a trainer has changed since then
+    are set in the optimizer, which may keep options of its own in a group.
     """
 
     def __init__(self, make: MakeOptimizer, groups: Sequence[Group], values: Mapping[str, Tensor]) -> None:
@@ -96,7 +96,7 @@ class ShardGroups:
         if self.optimizer is not None or not self.parameters:
             return
         members = [self._members(number) for number in range(len(self._names))]
-        if len(members) == 1:  # one group becomes a list, which any function that makes an optimizer accepts
+        if len(members) == 1:  # pass one group as a list, which any function that makes an optimizer accepts
             self.optimizer = self._make(members[0])
             self.optimizer.param_groups[0].update(copy_options(self.options[0]))
         else:

@@ -1,4 +1,4 @@
-"""A `HostedShard` answers trainers' requests, replicates a shard, and replaces the primary of a lost one.
+"""A `HostedShard` answers trainers' requests, replicates a shard, and replaces its primary if that is lost.
 
 trainer              server: primary of shard i            next server: replica of shard i
 push ──────────────► apply, number it
@@ -41,7 +41,7 @@ _WAIT = object()  # the placeholder for a result that does not exist yet
 
 
 class ShardRole(Enum):
-    """A `ShardRole` limits the next transitions, as the module's table shows."""
+    """`ShardRole` is this server's role for a shard; the module's table shows the transitions."""
 
     EMPTY = "empty"
     REPLICA = "replica"
@@ -64,13 +64,13 @@ class _WaitingRequest:
 
 
 class HostedShard:
-    """A `HostedShard` is this server's place for a shard."""
+    """A `HostedShard` is a shard on this server, in one of three roles."""
 
     def __init__(self, agent: Agent, name: str, index: int) -> None:
         self._agent = agent
         self._name = name
         self._index = index
-        # It guards requests while they are tried and applied, one at a time; results are delivered after its release.
+        # It guards requests while they are tried and applied, one at a time; results are sent after its release.
         self._lock = threading.Lock()
         self._shard: Shard | None = None
         self.role = ShardRole.EMPTY
@@ -80,7 +80,7 @@ class HostedShard:
         self._number = 0  # the number of the last entry applied
         self._early_entries: dict[int, tuple[tuple[Any, ...], Future[Any]]] = {}
         self._waiting: list[_WaitingRequest] = []
-        self._known_losses: dict[str, set[int | None]] = {}  # by trainer: workers that were lost when it attached
+        self._known_losses: dict[str, set[int | None]] = {}  # by trainer: the workers that were lost when it attached
         self._load_requests: dict[str, int] = {}  # by trainer: the number of the load that it waits for
         self._failure: PhalanxError | None = None  # once set, the shard's contents are invalid
 
@@ -91,7 +91,7 @@ class HostedShard:
     # -- requests ------------------------------------------------------------------------------------------------------
 
     def request(self, attempt: Callable[[], Any]) -> Future[Any]:
-        """Try `attempt` until it returns an answer, whenever the shard has changed."""
+        """Return a future of the answer of `attempt`, which is tried now and after each change of the shard."""
         one = _WaitingRequest(attempt, Future())
         with self._lock:
             self._waiting.append(one)
@@ -103,7 +103,7 @@ class HostedShard:
         answered: list[tuple[Future[Any], Any]] = []
         with self._lock:
             changed = True
-            while changed:  # an answered request may allow another one
+            while changed:  # an answered request may make another one answerable
                 changed = False
                 for one in list(self._waiting):
                     try:
@@ -123,13 +123,13 @@ class HostedShard:
                 future.set_result(result)
 
     def _find_shard(self) -> Shard | None:
-        """Return the shard if this server answers requests; None while its primary may still be alive."""
+        """Return the shard if this server is its primary, else None; raise NoCopyError if this server has no copy."""
         if self._shard is None:
             raise NoCopyError(f"server {self._agent.me.info.name!r} has no copy of shard {self._index}.")
         return self._shard if self.role is ShardRole.PRIMARY else None
 
     def create(self, spec: Spec, state: State) -> Any:
-        """Create the shard unless it exists; wait while one that the first trainer has closed still exists."""
+        """Create the shard unless it exists; wait while a shard that the first trainer has closed still exists."""
         if self._shard is None:
             self._shard = Shard(spec, state)
             self._become(ShardRole.PRIMARY)
@@ -157,7 +157,7 @@ class HostedShard:
     def attach(self, trainer: str, worker: int, described: str) -> Any:
         """Return the trainer's clock and the number of loaded states, once the shard exists.
 
-        A shard that this trainer has closed does not count: the next one of that name begins when all have closed it.
+        A shard that this trainer has closed does not count: the next shard of this name begins when all have closed it.
         """
         if self._shard is None or self.role is not ShardRole.PRIMARY or trainer in self._shard.left:
             return _WAIT
@@ -173,7 +173,7 @@ class HostedShard:
         answer = self._shard.clocks[trainer], self._shard.load_number
         if self._shard.workers.get(trainer) == worker:
             return answer
-        self._load_requests.pop(trainer, None)  # the request of the worker that this one replaces
+        self._load_requests.pop(trainer, None)  # the request of the worker that this worker replaces
         return self._answer_after(self.write(("attach", trainer, worker)), answer)
 
     def request_load(self, trainer: str, number: int) -> None:
@@ -182,7 +182,7 @@ class HostedShard:
             self._load_requests[trainer] = number
 
     def load(self, trainer: str, number: int, state: State | None) -> Any:
-        """Load the first trainer's state, once all have asked for load `number`: a late trainer may still push."""
+        """Load the first trainer's state once all have requested load `number`: a late trainer may still push."""
         shard = self._find_shard()
         if shard is None:
             return _WAIT
@@ -207,7 +207,7 @@ class HostedShard:
 
     @staticmethod
     def _answer_after(acknowledged: Future[Any] | None, answer: Any) -> Any:
-        """Return `answer` once the replica has acknowledged the entry."""
+        """Return `answer`, or a future of it if the replica has yet to acknowledge the entry."""
         if acknowledged is None:
             return answer
         answered: Future[Any] = Future()
@@ -249,7 +249,7 @@ class HostedShard:
         return self.write(("add", number, kind, group, values, described))
 
     def push(self, trainer: str, clock: int, gradients: PushedGradients) -> Any:
-        """Apply a trainer's gradients, once its clock allows it; this also limits a trainer that never pulls."""
+        """Apply a trainer's gradients once its clock allows that; this also limits a trainer that never pulls."""
         shard = self._find_shard()
         if shard is None or (clock >= shard.clocks[trainer] and not self._may_continue(shard, trainer, clock)):
             return _WAIT
@@ -273,7 +273,7 @@ class HostedShard:
         before = self._failure
         self._apply(shard, entry)
         acknowledged = None
-        if self._replica is not None:  # also if it failed: it is numbered, and later entries would wait on the replica
+        if self._replica is not None:  # also after a failure: later entries would wait on the replica for this number
             arguments = (self._name, self._index, self._number, entry)
             acknowledged = self._ack(self._send(self._replica, receive, arguments))
         if self._failure is not before and self._failure is not None:
@@ -287,7 +287,7 @@ class HostedShard:
             shard.apply(entry)
         except MismatchError as error:  # trainers have sent different options for a step; nothing was applied
             self._failure = error
-        except Exception as error:  # an optimizer raised it, here and on the replica, and it cannot be undone
+        except Exception as error:  # an optimizer raised it, here and on the replica; the step cannot be undone
             self._failure = PhalanxError(
                 f"ParameterServer {shard.spec.name!r}: server {self._agent.me.info.name!r} could not make step "
                 f"{shard.step}: {summary_of(error)}\nThe parameters are as the optimizer left them; resume "
@@ -301,7 +301,7 @@ class HostedShard:
             self._load_requests, self._failure = {}, None
 
     def pull(self, trainer: str, clock: int, dense: list[str], rows: Mapping[str, Tensor]) -> Any:
-        """Return the values, and how far the slowest trainer is behind, once the trainer may continue."""
+        """Return the values, and how many steps the slowest trainer is behind, once the trainer may continue."""
         shard = self._find_shard()
         if shard is None or not self._may_continue(shard, trainer, clock):
             return _WAIT
@@ -350,7 +350,7 @@ class HostedShard:
         """Return whether `trainer` waits until the replacement of the trainer `lost` attaches.
 
         `trainer` waits if it attached after that loss, as the trainers of the next generation of an elastic job do. A
-        trainer that attached before gets an error: the replacement waits for it to join the group.
+        trainer that attached earlier receives an error: the replacement waits for that trainer to join the group.
         """
         if shard.workers.get(lost) not in self._known_losses.get(trainer, ()):
             return False
@@ -392,12 +392,12 @@ class HostedShard:
         future: Future[Any] = Future()
         applied = []
         with self._lock:
-            if self.role is ShardRole.PRIMARY:  # the sender is lost, and has answered no trainer
+            if self.role is ShardRole.PRIMARY:  # the sender is lost, and has not acknowledged this entry to a trainer
                 raise NoCopyError("this server is the primary of the shard now.")
             if number is not None and entry is not None:
                 self._early_entries[number] = (entry, future)
             if self._shard is not None:
-                for old in [one for one in self._early_entries if one <= self._number]:  # in the installed state
+                for old in [one for one in self._early_entries if one <= self._number]:  # part of the installed state
                     applied.append(self._early_entries.pop(old)[1])
                 while self._shard is not None and self._number + 1 in self._early_entries:
                     next_entry, its_future = self._early_entries.pop(self._number + 1)
@@ -424,7 +424,7 @@ class HostedShard:
     def _send(self, to: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Future[Any]:
         try:
             return rpc_async(to, function, arguments)
-        except PhalanxError as error:  # already lost, and known to be
+        except PhalanxError as error:  # known to be lost
             failed: Future[Any] = Future()
             failed.set_exception(error)
             return failed
@@ -462,7 +462,7 @@ class HostedShard:
         with self._lock:
             if self.role is ShardRole.REPLICA and self._primary == member.uid:
                 self._become(ShardRole.PRIMARY)
-                self._early_entries.clear()  # earlier entries are missing, and no trainer was answered
+                self._early_entries.clear()  # earlier entries are missing, and these were not acknowledged to a trainer
                 self._choose_replica()
             elif self.role is ShardRole.PRIMARY and self._replica == member.info.name:
                 self._choose_replica()

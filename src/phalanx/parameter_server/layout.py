@@ -1,4 +1,4 @@
-"""Place parameters on servers: a dense tensor on one of them, row r of a table on server r modulo their number."""
+"""Place parameters on servers: a dense tensor on one server, row r of a table on server r modulo their number."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# "step"; "dense" and "tables" by name; "optimizer": optimizer states by name; "groups": by "dense" and "tables" the
-# groups, each with its names ("params") and its options.
+# "step"; "dense" and "tables": tensors by name; "optimizer": optimizer states by name; "groups": the groups of "dense"
+# and of "tables", each with its names ("params") and its options.
 State = dict[str, Any]
 
 
 def plan_dense(sizes: Mapping[str, int], num_servers: int, load: list[int] | None = None) -> dict[str, int]:
-    """Return the server of each dense tensor: the largest first, each to the least loaded (`load`)."""
+    """Return the server of each dense tensor: the largest first, each on the least loaded server. Add to `load`."""
     load = [0] * num_servers if load is None else load
     place = {}
     for name, size in sorted(sizes.items(), key=lambda one: (-one[1], one[0])):
@@ -27,7 +27,7 @@ def plan_dense(sizes: Mapping[str, int], num_servers: int, load: list[int] | Non
 def ring(servers: Sequence[str], index: int, host_of: Callable[[str], str]) -> list[str]:
     """Return the servers that may hold shard `index`: its own, then its successors in order.
 
-    Successors on other hosts come first, so that a host may be lost.
+    Successors on other hosts precede those on the same host, so that a host may be lost.
     """
     mine, *others = (*servers[index:], *servers[:index])
     return [mine, *sorted(others, key=lambda other: host_of(other) == host_of(mine))]  # sorted is stable
@@ -88,7 +88,7 @@ def split_state(state: State, place: Mapping[str, int], num_servers: int) -> lis
 
 
 def join_states(shards: Sequence[State]) -> State:
-    """Join the states that `split_state` has split."""
+    """Join the states of all servers, as `split_state` splits them."""
     first = shards[0]
     dense = {name: value for shard in shards for name, value in shard["dense"].items()}
     kept: dict[str, Any] = {
@@ -104,7 +104,7 @@ def join_states(shards: Sequence[State]) -> State:
             }
     tables = {name: join_rows([shard["tables"][name] for shard in shards]) for name in first["tables"]}
     joined = {"step": first["step"], "dense": dense, "tables": tables, "optimizer": kept}
-    if "groups" in first:  # from a server with a dense parameter, whose optimizer may have set some options itself
+    if "groups" in first:  # dense options from a server with a dense parameter: its optimizer may have set some itself
         with_dense = next((shard for shard in shards if shard["dense"]), first)
         joined["groups"] = {"dense": with_dense["groups"]["dense"], "tables": first["groups"]["tables"]}
     return joined

@@ -49,7 +49,7 @@ class Parameters:
     def sum_gradients(
         self, dense: Mapping[str, Tensor], rows: Mapping[str, tuple[Tensor, Tensor]]
     ) -> dict[str, tuple[Tensor, Tensor]]:
-        """Check gradients by name, and return those of tables with each id once and its gradients summed.
+        """Check gradients by name; return the tables' gradients with each id once, its gradients summed.
 
         Raises:
             ValueError, TypeError: a name is unknown, or a shape or dtype does not match.
@@ -101,6 +101,6 @@ def _check_gradient(key: str, grad: Tensor, of: Tensor) -> None:
 
 
 def describe(group: Group, values: Mapping[str, Tensor]) -> str:
-    """Describe a group, so that trainers can detect that they have passed different ones."""
+    """Describe a group, so that trainers can detect that they have passed different groups."""
     forms = {name: (tuple(values[name].shape), str(values[name].dtype)) for name in group["params"]}
     return f"{forms}, { {key: one for key, one in group.items() if key != 'params'} }"

@@ -31,14 +31,14 @@ def cancel_creation(name: str, index: int) -> list[str]:
 
 @async_execution
 def attach(name: str, index: int, trainer: str, worker: int, described: str) -> Future[Any]:
-    """Attach another trainer, the worker of that uid, once the first trainer has sent its values."""
+    """Attach a trainer, the worker with this uid, once the first trainer has sent its values."""
     place = host(name, index)
     return place.request(partial(place.attach, trainer, worker, described))
 
 
 @async_execution
 def push(name: str, index: int, trainer: str, clock: int, gradients: PushedGradients) -> Future[Any]:
-    """Apply all gradients of a trainer for this server."""
+    """Apply a trainer's gradients for this shard."""
     place = host(name, index)
     return place.request(partial(place.push, trainer, clock, gradients))
 
@@ -60,14 +60,14 @@ def load(name: str, index: int, trainer: str, number: int, state: State | None) 
 
 @async_execution
 def pull(name: str, index: int, trainer: str, clock: int, dense: list[str], rows: Mapping[str, Tensor]) -> Future[Any]:
-    """Return the values on this server for a trainer's next step."""
+    """Return the shard's values for a trainer's next step."""
     place = host(name, index)
     return place.request(partial(place.pull, trainer, clock, dense, rows))
 
 
 @async_execution
 def norms(name: str, index: int, trainer: str, clock: int) -> Future[dict[str, Norms]]:
-    """Return the norms of this server's gradients for a step."""
+    """Return the norms of the shard's gradients for a step."""
     place = host(name, index)
     return place.request(partial(place.norms, trainer, clock))
 
@@ -90,7 +90,7 @@ def add(name: str, index: int, *arguments: Any) -> Future[Any]:
 def state(
     name: str, index: int, trainer: str, clock: int, options: Mapping[str, Sequence[Options]] | None = None
 ) -> Future[Any]:
-    """Return the complete state on this server."""
+    """Return the complete state of the shard."""
     place = host(name, index)
     return place.request(partial(place.state, trainer, clock, options))
 

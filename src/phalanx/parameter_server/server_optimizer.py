@@ -16,7 +16,7 @@ AddGroup = Callable[[str, Group, dict[str, Tensor]], None]
 
 
 class ServerOptimizer(torch.optim.Optimizer):
-    """`ServerOptimizer` has the `param_groups` of the servers' optimizer of dense parameters or tables.
+    """`ServerOptimizer` has the `param_groups` of the servers' optimizer for dense parameters or tables.
 
     Each push sends the options of its groups, which a scheduler or the user sets here, to the servers. Its tensors are
     the arguments of the `ParameterServer`, and do not change.
@@ -55,7 +55,7 @@ class ServerOptimizer(torch.optim.Optimizer):
         self.names.append(list(values))
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Refuse to step: a push is the step, and calls this for the sake of hooks and schedulers."""
+        """Refuse to step: a push is the step. Only a push calls this, to run hooks and notify schedulers."""
         if not self._is_pushing:
             raise RuntimeError(
                 "ParameterServer: the servers make the optimizer's step when they receive gradients: call "
@@ -80,14 +80,14 @@ class ServerOptimizer(torch.optim.Optimizer):
             group.update(copy_options(options))
 
     def state_dict(self) -> NoReturn:
-        """Refuse, since the state is on the servers."""
+        """Refuse: the state is on the servers."""
         raise RuntimeError(
             "ParameterServer: the servers keep the optimizer's state: save ParameterServer.state_dict(), which has the "
             "parameters, the groups' options and the state of both optimizers"
         )
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> NoReturn:
-        """Refuse, since the state is on the servers."""
+        """Refuse: the state is on the servers."""
         raise RuntimeError("ParameterServer: the servers keep the optimizer's state: use its own load_state_dict()")
 
 
@@ -101,8 +101,8 @@ def make_server_optimizer(
     """Return an optimizer with the options that `make` gives these groups.
 
     Raises:
-        ValueError: the optimizer cannot be made of these groups, or makes groups of its own, which each server would
-            make of its part.
+        ValueError: the optimizer cannot be made of these groups, or makes groups of its own: each server would only
+            group its part.
     """
     members = [[torch.nn.Parameter(value) for value in values.values()] for values, _ in groups]
     given = [{**copy_options(options), "params": mine} for mine, (_, options) in zip(members, groups, strict=True)]

@@ -1,6 +1,7 @@
-"""A `Shard` is a server's part of the parameters, and applies the steps of the trainers to it.
+"""A `Shard` is a server's part of the parameters, to which it applies the trainers' steps.
 
-A `Shard` makes no calls and has no lock or clock: the same requests in order give the same bits, also on a replica.
+A `Shard` makes no calls and has no lock or clock: the same requests in the same order give the same bits, also on a
+replica.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class NoCopyError(PhalanxError):
 
 @dataclass(frozen=True)
 class Spec:
-    """A `Spec` is the description of one ParameterServer that all trainers and servers share."""
+    """A `Spec` describes one ParameterServer; all trainers and servers share it."""
 
     name: str
     servers: tuple[str, ...]
@@ -66,7 +67,7 @@ class PushedGradients:
 class Shard:
     """A `Shard` has parameters and their optimizers, and counts the steps of each trainer.
 
-    `clocks` counts the steps that each trainer has pushed, and `step` the applied ones (or pushes, if asynchronous).
+    `clocks` counts the steps that each trainer has pushed, and `step` the applied steps (if asynchronous, the pushes).
     """
 
     def __init__(self, spec: Spec, state: State, load_number: int = 0) -> None:
@@ -77,7 +78,7 @@ class Shard:
         }
         self._added: list[tuple[str, str]] = []  # the groups added later: their kind and description
         self.left: set[str] = set()
-        self.workers: dict[str, int] = {}  # by trainer: the uid of its worker at creation, or of the last to attach
+        self.workers: dict[str, int] = {}  # by trainer: the uid of the worker at creation, or of the last that attached
         self._total: Tensor | None = None  # the norm for the next step
         self.load(load_number, state)
 
@@ -97,13 +98,13 @@ class Shard:
         does[what](*arguments)
 
     def attach(self, trainer: str, worker: int) -> None:
-        """Record the trainer's worker. The replacement of a lost worker has its name, and another uid."""
+        """Record the trainer's worker. The replacement of a lost worker has the same name, and another uid."""
         self.workers[trainer] = worker
 
     def push(self, trainer: str, clock: int, gradients: PushedGradients) -> None:
         """Store or apply the gradients of a trainer's step number `clock`."""
         if clock < self.clocks[trainer]:
-            return  # already applied; the answer was lost with the server that had it
+            return  # already applied; the answer was lost with the server that sent it
         self.clocks[trainer] = clock + 1
         if not self.spec.synchronous:
             self._update([gradients])
@@ -125,7 +126,7 @@ class Shard:
             self._groups[kind].add(group, values)
 
     def leave(self, trainer: str) -> None:
-        """Remove a trainer that pushes no more; the others do not wait for it."""
+        """Remove a trainer that pushes no more, so that the others do not wait for it."""
         self.left.add(trainer)
         self._advance()
 
@@ -134,7 +135,7 @@ class Shard:
             self.load(number, state)
 
     def load(self, number: int, state: State) -> None:
-        """Load these values; all trainers are then at the state's step. A trainer that had left stays removed."""
+        """Load these values; all trainers are then at the state's step. Trainers that have left stay removed."""
         self.load_number = number
         self.step: int = state["step"]
         self.clocks: dict[str, int] = {one: self.step for one in self.spec.trainers}
@@ -157,15 +158,15 @@ class Shard:
         return [one for one in self.active() if self.clocks[one] <= self.step]
 
     def is_complete(self) -> bool:
-        """Return whether all have pushed the next synchronous step, which may wait for the norm of its gradients."""
+        """Return whether all trainers have pushed the next synchronous step; it may still wait for its norm."""
         return bool(self._pending.get(self.step)) and not self.behind()
 
     def _advance(self) -> None:
-        """Apply complete synchronous steps: always in the trainers' order, whichever arrived first."""
+        """Apply complete synchronous steps, always in the trainers' order, not the order of arrival."""
         while self.is_complete():
             pushed = self._next_step()
             if mismatch := self._find_mismatch(pushed):
-                del self._pending[self.step]  # a refused step is dropped, as is one below whose optimizer raises
+                del self._pending[self.step]  # a refused step is dropped, like a step below whose optimizer raises
                 raise mismatch
             if any(one.clip for one in pushed.values()) and self._total is None:
                 return
@@ -197,8 +198,7 @@ class Shard:
     def _reduce(self, pushed: Sequence[PushedGradients]) -> None:
         """Set the parameters' gradients to the sum or mean over trainers. A missing gradient counts as zeros.
 
-        The pushed gradients stay unchanged, whatever the optimizers do to their own: they are sent to the replica
-        later.
+        The pushed gradients stay unchanged, even if an optimizer changes its own: they are sent to the replica later.
         """
         if self._is_reduced:
             return
@@ -222,7 +222,7 @@ class Shard:
                 table.grad = grad / divisor if divisor > 1 else grad
 
     def norms(self) -> dict[str, Norms]:
-        """Return the norms of this server's gradients for the step that waits for its norm, or the last clipped one."""
+        """Return this server's gradient norms for the step that waits for its norm, else for the last clipped step."""
         if self.is_complete():
             pushed = list(self._next_step().values())
             clip = next((one.clip for one in pushed if one.clip), None)
@@ -252,7 +252,7 @@ class Shard:
     # -- reading -------------------------------------------------------------------------------------------------------
 
     def staleness(self, clock: int, lost: Iterable[str] = ()) -> int:
-        """Return how many steps a trainer that has pushed `clock` is ahead of the slowest remaining one."""
+        """Return how many steps a trainer that has pushed `clock` steps is ahead of the slowest remaining trainer."""
         gone = set(lost)
         return max((clock - self.clocks[one] for one in self.active() if one not in gone), default=0)
 

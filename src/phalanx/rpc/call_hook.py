@@ -5,8 +5,8 @@
     receive_reply(note, arrived)      <-------   on_reply(to, payload, note) -> note
 
 A note is any object that can be pickled; None costs nothing. `payload.tensors` and `arrived.tensors` are the same
-tensors in the same order. With a note, they arrive without requiring grad: the hook attaches them to a graph
-(`arrived.requires_grad` says which).
+tensors in the same order. If a note is sent, they arrive without requiring grad, and the hook attaches those that
+`arrived.requires_grad` marks to a graph.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from phalanx.rpc.worker_info import WorkerAddress
 
 
 class CallHook(Protocol):
-    """A `CallHook` is called four times for each call: twice on the caller, and twice on the callee."""
+    """A `CallHook` is called four times for each call: twice on the caller and twice on the callee."""
 
     def on_request(self, to: WorkerAddress, payload: Payload) -> Any:
         """Return the note for a call that is about to be sent."""
@@ -40,10 +40,10 @@ _hooks: list[CallHook] = []
 
 
 def set_call_hook(hook: CallHook | None) -> None:
-    """Set the hook of all calls from now on; None for no hook."""
+    """Set the hook for all calls from now on; None for no hook."""
     _hooks[:] = [] if hook is None else [hook]
 
 
 def call_hook() -> CallHook | None:
-    """Return the hook of calls; None if there is none."""
+    """Return the current hook; None if there is none."""
     return _hooks[0] if _hooks else None

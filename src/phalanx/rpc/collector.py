@@ -16,7 +16,7 @@ _R = TypeVar("_R")
 
 
 def without_collector(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Return `function`, during which no thread of this process begins a collection. It should be short."""
+    """Wrap `function`, which should be short, so that no thread begins a collection while it runs."""
 
     @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:

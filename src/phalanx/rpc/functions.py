@@ -1,4 +1,4 @@
-"""Decorators of functions that other workers call."""
+"""Decorators for functions that other workers call."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 def async_execution(fn: F) -> F:
     """Mark a function that returns a `torch.futures.Future`: the future's value is the result of the call.
 
-    The thread that ran the function serves other calls until then. This works for functions, for static and class
-    methods (put `@staticmethod` or `@classmethod` above it), and for methods called through a reference.
+    Meanwhile the thread that ran the function serves other calls. The decorator works for functions, for static and
+    class methods (put `@staticmethod` or `@classmethod` above it), and for methods called through a reference.
     """
 
     @functools.wraps(fn)

@@ -50,7 +50,7 @@ def rpc_sync(
     Raises:
         Exception: `func` raised it; its cause has the traceback on the worker.
         DeadlineError: `timeout` seconds have passed (0: never; not given: the default of `init_rpc`).
-        PeerLostError: the worker is lost; `func` may have run, or not.
+        PeerLostError: the worker is lost; `func` may or may not have run.
     """
     return _call("rpc_sync", to, func, args, kwargs, timeout).wait()
 
@@ -149,7 +149,7 @@ def _call(
 
 
 def _ended(event: Any, future: Answer[Any]) -> Future[Any]:
-    """Return a future that completes once the event is in the profile. The event's own one takes errors for results."""
+    """Return a future that completes once the profile has the event; torch's own future mistakes errors for results."""
     made: Answer[Any] = Answer()
 
     def resolve(_: object) -> None:
@@ -165,7 +165,7 @@ def _ended(event: Any, future: Answer[Any]) -> Future[Any]:
 
 
 def _profiled(key: str, work: tuple[Any, ...]) -> tuple[tuple[Any, ...], Callable[[Any], Any] | None]:
-    """Return the call and the function that reads its answer; both add the callee's events to this thread's profile."""
+    """Return the call, and a function that reads its answer and adds the callee's events to this thread's profile."""
     profile = profiler.current_profile()
     return (work, None) if profile is None else profile.wrap(key, work)
 
@@ -180,8 +180,8 @@ def find_worker(agent: Agent, to: To) -> WorkerAddress:
     """Return the worker that `to` names.
 
     Raises:
-        ValueError: there is none, or `to` cannot name a worker.
-        PeerLostError: it is lost.
+        ValueError: there is no such worker, or `to` cannot name a worker.
+        PeerLostError: the worker is lost.
     """
     if not isinstance(to, str | int | WorkerInfo):
         raise ValueError(f"Cannot get WorkerInfo from name {to}: a worker is named by its name, rank or WorkerInfo")

@@ -30,7 +30,7 @@ _MOST_LINES = 16  # of one caller to one callee
 
 
 class LineEnd:
-    """A `LineEnd` is one end of a line, which one thread uses. Another thread may call `shut_down`."""
+    """A `LineEnd` is one end of a line. Only one thread uses it, but any thread may call `shut_down`."""
 
     def __init__(self, connection: UnixConnection, sock: socket.socket) -> None:
         sock.setblocking(False)
@@ -67,7 +67,7 @@ class LineEnd:
         return self._spin.wait(self.fd, bell, most_ms)
 
     def read(self) -> list[Frame] | None:
-        """Return a list of the received frame, if there is one; None if the other end is closed."""
+        """Return the received frame in a list, empty if there is none yet; None if the other end is closed."""
         try:
             return self._frames.read(self.connection.read_buffers)
         except Exception as error:  # the frame is malformed
@@ -128,7 +128,7 @@ class CalleeLine(LineEnd):
 
 
 class CallerLine(LineEnd):
-    """A `CallerLine` is the caller's end. `bell` wakes the thread that waits to read, or to write more."""
+    """A `CallerLine` is the caller's end. `bell` wakes the thread that waits to read or write."""
 
     def __init__(self, connection: UnixConnection, sock: socket.socket, lines: LinePool) -> None:
         self.lines = lines
@@ -155,7 +155,7 @@ class CallerLine(LineEnd):
 
 
 class LinePool:
-    """A `LinePool` has the lines over which this worker calls another one.
+    """A `LinePool` owns the lines over which this worker calls another worker.
 
     opening ──► idle ◄──► acquired by a thread for a call ──► transferred to the reader: the thread stopped waiting
                   ▲                                                │
@@ -190,7 +190,7 @@ class LinePool:
                 self.opened(number, False)
 
     def opened(self, number: int, is_open: bool) -> None:
-        """Use a line from now on if the callee has opened its end, else close it."""
+        """Add a line to the idle lines if the callee has opened its end, else close it."""
         ours = self._opening.pop(number, None)
         if ours is None:
             return
@@ -228,7 +228,7 @@ class LinePool:
             sock.close()
 
     def close(self) -> None:
-        """Close the lines that no thread has acquired. The reader calls it, or no thread reads any more."""
+        """Close the lines that no thread has acquired. Call this once the connection is closed."""
         while self._idle:
             with contextlib.suppress(IndexError):
                 self._idle.pop().close()

@@ -23,7 +23,7 @@ A worker opens a `DealerConnection` to the port of another one:
     RETRYING     was closed before the answer: the port keeps few            CONNECTING
                  connections of strangers, and closes the oldest one
                  (`ConnectionGuard`)
-    ACCEPTED     has the answer, and is never closed for another one         BROKEN
+    ACCEPTED     has the answer, and is never closed to make room            BROKEN
     BROKEN       has ended: the worker is lost                               none
 """
 
@@ -66,7 +66,7 @@ Welcome = Callable[[WorkerAddress], None]
 
 
 class NetworkConnection:
-    """`NetworkConnection` is one direction of a pair of workers: calls to `peer`, or, with `identity`, answers."""
+    """A `NetworkConnection` sends calls to `peer` or, with `identity`, answers to it."""
 
     lines = None  # the network's thread reads
 
@@ -88,7 +88,7 @@ class NetworkConnection:
 
 
 class Network:
-    """`Network` has the sockets of one worker, at `address`.
+    """`Network` owns the sockets of one worker, at `address`.
 
     It calls `arrive(connection, frame)` for a frame, `lost(member, why)` for a lost worker, and `welcome(member)` for a
     new one.
@@ -96,7 +96,7 @@ class Network:
 
     def __init__(self, address: str, key: Key, me: WorkerAddress, arrive: Arrive, lost: Lost, welcome: Welcome) -> None:
         self._key = key
-        self.me = me  # the address that the hello has
+        self.me = me  # the address that the hello contains
         self._arrive = arrive
         self._lost = lost
         self._welcome = welcome
@@ -160,9 +160,7 @@ class Network:
         poller.register(self._router, zmq.POLLIN)
         poller.register(self._admission.socket, zmq.POLLIN)
         poller.register(self._guard.socket, zmq.POLLIN)
-        dying: dict[
-            OutgoingConnections, float
-        ] = {}  # those whose pulse has broken, and the time until which they are kept
+        dying: dict[OutgoingConnections, float] = {}  # by connections whose pulse has broken: when to drop them
         while not self._closed:
             self._send_posted(poller)
             self._sleeps = True
@@ -175,7 +173,7 @@ class Network:
                 self._admission.answer(time.monotonic())
             if self._guard.socket in ready or self._guard.is_watching:
                 self._guard.read_events(time.monotonic())
-            # answers first: a worker that has ended may have answered before
+            # read answers first: a lost worker may have sent them before it ended
             for connection, one in list(self._outgoing.values()):
                 if one.frames.socket in ready:
                     self._read_answers(connection, one)
@@ -275,7 +273,7 @@ class Network:
         return [part.bytes for part in parts]
 
     def _answer(self, identity: bytes, greeting: bytes) -> None:
-        """Answer a worker's first message: its connection will not be closed to make room for others."""
+        """Answer a worker's first message: from now on its connection is not closed to make room for others."""
         with contextlib.suppress(zmq.ZMQError):  # the worker has ended
             self._router.send_multipart([identity, greeting], zmq.NOBLOCK)
 
@@ -341,7 +339,7 @@ def _join_pieces(pieces: Iterator[bytes], nbytes: int) -> list[bytes]:
 
 CONNECT_S = 20.0
 RETRY_S = 0.1
-_REFUSED_S = 5.0  # a connection that is closed before it is welcome is retried for this long
+_REFUSED_S = 5.0  # a connection that is closed before it is accepted is retried for this long
 HELLO, PULSE = b"hello", b"pulse"  # the first message of a connection, and the answer to it
 BROKE = "its connection broke: its process has exited, or its host does not answer any more."
 _EVENTS = (
@@ -356,7 +354,7 @@ MakeSocket = Callable[[int], zmq.Socket[bytes]]
 
 
 class DealerState(enum.Enum):
-    """A `DealerState` limits the next transitions, as the module's table shows."""
+    """`DealerState` is the state of a `DealerConnection`; the module's table shows the transitions."""
 
     CONNECTING = "connecting"
     RETRYING = "retrying"
@@ -406,7 +404,7 @@ class DealerConnection:
         pair = self._key.member_pair()
         made.curve_publickey, made.curve_secretkey = pair.public, pair.secret
         made.curve_serverkey = self._key.coordinator_pair().public
-        made.reconnect_ivl = -1  # a worker that was lost stays lost
+        made.reconnect_ivl = -1  # never reconnect: a worker that was lost stays lost
         made.connect_timeout = int(CONNECT_S * 1000)
 
     def accept(self) -> bool:
@@ -473,7 +471,7 @@ class OutgoingConnections:
     def __init__(self, make_socket: MakeSocket, key: Key, address: str, introduction: bytes, now: float) -> None:
         self.frames = DealerConnection(make_socket, key, address, [HELLO, introduction], now)
         self.pulse = PulseConnection(make_socket, key, address, [PULSE], now)
-        # the frames to send once the connection is accepted, and whether each was copied
+        # the frames to send once the connection is accepted, and whether ZeroMQ copies each
         self._waiting: list[tuple[list[Any], bool]] = []
 
     @property

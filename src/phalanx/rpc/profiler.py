@@ -1,9 +1,10 @@
-"""Also profile the functions that calls run on other workers: each answer has the events of its call.
+"""Also profile the functions that calls run on other workers: each answer carries the events of its call.
 
     caller    |- rpc_sync#f(a -> b) -----------------------|       events of its own
     callee         |- f: aten::mul |- rpc_sync#g(b -> c) -|        rpc_sync#f(a -> b)#remote_op: aten::mul, ...
 
-It extends `torch.autograd.profiler_legacy.profile`, because Python can make its events, but not `torch.profiler`'s.
+It extends `torch.autograd.profiler_legacy.profile`, because Python can create its events, but not those of
+`torch.profiler`.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _end: Any = find("torch.autograd._disable_profiler_legacy", loses=_LOSES)
 _Future: Any = find("torch._C.Future", loses=_LOSES)
 
 _REMOTE = "#remote_op: "  # PyTorch's prefix for remote events
-_THREADS = 1 << 20  # more than a process has: each worker's threads have separate numbers
+_THREADS = 1 << 20  # more than a process has: threads of different workers get different numbers
 _thread = threading.local()
 _FIELDS = ("id", "name", "thread", "fwd_thread", "input_shapes", "stack", "scope", "cpu_memory_usage", "sequence_nr")
 _PLAIN: dict[str, Any] = {**dict.fromkeys(_FIELDS, 0), "input_shapes": [], "stack": [], "sequence_nr": -1}
@@ -83,7 +84,7 @@ class profile(legacy.profile):
                 return answer
             begin_us = sent_us + max(0.0, self._now_us() - sent_us - answer.duration_us) / 2
             self._gathered += [_move(event, name, begin_us) for event in answer.events]
-            if self._has_ended:  # an async function answers later: the call's own event is missing
+            if self._has_ended:  # an async function answered after the end: the call's own event is missing
                 self._gathered.append(RemoteEvent(_node_id(), sent_us, self._now_us(), True, {**_PLAIN, "name": name}))
             return answer.result
 
@@ -117,7 +118,7 @@ def current_profile() -> profile | None:
 
 
 def run_profiled(options: Mapping[str, Any], function: Any, args: Any, kwargs: Any) -> Any:
-    """Call the function at the callee, and return its result with the events of the call."""
+    """Call the function on the callee, and return its result with the events of the call."""
     if _profiler_enabled():  # the user profiles here
         return function(*args, **kwargs)
     with profile(**options) as recorded:

@@ -33,7 +33,7 @@ class OwnedObject:
         self.id = rref_id
         self.future: Future[Any] = Future()
         self.forks: dict[RRefId, int] = {}  # by fork: the worker that has it
-        self.is_made = False  # otherwise it is expected: another worker has referred to it first
+        self.is_made = False  # if not, the object is expected: a reference arrived before the call that makes it
 
 
 class References:
@@ -44,7 +44,7 @@ class References:
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._owned: dict[RRefId, OwnedObject] = {}
-        # by the fork that was sent: the reference to keep meanwhile, and the worker that gets it
+        # by the fork that was sent: the reference to keep until it arrives, and the worker that receives it
         self._kept_forks: dict[RRefId, tuple[Any, int]] = {}
         self.dropped: deque[tuple[int, RRefId, RRefId]] = deque()  # (owner, object, fork), by finalizers
         self._lost: set[int] = set()
@@ -54,7 +54,7 @@ class References:
         return self._uid, next(self._numbers)
 
     def make(self, rref_id: RRefId, fork: RRefId | None = None, holder: int = 0) -> OwnedObject:
-        """Create the object with this number; `fork` is a reference of the worker `holder`."""
+        """Create the object with this id; `fork` is a reference of the worker `holder`."""
         with self._lock:
             owned = self._owned.get(rref_id) or OwnedObject(rref_id)
             owned.is_made = True
@@ -64,7 +64,7 @@ class References:
             return owned
 
     def find_or_expect(self, rref_id: RRefId) -> OwnedObject | None:
-        """Return the object with this number; expect it if the call that makes it has not been received yet.
+        """Return the object with this id; expect it if the call that makes it has not been received yet.
 
         The worker that made the call may have sent the reference on another connection.
         """
@@ -82,7 +82,7 @@ class References:
                 self._owned[owned.id] = owned
 
     def announce_fork(self, rref_id: RRefId, fork: RRefId, holder: int) -> bool:
-        """Add a reference that `holder` got from another worker; return whether the object is made or expected.
+        """Add a reference that `holder` received from another worker; return whether the object is made or expected.
 
         The worker that made the reference may have sent it before this worker received the call that makes the object.
         """
@@ -120,7 +120,7 @@ class References:
     def lose(self, uid: int) -> tuple[list[Any], list[OwnedObject]]:
         """Drop the references of a lost worker.
 
-        Return the objects to be released outside all locks, and the expected objects that it will never make.
+        Return the objects to release outside all locks, and the expected objects that the lost worker will never make.
         """
         freed: list[Any] = []
         orphans: list[OwnedObject] = []

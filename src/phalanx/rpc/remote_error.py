@@ -29,7 +29,7 @@ class MissingFunctionError(PhalanxError, AttributeError):
 
 
 class RemoteTraceback(Exception):
-    """A `RemoteTraceback` is the traceback on another worker, as the cause of the exception raised here."""
+    """A `RemoteTraceback` is the traceback on another worker, the cause of the exception raised here."""
 
     def __str__(self) -> str:
         return f"\n{self.args[0]}"
@@ -55,14 +55,14 @@ def pack(error: BaseException, where: str) -> bytes:
 def _format(error: BaseException, kind: str, message: str) -> str:
     try:
         return "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    except BaseException:  # an attribute that raises, in it or in one of its causes
+    except BaseException:  # an attribute of the error, or of one of its causes, raises
         return f"{kind}: {message}\n"
 
 
 def _dumps(obj: Any) -> bytes | None:
     try:
         return pickle.dumps(obj, 5)
-    except BaseException:  # a lock in it, a class inside a function, or an error of the user's hooks
+    except BaseException:  # it contains a lock or a local class, or a hook of the user raises
         return None
 
 
@@ -106,17 +106,17 @@ def _rebuild(whole: bytes | None, bare: bytes | None) -> Exception | None:
         except KeyboardInterrupt:
             if threading.current_thread() is threading.main_thread():  # it may be the user's Ctrl-C
                 raise
-        except BaseException:  # a class that is not here, asks for more arguments, or ends the process
+        except BaseException:  # the class is missing here, needs more arguments, or exits
             continue
         else:
-            # it may have become something else, such as SystemExit, which must not end the caller
+            # it may be rebuilt as something else, such as SystemExit, which must not end the caller
             if issubclass(type(made), Exception):
                 return made  # type: ignore[no-any-return]
     return None
 
 
 def set_error(future: Future[Any], make: Callable[[], BaseException]) -> None:
-    """Set the error of `future`: it raises the exception that `make` returns, a new one each time.
+    """Set the error of `future`: the future raises the exception that `make` returns, a new exception each time.
 
     An exception in a Future would never be freed once it was raised: it refers to the frames that it passed through,
     one of them refers to the Future, and Python's garbage collector does not see the references of a Future.

@@ -17,7 +17,7 @@ T = TypeVar("T", bound=nn.Module)
 
 
 class RemoteModule(nn.Module):
-    """`RemoteModule` makes and keeps `module_cls(*args, **kwargs)` on another worker; `forward` runs there.
+    """`RemoteModule` creates and keeps `module_cls(*args, **kwargs)` on another worker; `forward` runs there.
 
     In a `phalanx.rpc.autograd.context`, backward runs through it. It may be part of a local module, also under DDP: a
     local optimizer then updates the local parameters, and
@@ -27,8 +27,8 @@ class RemoteModule(nn.Module):
         remote_device: "worker", "worker/cuda:0", "rank:1" or "rank:1/cpu"; without a device it is the CPU.
         module_cls: a function or class that makes the module.
 
-    Cost: a call for each forward, with copies of its arguments and results. For a module on a GPU, tensors are copied
-    there, and results to the host.
+    Cost: a call for each forward, with copies of its arguments and results. For a module on a GPU, argument tensors
+    are also copied to the GPU, and result tensors to the host.
 
     Raises:
         ValueError: `remote_device` is invalid.
@@ -107,7 +107,7 @@ def _refuse(name: str) -> Callable[..., Any]:
     return method
 
 
-# The methods that PyTorch's class refuses, except those with which a parent module finds its own parameters.
+# The methods that PyTorch's class refuses, except those that a parent module needs to find its own parameters.
 for _name in (
     "add_module", "apply", "bfloat16", "buffers", "cpu", "cuda", "double", "float", "half", "ipu", "load_state_dict",
     "named_buffers", "named_parameters", "register_backward_hook", "register_buffer", "register_forward_hook",

@@ -1,6 +1,6 @@
 """An `RRef` is a reference to an object on one worker; any worker can have one.
 
-`references` draws the messages that create, send and drop one.
+`references` draws the messages that create, send and drop a reference.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class RRef(Generic[T]):
         return self._confirmed.done() and _succeeded(self._confirmed)
 
     def to_here(self, timeout: float = UNSET_RPC_TIMEOUT) -> T:
-        """Wait until the object is made; return it on its owner, a copy of it elsewhere.
+        """Wait until the object is made; return the object itself on its owner, and a copy elsewhere.
 
         Raises:
             Exception: the function that should make the object raised it.
@@ -120,7 +120,7 @@ class RRef(Generic[T]):
         )
 
     def local_value(self) -> T:
-        """Wait until the object is made, and return it, on its owner.
+        """Wait until the object is made, and return it. Only the owner may call this.
 
         Raises:
             RuntimeError: this worker is not the owner.
@@ -150,11 +150,11 @@ class RRef(Generic[T]):
     def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
         """Run `phalanx.rpc.autograd.backward` from the object, on its owner.
 
-        The object must be a tensor with one element. Only the owner may leave the context out: this then runs the
-        object's own `backward()`.
+        The object must be a tensor with one element. Only the owner may omit the context; the object's own
+        `backward()` then runs.
 
         Raises:
-            RuntimeError: the object is no such tensor, or there is no such context on its owner.
+            RuntimeError: the object is not such a tensor, or its owner has no such context.
         """
         if self._owned is None:
             if dist_autograd_ctx_id == -1:
@@ -242,7 +242,7 @@ def _type_of(rref: RRef[Any]) -> type:
 
 
 def _run_backward(rref: RRef[Any], context_id: int, retain_graph: bool) -> None:
-    from phalanx.rpc import autograd  # autograd imports agents, and they import references
+    from phalanx.rpc import autograd  # a cycle: autograd imports agents, and they import references
 
     value = rref.local_value()
     if not isinstance(value, torch.Tensor):
@@ -262,7 +262,7 @@ def _succeeded(future: Future[Any]) -> bool:
 
 
 def _wait(future: Future[Any], timeout_s: float = 0.0, what: str = "") -> Any:
-    """Wait for the value of a future that has no time-out of its own; return it."""
+    """Wait for a future at most `timeout_s` (0: no limit), and return its value."""
     if timeout_s and not future.done():
         done = threading.Event()
         future.add_done_callback(lambda _: done.set())
@@ -311,7 +311,7 @@ register(RRef, _reduce_rref)
 
 
 def serve_references(agent: Agent) -> None:
-    """Let this worker send and receive references."""
+    """Register the functions with which this worker sends and receives references."""
 
     def make(owner_uid: int, owner_name: str, rref_id: RRefId, fork: RRefId | None, parent: int) -> RRef[Any]:
         if owner_uid == agent.me.uid:

@@ -51,16 +51,16 @@ class Segment:
         self.number = number
         self.nbytes = nbytes
         self.bytes = torch.frombuffer(mmap.mmap(self.fd, nbytes), dtype=torch.uint8)
-        self.known_to: set[int] = set()  # the connections over which its descriptor was sent
+        self.known_to: set[int] = set()  # the connections that have sent its descriptor
 
     def close(self) -> None:
-        """Close it; a process that still maps it may use it."""
+        """Close the descriptor; a process that still maps the segment may use it."""
         os.close(self.fd)
         self.fd = -1
 
 
 class Lender:
-    """A `Lender` has the segments of this process, and the receiver of each."""
+    """A `Lender` owns the segments of this process, and tracks the receiver of each."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -94,9 +94,9 @@ class Lender:
             return segment
 
     def reclaim(self, number: int, *, arrived: bool = True) -> None:
-        """Reclaim a segment that is free again; if there are too many, close some and notify their receivers.
+        """Reclaim a segment that is free again; if too many are free, close some and notify their receivers.
 
-        `arrived` says whether its descriptor was received; otherwise it is sent again the next time.
+        Without `arrived`, the receiver has no descriptor of it: the next use sends the descriptor again.
         """
         dropped: list[Segment] = []
         with self._lock:
@@ -154,7 +154,7 @@ class Lender:
 class Borrower:
     """A `Borrower` maps the segments of the process at the other end of a connection.
 
-    `released` is called with a segment's number when its tensor has died, in any thread: it must neither wait nor lock.
+    `released(number)` is called when the tensor in a segment has died, in any thread: it must neither wait nor lock.
     """
 
     def __init__(self, released: Callable[[int], None]) -> None:
@@ -173,7 +173,7 @@ class Borrower:
             os.close(fd)
 
     def view(self, number: int, nbytes: int) -> Any:
-        """Return the first bytes of a segment, which stay valid as long as the array lives."""
+        """Return the first bytes of a segment as an array; the bytes stay valid as long as the array lives."""
         array = numpy.frombuffer(self._maps[number], dtype=numpy.uint8, count=nbytes)
         released, alive = self._released, self._alive
 
@@ -185,19 +185,19 @@ class Borrower:
         return array
 
     def make_private(self) -> list[int]:
-        """Replace the segments of all living tensors by memory of this process, and return their numbers.
+        """Replace the segments of all living tensors by private memory, and return the segments' numbers.
 
         Cost: a copy of the living tensors.
 
         Raises:
-            OSError: there is no memory for it.
+            OSError: there is no memory for the copies.
         """
         freed: list[int] = []
         for number, reference in list(self._alive.items()):
             array = reference()
             if array is not None:
                 _make_private(array.ctypes.data, len(self._maps[number]))
-                self._alive.pop(number, None)  # nothing is released when it dies
+                self._alive.pop(number, None)  # its death must not release the segment again
                 self._maps.pop(number, None)
                 freed.append(number)
         return freed
@@ -215,7 +215,7 @@ _FIXED_AND_MAY_MOVE = 3  # of mremap(2)
 
 
 def _make_private(address: int, nbytes: int) -> None:
-    """Replace some pages by a private copy, in one step for all threads that read them."""
+    """Replace these pages by a private copy; threads that read them see one atomic step."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = libc.mremap.restype = ctypes.c_void_p
     pages, wrong = ctypes.c_size_t(nbytes), ctypes.c_void_p(-1).value

@@ -1,9 +1,9 @@
 """Pickle objects by protocol 5, with the memory of their tensors out of band.
 
 A dense tensor on the CPU is not copied into the pickle: its memory is a buffer that the transport sends without a copy.
-A sparse tensor is pickled as two dense ones. All others (compressed, quantized, subclasses) are pickled as PyTorch
-pickles them; their parts are dense tensors again. Other files `register` the types that they pickle themselves
-(references).
+A sparse tensor is pickled as two dense tensors. All other tensors (compressed, quantized, on a GPU, subclasses) are
+pickled as PyTorch pickles them; the parts of some are again dense tensors on the CPU. Other files `register` the types
+that they pickle themselves (references).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _DTYPES = (
     torch.int8, torch.uint8, torch.bool, torch.complex64, torch.complex128,
 )  # fmt: skip
 _CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
-# The others are sent by name, as integers of their size: PyTorch copies few of them, and pickles none.
+# Other dtypes are sent by name, as integers of their size: PyTorch can copy few of them, and pickle none.
 _BY_NAME = {
     name: dtype
     for name, dtype in vars(torch).items()
@@ -40,7 +40,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _AS_IT_IS = frozenset(_CODES[one] for one in (torch.float32, torch.float64, torch.int64, torch.int32))
 # types that are pickled without a reducer of ours
 _PLAIN = frozenset((int, float, complex, str, bytes, bool, type(None)))
-_MOST_GAPS = 4  # a tensor with gaps may span so many times the memory of its elements
+_MOST_GAPS = 4  # a tensor with gaps may span at most this many times the memory of its elements
 _CPU = torch.device("cpu")
 _NAMES_A_GLOBAL = pickle.STACK_GLOBAL  # without this byte a pickle of protocol 5 has no class and no function
 _KNOWN = frozenset(("collections", "numpy", "phalanx", "torch"))  # unpickling their classes never waits
@@ -50,7 +50,7 @@ _MOST_NAMES, _MOST_NAME_BYTES = 4096, 4096
 class Payload:
     """A `Payload` is an object to send: the pickle, the memory beside it, and the tensors with that memory.
 
-    `to` is the worker that gets it, and `forks` are the references in it.
+    `to` is the worker that receives it, and `forks` are the references in it.
     """
 
     __slots__ = ("buffers", "data", "forks", "is_answer", "kept", "sparse", "tensors", "to", "undo")
@@ -68,7 +68,7 @@ class Payload:
 
     @property
     def nbytes(self) -> int:
-        """Return how much memory the payload uses until it is answered."""
+        """Return how many bytes of memory the payload uses until its answer arrives."""
         return len(self.data) + sum(memoryview(b).nbytes for b in self.buffers)
 
     def revoke(self) -> None:
@@ -87,8 +87,8 @@ class _Current(threading.local):
 class ReceivedTensors:
     """`ReceivedTensors` are the tensors in a received object, in the order of `Payload.tensors`.
 
-    `requires_grad` says which of them required grad on the sender. They do so here as well, as leaves, unless
-    `without_grad`: then the caller attaches them to a graph.
+    `requires_grad` marks the tensors that required grad on the sender. Here they are leaves that require grad; with
+    `without_grad` they do not, and the caller attaches them to a graph.
     """
 
     __slots__ = ("forks", "requires_grad", "sparse", "sparse_requires_grad", "tensors", "without_grad")
@@ -109,14 +109,14 @@ class ReceivedTensors:
 
 
 class _Names:
-    """`_Names` caches functions of modules and their names in a pickle, each name behind its length."""
+    """`_Names` caches functions of modules and their pickled names, each prefixed with its length."""
 
     def __init__(self) -> None:
         self._names: dict[FunctionType, bytes] = {}
         self._functions: dict[bytes, FunctionType] = {}
 
     def of(self, function: FunctionType) -> bytes | None:
-        """Return the pickled name of a function; None if no module has it under its name."""
+        """Return the pickled name of a function; None if the function cannot be imported by its name."""
         if not _is_importable(function):
             return None
         name = self._names.get(function)
@@ -142,7 +142,7 @@ class _Names:
 
 
 def _is_importable(function: FunctionType) -> bool:
-    """Return whether the function's module has it, under its name."""
+    """Return whether the function's module has the function under its name."""
     module = sys.modules.get(function.__module__)
     return module is not None and module.__dict__.get(function.__qualname__) is function
 
@@ -153,11 +153,11 @@ _table: dict[type, Callable[[Any], Any]] = {}
 
 
 def register(kind: type, reduce: Callable[[Any, Payload], Any]) -> None:
-    """Register `reduce`, which pickles objects of exactly this type and may add to the payload that they go into."""
+    """Register `reduce`, which pickles objects of exactly this type and may add to their payload."""
 
     def reducer(obj: Any) -> Any:
         payload = _current.payload
-        if payload is None:  # this is an ordinary pickle, not one of ours
+        if payload is None:  # an ordinary pickle, not one of rpc
             raise pickle.PicklingError(f"{kind.__name__} can only be sent by rpc")
         return reduce(obj, payload)
 
@@ -268,7 +268,7 @@ _seen: tuple[int, dict[type, Any]] = (-1, {})
 
 
 def _dispatch_table() -> dict[type, Any]:
-    """Return copyreg's table and ours in one, with the types registered with copyreg since the last call."""
+    """Return copyreg's table merged with ours, including the types registered with copyreg since the last call."""
     global _seen
     version = len(copyreg.dispatch_table) + len(_table) * 65536
     if _seen[0] != version:
@@ -298,7 +298,7 @@ def _reduce_tensor(tensor: Tensor, payload: Payload) -> Any:
 
 
 def _lay_out(plain: Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...] | None, Any]:
-    """Return the code of the dtype, the shape, the strides if they are not the usual ones, and the memory."""
+    """Return the code of the dtype, the shape, the strides if the receiver must restore them, and the memory."""
     code, shape = _CODES[plain.dtype], tuple(plain.shape)
     if code in _AS_IT_IS and plain.is_contiguous() and plain.numel() and not plain.is_neg():
         array: Any = plain.numpy()
@@ -310,7 +310,7 @@ def _lay_out(plain: Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...] | Non
 
 
 def _flat(tensor: Tensor) -> tuple[Tensor, tuple[int, ...] | None]:
-    """Return the elements in one dimension, in memory order, and unusual strides; copy one with gaps or overlaps."""
+    """Return the elements in memory order, and the strides to restore, if any; copy a tensor with gaps or overlaps."""
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
     if tensor.is_contiguous():
@@ -322,7 +322,7 @@ def _flat(tensor: Tensor) -> tuple[Tensor, tuple[int, ...] | None]:
 
 
 def _is_gapped(tensor: Tensor) -> bool:
-    """Return whether no elements overlap, and the gaps are small enough for the receiver to make them again."""
+    """Return whether no elements overlap, and the gaps are small enough for the receiver to recreate them."""
     end = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1:
@@ -393,7 +393,7 @@ def _sparse(indices: Tensor, values: Tensor, shape: tuple[int, ...], is_coalesce
 
 
 def _span(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
-    """Return the number of places from the first element to the last one."""
+    """Return how many elements the memory spans, from the first element to the last."""
     return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
 
 

@@ -58,11 +58,11 @@ def init_rpc(
 ) -> None:
     """Make this process the worker `name`, which can call the others and be called by them.
 
-    With `world_size` (given, or known from the launcher) all workers start together, and this returns when all have
-    joined. Without it, workers join and leave at any time; each gives its own `rank`.
+    With `world_size` all workers start together, and this returns when all have joined. With `rank` alone, workers join
+    and leave at any time. If `rank` is missing, it comes from the launcher, and so does a missing `world_size`.
 
-    They join at `rpc_backend_options.init_method`; by default under `phalanx run` in the job's own store, else at
-    MASTER_ADDR and MASTER_PORT.
+    Workers find each other at `rpc_backend_options.init_method`: by default in the job's own store under `phalanx run`,
+    else at MASTER_ADDR and MASTER_PORT.
 
     Raises:
         ValueError, TypeError: the name, rank or options are not valid.
@@ -155,9 +155,9 @@ def _open_network(agent: Agent, store: Any) -> WorkerAddress:
 def shutdown(graceful: bool = True, timeout: float = 0.0) -> None:
     """Stop being a worker.
 
-    With `graceful`, first wait for the calls in flight: if the number of workers is fixed, until all workers have
+    With `graceful`, first wait for the calls in flight. If the number of workers is fixed, wait until all workers have
     called this and no call is in flight between any of them; otherwise until this worker neither waits for a call nor
-    runs one. Without `graceful`, leave at once. `timeout` limits the wait, in seconds; 0 is no limit.
+    runs a call. Without `graceful`, leave at once. `timeout` limits the wait, in seconds; 0 is no limit.
 
     Raises:
         TypeError, ValueError: `timeout` is not a number of seconds; nothing was done.
@@ -190,12 +190,12 @@ def shutdown(graceful: bool = True, timeout: float = 0.0) -> None:
 def _leave_store(agent: Agent) -> None:
     try:
         agent.membership.leave(agent.me)
-    except RuntimeError as error:  # the job's store has ended: no other worker looks us up there
+    except RuntimeError as error:  # the job's store has ended: no worker looks up this one there
         _logger.debug("rpc: %s could not remove its name from the store: %s", agent.me, error)
 
 
 def get_worker_info(worker_name: str | int | WorkerInfo | None = None) -> WorkerInfo:
-    """Return the worker of this name; without one, this worker.
+    """Return the worker of this name, rank or WorkerInfo; without a name, this worker.
 
     Raises:
         ValueError: there is no worker of this name.
@@ -212,12 +212,12 @@ def is_available() -> bool:
 
 
 def get_rpc_timeout() -> float:
-    """Return after how many seconds a call without a timeout of its own fails; 0 is never."""
+    """Return the timeout, in seconds, of calls without a timeout of their own; 0 is no timeout."""
     return current.agent().default_timeout_s
 
 
 def _close_in_child() -> None:
-    """Close the sockets in a fork of a worker: it must neither keep them open nor answer for the worker."""
+    """Close the sockets in a fork of a worker: the fork must neither keep them open nor answer for the worker."""
     if current.is_set():
         agent = current.agent()
         current.set_agent(None)
@@ -227,7 +227,7 @@ def _close_in_child() -> None:
 
 
 def _prepare_fork() -> None:
-    """Copy received tensors to memory of this process, so that a fork has its own."""
+    """Copy received tensors to private memory, so that a fork does not share them with this process."""
     if current.is_set():
         try:
             current.agent().connections.prepare_fork()
@@ -245,7 +245,7 @@ os.register_at_fork(before=_prepare_fork, after_in_child=_close_in_child)
 # Make `torch.futures.collect_all` and `wait_all` work over calls.
 #
 # PyTorch's functions wait in C++: their callbacks would run in the thread that reads an answer, which may own a lock
-# that they need. They also mistake an error that was set from Python for a result, and wait for all other futures.
+# that the callbacks need. They also mistake an error set from Python for a result, and then wait for all other futures.
 
 
 def has_calls(futures: Sequence[Any]) -> bool:
@@ -254,7 +254,7 @@ def has_calls(futures: Sequence[Any]) -> bool:
 
 
 def collect_all(futures: Sequence[Any]) -> Future[Any]:
-    """Return a future that is done when all futures are; if one fails, it fails at once with the same error."""
+    """Return a future that completes when all futures have; if a future fails, it fails at once with the same error."""
     return _Collection(futures).future
 
 
@@ -263,7 +263,7 @@ class _Collection:
         self.future: Answer[Any] = Answer()
         self._futures = list(futures)
         self._left = len(self._futures)
-        self._lock = threading.Lock()  # it guards the count; callbacks run without it
+        self._lock = threading.Lock()  # guards the count; callbacks run without it
         for one in self._futures:
             if isinstance(one, Answer):
                 one.on_done(self._on_done)
@@ -293,7 +293,7 @@ _make_store: Any = find(
     loses="phalanx.rpc.init_rpc does not work without world_size",
 )
 
-_kept: list[Any] = []  # torch's handlers must live: some own the store
+_kept: list[Any] = []  # torch's rendezvous handlers must stay alive: some own the store
 _starts: dict[str, int] = {}
 
 
@@ -326,7 +326,7 @@ def open_store(init_method: str, rank: int, world_size: int | None, timeout: tim
 
 def _addresses(init_method: str, rank: int, world_size: int | None, timeout: timedelta) -> Iterator[Any]:
     if init_method.startswith("env://") and find_agents_store(os.environ):
-        # this works whether or not torch was patched for it
+        # works whether or not torch was patched for it
         return launched_rendezvous(rendezvous, init_method, timeout)
     if init_method.startswith("file://"):
         check_init_file(init_method, Deadline.after(timeout))
@@ -345,7 +345,7 @@ def is_on_network(store: Any) -> bool:
 
 
 def network_address(store: Any) -> str:
-    """Return the address at which other hosts reach this one: the agent's, or the one on the route to the store."""
+    """Return this host's address for other hosts: the agent's, or the address on the route to the store."""
     if address := own_address():
         return address
     host = getattr(base_of(store), "host", "")
@@ -358,5 +358,5 @@ def job_key() -> Key | None:
 
 
 def may_be_public() -> bool:
-    """Return whether the user says that a public address is behind a firewall."""
+    """Return whether the user has declared that a firewall protects a public address."""
     return os.environ.get("PHALANX_ALLOW_PUBLIC_ADDRESS") == "1"

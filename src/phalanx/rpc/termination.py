@@ -1,9 +1,9 @@
 """Wait at the end until no call is in flight between any workers.
 
 Each worker joins a round when it is idle: none of its calls waits for an answer, and it runs no call of another worker.
-A call of another worker may make it busy again. So there are several rounds, in which each worker reports how many
-calls it has made so far, until two rounds in a row have the same numbers (Mattern's counters): then nothing has
-happened in between, and nothing is in flight.
+A call of another worker may make it busy again, so there are several rounds. In each round every worker reports how
+many calls it has made so far. When two rounds in a row have the same numbers (Mattern's counters), no worker has made a
+call in between, and no call is in flight.
 
     worker 1   idle, "12 calls"  --->                    --->
     worker 2   idle, "3 calls"   --->  worker 0 (leads)  --->  "15 again: the end", or another round
@@ -88,7 +88,7 @@ class Termination:
         return answer
 
     def _end(self, key: str) -> None:
-        """Answer all workers when all living ones have called `gather`."""
+        """Answer all workers once all those that are not lost have called `gather`."""
         with self._lock:
             arrived = self._arrived.get(key)
             if arrived is None:
@@ -114,7 +114,7 @@ class Termination:
             self._end(key)
 
     def wait_idle(self, deadline: Deadline) -> None:
-        """Wait until no call of this worker is in flight, and it runs none."""
+        """Wait until no call of this worker is in flight, and this worker runs no call."""
         agent = self._agent
         if not deadline.wait_until(
             lambda: not (agent.num_in_flight or agent.call_limit.num_running or agent.functions.num_waiting), _PAUSE_S
@@ -125,7 +125,7 @@ class Termination:
             )
 
     def finish(self, deadline: Deadline) -> None:
-        """Wait until no call is in flight between any workers, and all workers know it."""
+        """Wait until no call is in flight between any workers, and all workers have agreed on that."""
         agent = self._agent
         before: list[int] = []
         number = 0
@@ -135,7 +135,7 @@ class Termination:
             try:
                 counts = self.gather(f"end-{number}", agent.num_calls, deadline)
             except PeerLostError:
-                agent.become(AgentState.LEAVING)  # the other workers have got the same answer
+                agent.become(AgentState.LEAVING)  # the other workers have received the same answer
                 raise
             if counts == before:
                 agent.become(AgentState.LEAVING)

@@ -1,4 +1,4 @@
-"""Two Unix sockets connect two workers of one host: one for frames, one for descriptors, of segments and of lines.
+"""Two Unix sockets connect two workers of one host: one carries frames, the other descriptors of segments and lines.
 
 A sender queues its frame and writes as much as the socket accepts. If another thread is writing, that thread writes the
 frame, so that one system call sends the frames of several threads. The rest is written as soon as the socket accepts
@@ -85,7 +85,7 @@ class FrameReader:
             at += nbytes
             frames.append(frame)
         self._have = have - at
-        if needs > len(received):  # this makes room for all of it
+        if needs > len(received):  # make room for the whole frame
             grown = bytearray(needs)
             grown[: self._have] = view[at:have]
             self._received, self._view = grown, memoryview(grown)
@@ -105,7 +105,7 @@ class FrameReader:
 class UnixConnection:
     """A `UnixConnection` is one end of a connection; `peer` is the worker at the other end.
 
-    `change(connection)` is called when `is_full` has changed: the reader must poll for writing as well, or no longer.
+    `change(connection)` is called when `is_full` has changed: the reader then starts or stops polling for writing.
     `has_release(connection)` is called when a tensor in a segment has died.
     """
 
@@ -123,7 +123,7 @@ class UnixConnection:
         self.number = next(_numbers)
         self.peer: Any = None
         self.lines: Any = None  # the `LinePool` of this connection, if this worker calls over it
-        self.line_ends: set[Any] = set()  # the ends of all lines, of either side, which are closed with this
+        self.line_ends: set[Any] = set()  # this worker's ends of all lines, as caller or callee; closed with this
         self.closed = False
         self.is_full = False
         self._fd_socket = fd_sock
@@ -145,7 +145,7 @@ class UnixConnection:
     # -- out -----------------------------------------------------------------------------------------------------------
 
     def send(self, kind: int, call: int, data: Any, extras: Any = b"", buffers: Sequence[Any] = ()) -> None:
-        """Send a frame, or let a thread that is writing send it. Small buffers are read when they are written."""
+        """Send a frame, or leave it to a thread that is writing. Small buffers must not change until then."""
         self.put(kind, call, data, extras, buffers)
         self.flush()
 
@@ -190,7 +190,7 @@ class UnixConnection:
                 self._lender.reclaim(segment.number)
                 return 0
             segment.known_to.add(self.number)
-        if view.readonly:  # an array of numpy, of which torch would warn
+        if view.readonly:  # a NumPy array, about which torch would warn
             segment.bytes.numpy()[: view.nbytes] = numpy.frombuffer(view, dtype=numpy.uint8)
         else:
             segment.bytes[: view.nbytes].copy_(torch.frombuffer(view, dtype=torch.uint8))
@@ -199,12 +199,12 @@ class UnixConnection:
     def _send_fd(self, number: int, fd: int) -> bool:
         try:
             socket.send_fds(self._fd_socket, [_NUMBER.pack(number)], [fd])
-        except OSError:  # the receiver has a full buffer, or has ended
+        except OSError:  # the receiver's buffer is full, or the receiver has ended
             return False
         return True
 
     def offer_line(self, number: int, end: socket.socket) -> bool:
-        """Send one end of a line, and request that it be opened; return False if that is not possible now."""
+        """Send one end of a line for the other worker to open; return False if it cannot be sent now."""
         if not self._send_fd(_LINE | number, end.fileno()):
             return False
         self.send(wire.LINE, number, b"")
@@ -212,7 +212,7 @@ class UnixConnection:
 
     @without_collector
     def flush(self) -> None:
-        """Write the queued frames, as far as the socket accepts them."""
+        """Write the queued frames, as many as the socket accepts."""
         while (self._queue or self.releases) and self._writing.acquire(blocking=False):
             try:
                 if self.closed:
@@ -277,7 +277,7 @@ class UnixConnection:
 
     @without_collector
     def read(self) -> list[Frame] | None:
-        """Return the received frames; None when the other end is closed. The reader calls it."""
+        """Return the received frames; None when the other end is closed. Only the reader calls this."""
         if self._is_broken:
             return None
         try:
@@ -290,7 +290,7 @@ class UnixConnection:
         return [one for one in frames if one.kind not in _OF_SEGMENTS or self._handle_segment_frame(one)]
 
     def _handle_segment_frame(self, frame: Frame) -> bool:
-        """Handle a frame about segments; return False, because the agent does not get it."""
+        """Handle a frame about segments; return False, because the agent does not handle it."""
         if frame.kind == wire.FORGET:
             for (number,) in _NUMBER.iter_unpack(frame.data):
                 self._borrower.forget(number)
@@ -299,7 +299,7 @@ class UnixConnection:
         return False
 
     def read_buffers(self, table: Any, received: memoryview, at: int) -> Any:
-        """Return the buffers of a frame; every thread that reads a line of this connection calls this."""
+        """Return the buffers of a frame. Every thread that reads this connection or a line of it calls this."""
         found: list[Any] = []
         missed = array.array("Q")
         for nbytes, segment in table:
@@ -325,7 +325,7 @@ class UnixConnection:
             return self._borrower.view(segment, nbytes) if self._borrower.has(segment) else None
 
     def receive_line(self, number: int) -> socket.socket | None:
-        """Return this end of the line with this number; None if the kernel has dropped its descriptor."""
+        """Return the received end of the line with this number; None if the kernel has dropped its descriptor."""
         with self._taking:
             if number not in self._line_fds:
                 self._receive_fds(_LINE | number)
@@ -343,7 +343,7 @@ class UnixConnection:
             if not data:
                 raise PhalanxError("rpc: no descriptor was received for the memory of a tensor: the sender has ended.")
             (number,) = _NUMBER.unpack(data)
-            if not fds:  # the kernel has dropped the descriptor: this process has too many
+            if not fds:  # the kernel has dropped the descriptor: this process has too many open
                 continue
             if number & _LINE:
                 self._line_fds[number ^ _LINE] = fds[0]
@@ -356,7 +356,7 @@ class UnixConnection:
             self._lender.reclaim(number, arrived=arrived)
 
     def prepare_fork(self) -> None:
-        """Copy the received tensors to memory of this process, before it forks."""
+        """Copy the received tensors to private memory, before this process forks."""
         numbers = self._borrower.make_private()
         if numbers:
             self.send(wire.MISSED, 0, array.array("Q", numbers).tobytes())

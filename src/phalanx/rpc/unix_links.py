@@ -1,6 +1,6 @@
 """A worker listens at a `LocalListener` for the other workers of its host.
 
-A worker that connects sends its `WorkerAddress`, and its end of a second socket, for descriptors.
+A worker that connects sends its `WorkerAddress` and one end of a second socket, which carries descriptors.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Listener:
         self._reader.watch(self._listener.sockets[0].fileno(), self)
 
     def open_to_containers(self) -> None:
-        """Listen in the abstract namespace as well, for workers without this process in their /proc."""
+        """Listen in the abstract namespace as well, for workers that do not see this process in their /proc."""
         if opened := self._listener.open_to_containers():
             self._reader.watch(opened.fileno(), self)
 
@@ -85,7 +85,7 @@ class Listener:
             self._reader.watch(self._paused.pop().fileno(), self)
 
     def dismiss(self, visitor: _Visitor, member: WorkerAddress | None = None, fd: int = -1) -> None:
-        """Remove a visitor: the worker `member`, or a process to reject."""
+        """Stop polling a visitor; welcome it as the worker `member`, or close it if `member` is None."""
         self._pending.pop(visitor.socket.fileno(), None)
         self._reader.forget(visitor.socket.fileno())
         if member is None:
@@ -111,7 +111,7 @@ class Listener:
 
 
 class _Visitor:
-    """A `_Visitor` is a process of this user that has connected, and has sent no hello yet."""
+    """A `_Visitor` is a process of this user that has connected but has not sent its hello yet."""
 
     def __init__(self, sock: socket.socket, listener: Listener) -> None:
         self.socket = sock
@@ -140,7 +140,7 @@ def connect(to: WorkerAddress, me: WorkerAddress, deadline: Deadline) -> tuple[s
 
     Raises:
         PeerLostError: the worker is lost.
-        PhalanxError: another user listens there; or this process may not have more open files.
+        PhalanxError: another user listens there; or this process has reached its limit of open files.
     """
     try:
         _check_room(_NEEDED)

@@ -42,9 +42,9 @@ class WorkerInfo:
 
 @dataclass(frozen=True)
 class WorkerAddress:
-    """A `WorkerAddress` is how other workers find a worker. An earlier or later worker of its name has another `uid`.
+    """A `WorkerAddress` is how other workers reach a worker. An earlier or later worker of its name has another `uid`.
 
-    Workers with the same `host` can share memory. `local` is where it listens for those, `network` for the others.
+    Workers with the same `host` can share memory. It listens at `local` for those, and at `network` for the others.
     """
 
     info: WorkerInfo

@@ -16,7 +16,7 @@ from phalanx.rpc.worker_info import WorkerAddress, WorkerInfo
 
 _NOBODY = "-"  # the entry of a worker that has left
 _PROBE_S = 1.0
-_WAIT_S = 5.0  # the longest wait in the store at a time, so that Ctrl-C is handled in between
+_WAIT_S = 5.0  # the longest single wait in the store: Ctrl-C is handled between two waits
 
 
 class Workers:
@@ -38,7 +38,7 @@ class Workers:
     def join(self, me: WorkerAddress, deadline: Deadline, open_network: Callable[[], WorkerAddress]) -> None:
         """Become a member; in a job of fixed size, wait for all others.
 
-        `open_network` is called if some are on other hosts; it sets the address at which they reach this worker.
+        `open_network` is called if some of them are on other hosts; it opens the port at which they reach this worker.
 
         Raises:
             MismatchError: another worker has the name or the number.
@@ -98,7 +98,7 @@ class Workers:
                 ) from None
 
     def _join_others(self, me: WorkerAddress) -> None:
-        """Enter the name into the store; raise if a living worker has the name or the number."""
+        """Register the name in the store; raise if a living worker has the name or the number."""
         key, mine = f"name/{me.info.name}", me.to_json()
         while True:
             before = self._store.get(key).decode() if self._store.check([key]) else ""
@@ -139,7 +139,7 @@ class Workers:
             self._by_name[member.info.name] = member
 
     def forget(self, member: WorkerAddress) -> None:
-        """Record a worker that is lost or has left; if workers join and leave, remove it: another may take its name."""
+        """Record a worker that is lost or has left; if workers join and leave, free its name for another worker."""
         with self._lock:
             self._gone.add(member.uid)
             if not self.is_static:
@@ -155,7 +155,7 @@ class Workers:
             self._store.compare_set(key, me.to_json(), _NOBODY)
 
     def members(self) -> list[WorkerAddress]:
-        """Return all workers; if they join and leave, those that are in the store now."""
+        """Return all workers; if workers join and leave, those that are in the store now."""
         if not self.is_static:
             return sorted(self._read(), key=lambda one: one.info.id)
         with self._lock:

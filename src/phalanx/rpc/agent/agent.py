@@ -77,7 +77,7 @@ class Agent:
         self.on_close: list[Callable[[], None]] = []
         self.call_limit = CallLimit(options.num_worker_threads)
         self.functions = ThreadPool("phalanx-rpc-call", options.num_worker_threads, answer_sender.flush)
-        self.threads = ThreadPool("phalanx-rpc-work")  # for callbacks and orders, which may wait for each other
+        self.threads = ThreadPool("phalanx-rpc-work")  # no limit: callbacks and orders may wait for one another
         self.reader = ConnectionReader(self._handle, self.threads.put, self._relieve, self._tick)
         self.connections = Connections(name, number, host, options, self.reader, self._lose)
         self.me = self.connections.me
@@ -199,7 +199,7 @@ class Agent:
             if call.line_answer is not None:
                 call.line_answer.close()
             raise
-        if (peer.is_lost() or self.closed) and call.claim():  # else the thread that failed the other calls did
+        if (peer.is_lost() or self.closed) and call.claim():  # otherwise another thread has claimed and failed it
             call.fail(why_failed(peer, call))
         return True
 
@@ -304,7 +304,7 @@ class Agent:
         return self.functions.num_waiting
 
     def _handle_line(self, connection: Any, frame: Frame) -> None:
-        """Open the line that a caller requests, or use the line that this worker has requested."""
+        """Open the line that a caller requests, or handle the answer to this worker's request for a line."""
         if connection.lines is not None:
             connection.lines.opened(frame.call, bool(frame.data))
         elif not self.closed and (line := open_line(connection, frame.call, self._serve)) is not None:
@@ -324,7 +324,7 @@ class Agent:
         return self._answers.receive(connection, frame, call)
 
     def abandon_answer(self, line: CallerLine, call: Call) -> None:
-        """Let the reader read an answer for which no thread waits any more."""
+        """Transfer to the reader an answer for which no thread waits any more."""
         self.reader.put(_LateAnswer(self, line, call).begin)
 
     def drop_late(self, connection: Any, frame: Frame) -> None:
@@ -335,7 +335,7 @@ class Agent:
         """Return the references received with a call, as RRefs. If one cannot be made, the others are released."""
         return self._answers.receive_forks(forks)
 
-    make_rref: Callable[..., Any]  # set by `rref`
+    make_rref: Callable[..., Any]  # `rref` sets it
 
     # -- lost workers --------------------------------------------------------------------------------------------------
 
@@ -427,10 +427,10 @@ class Agent:
             self.reader.put(partial(self._fail_all, peer))
         for callback in self.on_close:
             self.reader.put(callback)
-        self.threads.finish(_LAST_S)  # a callback may wait for another call, or for the callbacks of the end
+        self.threads.finish(_LAST_S)  # a callback may wait for another call, or for the `on_close` callbacks
         self.threads.close()
         self.connections.close()
-        join_all([line.thread for line in self._callee_lines], _JOIN_S)  # a line may be in the user's code
+        join_all([line.thread for line in self._callee_lines], _JOIN_S)  # a line's thread may be in the user's code
         self.reader.release()
         self.become(AgentState.CLOSED)
         for owned in self.references.clear():
@@ -438,7 +438,7 @@ class Agent:
 
 
 class _LateAnswer:
-    """A `_LateAnswer` is on a line whose thread has stopped waiting: the reader reads it and releases the line."""
+    """A `_LateAnswer` is an answer for which no thread waits any more: the reader reads it and releases the line."""
 
     def __init__(self, agent: Agent, line: CallerLine, call: Call) -> None:
         self._agent = agent

@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class Answer(Future[T]):
-    """An `Answer` is the future of a call."""
+    """An `Answer` is the future of a call; callbacks of the user never run in the reader."""
 
     def wait(self) -> T:
         return wait_interruptibly(self)  # type: ignore[no-any-return]
@@ -56,7 +56,7 @@ def _check(callback: Any) -> None:
 
 
 def _run_or_defer(callback: Callable[[Any], Any], done: Any) -> None:
-    """Run a callback of the user; in the reader, queue it for another thread, after the earlier ones."""
+    """Run a callback of the user; in the reader, queue the callback for another thread, after the earlier callbacks."""
     callbacks = this_thread.callbacks
     if callbacks is None:
         callback(done)
@@ -67,7 +67,7 @@ def _run_or_defer(callback: Callable[[Any], Any], done: Any) -> None:
 def wait_interruptibly(future: Any) -> Any:
     """Wait for the future and return its value; in the main thread, unlike torch's `Future.wait`, handle signals."""
     if not _Future.done(future):
-        if this_thread.read_more is not None:  # a finalizer that ran in the reader
+        if this_thread.read_more is not None:  # a finalizer runs in the reader
             while not _Future.done(future):
                 this_thread.read_more()
         elif threading.current_thread() is threading.main_thread():
@@ -78,7 +78,7 @@ def wait_interruptibly(future: Any) -> Any:
     return _Future.wait(future)
 
 
-_POLL_MS = 1000  # a signal may arrive just before a thread sleeps
+_POLL_MS = 1000  # the longest sleep: a signal may arrive just before it begins
 _failing = threading.RLock()  # while a thread owns it, the line of a failing call is not closed
 
 
@@ -89,14 +89,14 @@ class Caller(Protocol):
         """Return the result in an answer, or the function that makes its error."""
 
     def abandon_answer(self, line: CallerLine, call: Any) -> None:
-        """Let the reader read an answer for which no thread waits any more."""
+        """Transfer to the reader an answer for which no thread waits any more."""
 
 
 class LineAnswer:
     """A `LineAnswer` is the answer of a call over a line. The thread that waits for it reads the line itself.
 
-    The thread that has claimed the call (`Call.claim`) completes it. If this is not the waiting thread, it calls
-    `fail`: the waiting thread raises that error, and the reader reads a late answer.
+    The thread that claims the call (`Call.claim`) completes it. Any thread but the waiting thread does so with `fail`:
+    the waiting thread then raises that error, and the reader reads a late answer.
     """
 
     __slots__ = ("_call", "_callback", "_caller", "_line", "_make_error", "_result")
@@ -122,7 +122,7 @@ class LineAnswer:
         return self.value()
 
     def value(self) -> Any:
-        """Return the result, or raise the error, of a call that is complete."""
+        """Return the result of a complete call, or raise its error."""
         if self._make_error is not None:
             raise self._make_error()
         return self._result
@@ -140,7 +140,7 @@ class LineAnswer:
             callback(self)
 
     def fail(self, make: Callable[[], BaseException]) -> None:
-        """Set the error that `make` returns, unless the answer is read meanwhile. This thread has claimed the call."""
+        """Set the error that `make` returns; an answer read meanwhile replaces it. This thread has claimed the call."""
         with _failing:
             self._make_error = make
             if self._line is not None:
@@ -149,14 +149,14 @@ class LineAnswer:
         self._call_back()
 
     def ring(self) -> None:
-        """Wake the thread that reads the line, so that it checks again whether it may stop."""
+        """Wake the thread that reads the line, which then checks again whether it may stop."""
         with _failing:
             line = self._line
             if line is not None:
                 line.bell.ring()
 
     def read_until(self, is_ready: Callable[[], bool]) -> None:
-        """Read the line until the call is complete or `is_ready()`, which is checked again at each `ring`."""
+        """Read the line until the call is complete or `is_ready()` is true; each `ring` checks again."""
         while (line := self._line) is not None and not is_ready():
             ready = line.wait(line.bell.fileno(), _POLL_MS)
             interrupts.check()
@@ -199,7 +199,7 @@ class LineAnswer:
             return False
 
     def _end(self, line: CallerLine) -> None:
-        """Fail: the callee is lost, which the reader also detects, or the call could not be sent completely."""
+        """Close the line: the callee is lost, which the reader also detects, or the call was not sent completely."""
         if self._make_error is None:
             line.connection.shut_down()
         self._await_failure(line)
@@ -208,7 +208,7 @@ class LineAnswer:
         line.close()
 
     def _stop_waiting(self, line: CallerLine) -> None:
-        """Fail: the call has timed out, or this worker ends."""
+        """Abandon the answer, because the call has timed out or this worker ends."""
         self._await_failure(line)
         self._abandon()
 

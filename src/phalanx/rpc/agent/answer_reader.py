@@ -35,7 +35,7 @@ class AnswerReader:
     def complete(self, connection: Any, frame: Frame, call: Call | None, *, may_wait: bool = False) -> None:
         """Set the future of a call.
 
-        If unpickling the answer may run the user's code, the reader queues it for a thread that `may_wait`.
+        If unpickling the answer may run the user's code, queue it for a thread that `may_wait`.
         """
         if call is None:  # the answer is too late; the references in it belong to this worker, and are released
             if frame.extras:
@@ -107,7 +107,7 @@ class AnswerReader:
             except BaseException as error:
                 problem = problem or error
         if problem is not None:
-            made.clear()  # the error keeps this frame alive, and the frame would keep them
+            made.clear()  # the error keeps this frame alive, and the frame would keep the references alive
             raise problem
         return made
 
@@ -121,7 +121,7 @@ class AnswerReader:
         for fork in forks or ():
             try:
                 self._agent.make_rref(*fork)
-            except Exception as error:  # for example its owner cannot be notified: release the others all the same
+            except Exception as error:  # for example, its owner cannot be notified: still release the others
                 _logger.error("rpc: a reference in a late answer cannot be released: %s", message_of(error))
 
 

@@ -35,7 +35,7 @@ class AnswerSender:
     must not wait. Its result is the answer; if it is a Future, the answer is sent when the Future completes.
 
     `orders` are handlers of messages in bytes, by the first byte. Each gets the connection and the frame, and sends the
-    answer itself. The handler of a message without an answer also runs in the reader.
+    answer itself. If no answer is expected, the handler runs in the reader, and must not wait.
     """
 
     def __init__(self, agent: Agent) -> None:
@@ -139,7 +139,7 @@ class AnswerSender:
                 self.answer(connection, number, error=problem)
 
     def send_later(self, connection: Any) -> None:
-        """Let the reader send the queued frames of a connection."""
+        """Queue a task for the reader: send the queued frames of a connection."""
         self._agent.reader.put(connection.flush)
 
     @property

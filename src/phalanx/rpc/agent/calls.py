@@ -31,17 +31,17 @@ class Call:
         self.name = name  # the name of the function
         self.timeout_s = timeout_s
         self.deadline = math.inf
-        self.line_answer: LineAnswer | None = None  # if it goes over a line
+        self.line_answer: LineAnswer | None = None  # if it is sent over a line
         self.future: Answer[Any] | None = None  # otherwise
         self.peer: Callee
         self.kept = kept
         self.nbytes = 0
         self.number = 0
         self.on_answer: Any = None  # converts the answer to the result of the future
-        self.read: Callable[[Any], Any] | None = None  # reads the answer from its frame, which has no pickle
+        self.read: Callable[[Any], Any] | None = None  # reads an answer that is not a pickle from its frame
 
     def fail(self, make: Callable[[], BaseException]) -> None:
-        """Set an error, which `make` returns, instead of an answer."""
+        """Set the error that `make` returns instead of an answer."""
         self.answer.fail(make)
 
     @property
@@ -61,16 +61,16 @@ class Call:
 
 
 class Callee:
-    """A `Callee` is a worker that this worker calls, with the calls that it has not answered yet.
+    """A `Callee` is a worker that this worker calls, with the calls that the callee has not answered yet.
 
-    It has no connection before the first call, and none once it is lost.
+    There is no connection before the first call, and none once the callee is lost.
     """
 
     def __init__(self, member: WorkerAddress, most_calls: int, most_bytes: int) -> None:
         self.member = member
         self.calls: dict[int, Call] = {}
         self.connection: Any = None
-        self.calls_us: Any = None  # the connection on which it calls this worker
+        self.calls_us: Any = None  # the connection over which it calls this worker
         self.connecting = threading.Lock()
         self.lost = ""  # why it is lost
         self._most_calls = most_calls
@@ -129,7 +129,7 @@ class Callee:
         return call
 
     def remove_all(self) -> list[Call]:
-        """Remove all calls and return them. For a lost worker, also free the table, which has grown with them."""
+        """Remove all calls and return them. For a lost worker, also free the table, which has grown with the calls."""
         removed = [call for number in list(self.calls) if (call := self.remove(number)) is not None]
         if self.lost:
             old, self.calls = self.calls, {}
@@ -137,7 +137,7 @@ class Callee:
         return removed
 
     def expire(self, now: float) -> tuple[list[Call], float]:
-        """Return the calls that have waited too long, and when the next one will have."""
+        """Remove and return the calls that have timed out; also return when the next call will."""
         late, due = [], math.inf
         for number, call in list(self.calls.items()):
             if call.deadline <= now:
@@ -152,7 +152,7 @@ _numbers = itertools.count(1)
 
 
 def describe_timeout(what: str, name: str, timeout_s: float, member: WorkerAddress) -> DeadlineError:
-    """Return the error of a call that has waited too long."""
+    """Return the error of a call that has timed out."""
     return DeadlineError(
         f"{what}({name}) to {member}: RPC ran for more than set timeout ({timeout_s * 1000:.0f} ms). "
         "The function may still be running there, and its result will be dropped. Give the call (timeout=) or "

@@ -4,8 +4,8 @@
     on another host   ZeroMQ; both workers connect (`network`)
     this worker       frames are queued for its own reader
 
-Received frames are queued for the reader with their connection. Both the sockets and the process of a worker are
-watched for its exit, because a child of the worker may keep the sockets open.
+Received frames are queued for the reader with their connection. The exit of a worker is detected on its sockets and by
+watching its process, because a child of the worker may keep the sockets open.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Connections:
         reader: ConnectionReader,
         on_lost: Callable[[Callee], None],
     ) -> None:
-        """Create the object, without connections. The reader calls `on_lost`."""
+        """Create the object without connections. The reader calls `on_lost` for each lost worker."""
         self._options = options
         self._reader = reader
         self._on_lost = on_lost
@@ -175,7 +175,7 @@ class Connections:
     # -- lost workers --------------------------------------------------------------------------------------------------
 
     def _watch(self, member: WorkerAddress) -> None:
-        """Watch the process of a worker of this host, because a child of it may keep its sockets open."""
+        """Watch the process of a worker of this host, because a child of the worker may keep its sockets open."""
         process = member.process
         if process.pid == self.me.process.pid:
             return
@@ -209,7 +209,7 @@ class Connections:
         self._reader.queue(partial(self.lose, member, why))
 
     def lose(self, member: WorkerAddress, why: str) -> None:
-        """Remove a lost worker, and have the reader fail the calls to it."""
+        """Remove a lost worker; the reader then fails the calls to it."""
         peer = self.peer(member)
         if peer.lost or member.uid == self.me.uid:
             return
@@ -283,7 +283,7 @@ class _ReadyConnection:
 
 
 class _EndedProcess:
-    """An `_EndedProcess` is a process of this host for whose exit the reader polls."""
+    """An `_EndedProcess` is a process of this host whose exit the reader watches for."""
 
     def __init__(self, connections: Connections, member: WorkerAddress, fd: int) -> None:
         self._connections = connections
@@ -313,7 +313,7 @@ class SelfConnection:
         self._arrive = arrive
 
     def send(self, kind: int, call: int, data: Any, extras: Any = b"", buffers: Sequence[Any] = ()) -> None:
-        """Deliver a frame, with a copy of its tensors."""
+        """Deliver a frame with copies of its tensors."""
         copies = [numpy.frombuffer(one, dtype=numpy.uint8).copy() for one in buffers]
         self._arrive(Frame(kind, call, data, extras, copies))
 

@@ -80,7 +80,7 @@ class IncomingCall:
                 self._owned = agent.references.make(rref_id, fork, self._caller.uid)
 
     def run(self, limit: CallLimit, more_follow: Callable[[], int]) -> None:
-        """Run the function once the limit admits it, and answer; the answer is queued if `more_follow`."""
+        """Run the function once the limit admits it, and answer; queue the answer if `more_follow()` is not 0."""
         self._prepare()
         try:
             if limit.enter():
@@ -122,7 +122,7 @@ class IncomingCall:
             self._finish(result, later=bool(more_follow()))
 
     def _call(self) -> Any:
-        for one in self._unconfirmed:  # the function may need references that their owners have confirmed
+        for one in self._unconfirmed:  # the function may need its references confirmed by their owners
             with contextlib.suppress(Exception):  # the first use of the reference raises it
                 one.wait()
         function, args, kwargs = self._work[:3]
@@ -133,7 +133,7 @@ class IncomingCall:
         else:
             result = function(*args, **kwargs)
         if _is_async(function, args):
-            if not isinstance(result, _Future):  # what `then` returns is not a Future of torch.futures
+            if not isinstance(result, _Future):  # not torch.futures.Future: `then` returns this base class
                 raise RuntimeError(
                     "Functions decorated with @rpc.async_function must return a torch.futures.Future object, but "
                     f"{getattr(function, '__qualname__', function)} returned {type(result).__name__}."
@@ -153,9 +153,9 @@ class IncomingCall:
         agent, owned = self._agent, self._owned
         if owned is None:
             agent.answer(self._connection, self._frame.call, result, error=error, note=self._note, later=later)
-        else:  # the answer says that the object is made; RRef.to_here fetches it
+        else:  # the answer confirms that the call is done; RRef.to_here fetches the object
             message = None
-            if isinstance(result, ProfiledResult):  # the result stays here, and the answer has the events
+            if isinstance(result, ProfiledResult):  # the result stays here, and the answer carries the events
                 message, result = ProfiledResult(None, result.duration_us, result.events), result.result
             agent.answer(self._connection, self._frame.call, message, later=later)
             self._resolve(owned.future, result, error)
@@ -190,7 +190,7 @@ class ProfiledResult:
 
 
 class _AsyncResult:
-    """An `_AsyncResult` is the future of a function declared as asynchronous."""
+    """An `_AsyncResult` is the future that a function marked with @async_execution has returned."""
 
     __slots__ = ("future",)
 

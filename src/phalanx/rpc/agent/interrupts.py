@@ -47,8 +47,8 @@ def _handle(number: int, frame: FrameType | None) -> None:
 
 
 def install() -> None:
-    """From now on, defer Ctrl-C between `defer` and `allow`."""
-    with contextlib.suppress(ValueError):  # it is raised in any thread but the main one
+    """Defer Ctrl-C between `defer` and `allow` from now on."""
+    with contextlib.suppress(ValueError):  # raised in any thread but the main thread
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, _handle)
 
@@ -83,7 +83,7 @@ def defer() -> None:
 
 
 def allow(*, may_raise: bool = True) -> None:
-    """End the part that `defer` began. With `may_raise`, raise a deferred KeyboardInterrupt; else `check` does."""
+    """End the part that `defer` began. With `may_raise`, raise a deferred KeyboardInterrupt; else `check` raises it."""
     if get_ident() == _main and _state.depth:  # in a fork it is 0, even inside a part of the parent
         _state.depth -= 1
         if _state.is_pending and may_raise and not _state.depth:
@@ -92,7 +92,7 @@ def allow(*, may_raise: bool = True) -> None:
 
 
 def check() -> None:
-    """Raise a deferred KeyboardInterrupt: this place may be interrupted."""
+    """Raise a deferred KeyboardInterrupt, if any: the caller may be interrupted here."""
     if _state.is_pending and get_ident() == _main:
         _state.is_pending = False
         raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""Run user code in threads: one at first, and twice as many each time that work has waited for a millisecond.
+"""Run user code in threads: one thread at first, and twice as many each time that work has waited for a millisecond.
 
     put                f | g | h | ..
     first thread       f | g: blocks .............. | park
@@ -29,7 +29,7 @@ class ThreadPool:
         self._name = name
         self._most = most
         self._idle = idle
-        self._lock = threading.RLock()  # its owner may run a finalizer, which may acquire it again
+        self._lock = threading.RLock()  # reentrant: its owner may run a finalizer, which may acquire it again
         self._work: deque[Callable[[], None]] = deque()
         self._parked: list[threading.Lock] = []
         self._threads: list[threading.Thread] = []
@@ -39,7 +39,7 @@ class ThreadPool:
 
     @property
     def num_waiting(self) -> int:
-        """Return how much work has not begun."""
+        """Return how many pieces of work have not begun."""
         return len(self._work)
 
     def put(self, work: Callable[[], None]) -> None:
@@ -93,7 +93,7 @@ class ThreadPool:
             gate.acquire()
 
     def finish(self, timeout_s: float) -> None:
-        """Wait until all work is done, at most `timeout_s`. The reader has ended, so this thread calls `relieve`."""
+        """Wait until all work is done, at most `timeout_s`. It calls `relieve`, as the reader has ended."""
         deadline = Deadline.after(timeout_s)
         while len(self._threads) > len(self._parked) + self._is_ours() and not deadline.passed:
             self.relieve()
@@ -114,7 +114,7 @@ class ThreadPool:
 
 
 class CallLimit:
-    """A `CallLimit` lets at most `most` functions run at once."""
+    """A `CallLimit` limits the functions that run at once to `most`."""
 
     def __init__(self, most: int) -> None:
         self._most = most

@@ -6,7 +6,7 @@
 The reader runs the tasks that other threads queue, in order, between two reads. It also keeps the time: it calls `tick`
 when it is due, and `relieve` every millisecond while work waits for threads that are stuck.
 
-A finalizer of the user may run in any thread and wait for a call. In the reader such a wait reads on.
+A finalizer of the user may run in any thread and wait for a call. In the reader, such a wait continues reading.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from phalanx.rpc.wire import Frame
 _logger = get_logger(__name__)
 
 _MOST_S = 3600.0
-_JOIN_S = 5.0  # a finalizer may be stuck in it
+_JOIN_S = 5.0  # a finalizer may be stuck in the reader
 Task = Callable[[], None]
 
 
@@ -42,7 +42,7 @@ class Readable(Protocol):
 
 
 class _ThisThread(threading.local):
-    """`_ThisThread` is set only in the reader: the callbacks for other threads, and the function that reads on."""
+    """`_ThisThread` is set only in the reader: the callbacks for other threads, and how to continue reading."""
 
     callbacks: deque[Task] | None = None
     read_more: Callable[[], None] | None = None
@@ -54,7 +54,7 @@ this_thread = _ThisThread()
 class ConnectionReader:
     """A `ConnectionReader` is the reader of one agent.
 
-    None of the functions may raise, or wait.
+    None of these functions may raise or wait.
 
     Arguments:
         handle: called with the connection and each frame.
@@ -78,7 +78,7 @@ class ConnectionReader:
         self._readable: dict[int, Readable] = {}
         self._incoming: deque[tuple[Any, Frame] | Task] = deque()
         self._wakeup = Wakeup()
-        self._due = math.inf  # the reader ticks by then
+        self._due = math.inf  # when the reader ticks next
         self._wanted: deque[float] = deque()  # earlier ticks that other threads need
         self._relieve_at = math.inf
         self._spin = SpinWait()
@@ -98,12 +98,12 @@ class ConnectionReader:
         self._poll.register(fd, events)
 
     def change(self, fd: int, events: int) -> None:
-        """Wait for other events of `fd`."""
+        """Poll `fd` for these events from now on."""
         with contextlib.suppress(OSError, ValueError):  # the reader has ended
             self._poll.modify(fd, events)
 
     def forget(self, fd: int) -> None:
-        """Stop waiting for `fd`."""
+        """Stop polling `fd`."""
         if self._readable.pop(fd, None) is not None:
             with contextlib.suppress(OSError, ValueError):
                 self._poll.unregister(fd)
@@ -125,7 +125,7 @@ class ConnectionReader:
         return self._due
 
     def wake_by(self, due: float) -> None:
-        """Let the reader tick by `due`. Locks nothing, because finalizers may call it."""
+        """Make the reader tick by `due`. Locks nothing, because finalizers may call it."""
         if due < self._due:
             self._wanted.append(due)
             self._wakeup.ring()
@@ -189,7 +189,7 @@ class ConnectionReader:
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Stop the thread, and handle the queued items; later ones are handled by the thread that queues them."""
+        """Stop the thread, and handle the queued items; a thread that queues an item later handles it itself."""
         self._closed = True
         self._wakeup.ring()
         if self._thread is not threading.current_thread():
@@ -204,7 +204,7 @@ class ConnectionReader:
 
 
 def _in_order(callbacks: deque[Task]) -> Task:
-    """Move these callbacks to a task that runs them one after the other."""
+    """Move these callbacks into a task that runs them one after another."""
     queued = list(callbacks)
     callbacks.clear()
 

@@ -1,6 +1,6 @@
 """Wait until a socket can be read; spin first, as long as that succeeds.
 
-The core polls for some microseconds before it sleeps: an answer that arrives meanwhile costs no change of threads.
+The core polls for some microseconds before it sleeps: an answer that arrives meanwhile costs no thread switch.
 Without the core (no compiler at installation) the kernel's poll sleeps at once: calls are slower.
 """
 
@@ -12,7 +12,7 @@ import threading
 try:
     from phalanx._core import wait_ready as wait_ready
 except ImportError:
-    # Python goes back to sleep after a signal, and an interrupted thread has to check whether it may stop
+    # after a signal Python resumes the poll, but an interrupted thread must check whether it may stop
     _MOST_MS = 100
 
     def wait_ready(fd: int, bell: int, spin_ns: int, timeout_ms: int, /) -> int:

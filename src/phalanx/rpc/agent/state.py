@@ -1,6 +1,6 @@
 """`AgentState` lists the states of an agent, and `TRANSITIONS` what may follow each.
 
-STARTING   it joins; calls of others wait           ──► RUNNING, ENDING, CLOSED
+STARTING   joins; calls of other workers wait       ──► RUNNING, ENDING, CLOSED
 RUNNING    calls run                                ──► LEAVING, ENDING, CLOSED
 LEAVING    all workers have reached shutdown: from
            now on others leave without being lost   ──► ENDING, CLOSED

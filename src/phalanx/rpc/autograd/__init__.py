@@ -3,9 +3,9 @@
     with rpc.autograd.context() as context_id:
         y = rpc.rpc_sync("server", embed, (ids, w))
         rpc.autograd.backward(context_id, [loss(y)])
-        gradients = rpc.autograd.get_gradients(context_id)  # of this worker's own tensors; no .grad is touched
+        gradients = rpc.autograd.get_gradients(context_id)  # of this worker's own tensors; no .grad changes
 
-graph.py       the joints between the local graphs of workers
+graph.py       the connections between the local graphs of workers
 leaf_hooks.py  hooks of the nodes that would add to `.grad`
 contexts.py    a context on one worker
 passes.py      a backward pass on one worker, with a drawing
@@ -36,7 +36,7 @@ __all__ = ["BackwardError", "backward", "context", "get_gradients"]
 
 @contextmanager
 def context() -> Iterator[int]:
-    """Record the computations of this thread's calls, and of their calls; yield the context's number for `backward`.
+    """Record what this thread's calls, and their calls, compute; yield the context's number for `backward`.
 
     At the end all workers release the records and the gradients.
 
@@ -58,16 +58,16 @@ def context() -> Iterator[int]:
 def backward(context_id: int, roots: Sequence[Tensor], retain_graph: bool = False) -> None:
     """Run the backward pass from `roots` through all workers of the context, and gather gradients in the context.
 
-    It returns when the pass has ended on all workers. Gradients of all passes in the context are added up.
-    Any worker of the context can call it, also several at a time.
+    It returns when the pass has ended on all workers. The context adds up the gradients of all its passes. Any worker
+    of the context can call it, and several workers at a time.
 
     Numerics: as in one process; where a tensor has several uses, the order in which gradients are added may differ.
 
     Raises:
         TypeError: an argument has the wrong type.
-        RuntimeError: there is no such context here, or a root is not a scalar, or has no graph.
+        RuntimeError: this worker has no such context, or a root is not a scalar, or has no graph.
         BackwardError: some worker's part raised; the message names the worker and the error.
-        PeerLostError: a worker of the pass is lost. After these two the context's gradients are undefined.
+        PeerLostError: a worker of the pass is lost. After the last two errors the context's gradients are undefined.
     """
     if not isinstance(context_id, int) or not isinstance(roots, list | tuple):
         raise TypeError(

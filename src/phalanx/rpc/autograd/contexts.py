@@ -1,4 +1,4 @@
-"""A context is a worker's record of a forward and its backward, until the worker that opened it closes it."""
+"""A context is a worker's record of a forward and its backward, until the worker that opened the context closes it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Context:
     def __init__(self, context_id: int, origin: int) -> None:
         self.id = context_id
         self.origin = origin
-        self.has_ended = False  # functions called in it may still run, and may call other workers
+        self.has_ended = False  # functions called in the context may still run, and may call other workers
         self.lock = threading.Lock()
         self.known: dict[int, WorkerAddress] = {}  # the workers to which this one has sent the context
         self.sends: dict[MessageId, SentMessage] = {}
@@ -38,7 +38,7 @@ class Context:
     def accumulate(self, found: Sequence[tuple[Tensor, Tensor]], *, is_shared: bool = False) -> None:
         """Add gradients to the context's. The first gradient of a variable is kept without a copy if possible.
 
-        `is_shared`: tensors outside of `found` may share the gradients' memory.
+        With `is_shared`, tensors outside of `found` may share the gradients' memory.
         """
         counts = Counter(_memory(gradient) for _, gradient in found) if len(found) > 1 else _ONCE
         with self.lock:
@@ -121,7 +121,7 @@ class Contexts:
         """Return the context with this number.
 
         Raises:
-            PhalanxError: there is none.
+            PhalanxError: there is no such context.
         """
         context = self._by_id.get(context_id)
         if context is None:
@@ -132,19 +132,19 @@ class Contexts:
         return context
 
     def find_open(self, context_id: int) -> Context | None:
-        """Return the context of that number; None if no call in it has reached this worker.
+        """Return the context with this number; None if no call in it has reached this worker.
 
         Raises:
-            PhalanxError: it has ended.
+            PhalanxError: the context has ended.
         """
         return self.find(context_id) if context_id in self._released else self._by_id.get(context_id)
 
     def get(self, context_id: int) -> Context | None:
-        """Return the context of that number, if there is one."""
+        """Return the context with this number; None if there is none."""
         return self._by_id.get(context_id)
 
     def find_or_open(self, context_id: int, origin: int) -> Context | None:
-        """Return the context of a message, opened if it is new here; None if it has ended meanwhile."""
+        """Return the context of a message; open it if it is new here. Return None if it has ended meanwhile."""
         context = self._by_id.get(context_id)
         if context is not None:
             return context

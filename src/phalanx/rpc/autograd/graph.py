@@ -8,7 +8,7 @@
 A message is a call's arguments, or its result, with tensors that require grad. With each of these tensors it carries
 the tensor's ancestors: all messages, and which of their tensors, from which it was computed. So the worker that begins
 a backward knows all workers of the pass, and no gradient is sent where one process would have none: a tensor that was
-sent and not used is not in the graph, its hooks are not called, and no worker waits for it.
+sent but not used is not in the graph, its hooks are not called, and no worker waits for its gradient.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ _engine: Any = find(
     "torch.autograd.Variable._execution_engine", loses="distributed backwards of phalanx.rpc do not work"
 )
 
-# The depth: the length of the longest chain of messages that ends with this one; the uid of its sender; its number
+# The depth: the length of the longest chain of messages that ends with this message; the uid of its sender; its number
 # there. In backward, deeper messages come first: all workers wait in this order, so no two wait for each other.
 MessageId = tuple[int, int, int]
 Ancestors = Mapping[MessageId, int]  # the tensors of each message: bit n for tensor n, or ALL
 ALL = -1
 
-# sequence numbers: of the nodes that are ready, the engine runs the one with the highest first
+# sequence numbers: of the nodes that are ready, the engine runs the node with the highest number first
 _FIRST, _LAST = 1 << 62, 0
 
 
 class BackwardPass(Protocol):
-    """A `BackwardPass` is the part of a pass that `SendRpc` and `RecvRpc` use."""
+    """A `BackwardPass` is the interface of a pass for the nodes of its graph."""
 
     context_id: int
 
@@ -50,7 +50,7 @@ class BackwardPass(Protocol):
         """Wait until the gradients of a message's tensors are received."""
 
     def pop_gradient(self, message: MessageId, number: int) -> Tensor | None:
-        """Remove and return the gradient of one tensor of the message; None if it has none."""
+        """Remove and return the gradient of one tensor of the message; None if the tensor has no gradient."""
 
     def send(self, message: MessageId, gradients: Sequence[Tensor | None]) -> None:
         """Send the gradients of a message's tensors to its sender."""
@@ -87,7 +87,7 @@ class SendRpc(torch.autograd.Function):
 
 
 class RecvRpc(torch.autograd.Function):
-    """A `RecvRpc` is the node of received tensors, in place. Its backward sends their gradients to the sender."""
+    """A `RecvRpc` is the node of received tensors, an in-place operation. Its backward sends their gradients."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, *tensors: Tensor) -> Any:
@@ -105,16 +105,16 @@ class RecvRpc(torch.autograd.Function):
 
 
 class Gate(torch.autograd.Function):
-    """A `Gate` lets the SendRpcs of one message run when their gradients are received, and then the next gate.
+    """A `Gate` delays the SendRpcs of one message until their gradients are received; then the next gate runs.
 
-     gate ─► gate ─► gate          each waits, with the lowest priority: when nothing else is left to run
+     gate ─► gate ─► gate          each waits with the lowest priority: when no other node is ready
        │       │       │
     SendRpc SendRpc SendRpc        deepest message first
     """
 
     @staticmethod
     def forward(ctx: Any, *after: Tensor) -> Tensor:
-        """Return one output from the stubs of one message and the output of the next gate."""
+        """Return one output for the stubs of one message and the output of the next gate."""
         ctx.count = len(after)
         return torch.empty(0, device="cpu")
 
@@ -233,7 +233,7 @@ def reach(edges: Iterable[tuple[Any, int]]) -> GraphEnds:
                 if kind is _LEAF:
                     leaves.append(node)
                     continue
-                # the first node of a thread has this number: no gate may run before it
+                # the first node of a thread has this number: a gate could run before it
                 if node._sequence_nr() == _LAST:
                     node._set_sequence_nr(1)
                 stack.append(node.next_functions)
@@ -270,7 +270,7 @@ def _ancestors_of_each(nodes: Sequence[Any], context_id: int) -> list[Ancestors]
 def make_send(
     tensors: Sequence[Tensor], context_id: int, to: int, uid: int, number: int
 ) -> tuple[SentMessage, tuple[Ancestors, ...]] | None:
-    """Record that these tensors are sent; return the message and the ancestors, or None if grad mode is off.
+    """Record that these tensors are sent; return the message and its ancestors, or None if grad mode is off.
 
     There is one entry of ancestors for each tensor, or a single entry if they are the same for all tensors.
     """
@@ -328,7 +328,7 @@ def run_engine(
 
     `.grad` changes only while hooks for it run. The hooks of AccumulateGrad nodes are called as if these nodes ran. If
     hooks need gradients in `.grad` until the pass ends (DistributedDataParallel combines them there), the gradients
-    stay there until then, and `.grad` is restored. There is one such run at a time.
+    stay there until the pass ends; then `.grad` is restored. Only one such run is active at a time.
     """
     leaves: dict[Any, None] = {}
     has_received = False
@@ -380,7 +380,7 @@ def _run(
     leaves: list[Any],
     others: list[Any],
 ) -> tuple[list[tuple[Tensor, Tensor]], Sequence[Tensor | None]]:
-    """Run the engine as torch.autograd.grad does after its checks of arguments.
+    """Run the engine as torch.autograd.grad does, without its checks of the arguments.
 
     Return the leaves' gradients that are not gathered yet, and the gradients of `others`.
     """
@@ -417,7 +417,7 @@ def _run_through_grad(
             for one in variables:
                 one.grad = None
             torch.autograd.backward(outputs, gradients, retain_graph=retain_graph)
-            # Copies, because code that combines gradients may reuse their memory.
+            # Copy them, because code that combines gradients may reuse their memory.
             return [(one, one.grad.clone()) for one in variables if one.grad is not None]
         finally:
             for one, gradient in zip(variables, before, strict=True):

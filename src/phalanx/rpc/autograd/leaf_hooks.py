@@ -1,17 +1,17 @@
 """Call the hooks of AccumulateGrad nodes in a backward pass that gathers gradients in a context, not in `.grad`.
 
     node = parameter.expand_as(parameter).grad_fn.next_functions[0][0]  # torch's AccumulateGrad
-    node.register_prehook(before)  # before((gradient,)): may replace it
-    node.register_hook(after)      # after((), (gradient,)): the context has it by then
+    node.register_prehook(before)  # before((gradient,)): may replace the gradient
+    node.register_hook(after)      # after((), (gradient,)): the context has the gradient by then
 
-The engine does not run these nodes: it captures their inputs. But it calls the hooks of the leaf itself
-(`Tensor.register_hook`) just before it captures. So each leaf has one more such hook during a run, after the user's
-own. This hook does the same as PyTorch's distributed engine: it calls the node's prehooks, gathers the gradient, and
-calls the node's hooks. Both kinds are also called with a gradient of None.
+The engine does not run these nodes: it captures their inputs. But just before, it calls the hooks of the leaf itself
+(`Tensor.register_hook`). So each leaf has one more such hook during a run, after the user's own. This hook does the
+same as PyTorch's distributed engine: it calls the node's prehooks, gathers the gradient, and calls the node's hooks.
+Prehooks and hooks are also called with a gradient of None.
 
 Hooks that need the gradient in `.grad` (`register_post_accumulate_grad_hook`) find it there, and the gradient that they
 leave there is gathered. `.grad` is set only while they run, so that a pass that waits for other workers blocks no other
-pass. Hooks that need it until the pass ends, as DistributedDataParallel's do, have an attribute `keeps_grad`.
+pass. Hooks that need `.grad` until the pass ends, as DistributedDataParallel's do, have an attribute `keeps_grad`.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _backward_number: Any = find(
 Hooks = Mapping[int, Callable[..., Any]]
 _KEY = "phalanx.rpc: hooks"
 _asking = threading.Lock()
-# Whoever sets `.grad` of this process's tensors owns it: the hooks of a leaf, a pass, or a step of an optimizer. It is
-# reentrant, because a hook of one may run another.
+# Code that sets `.grad` of this process's tensors owns this lock: the hooks of a leaf, a pass, or an optimizer's step.
+# It is reentrant, because a hook may run another pass or step.
 grads_are_ours = threading.RLock()
 _hanging = threading.Lock()
 
@@ -54,14 +54,14 @@ class Begin(torch.autograd.Function):
 
 
 def node_hooks(node: Any) -> tuple[Hooks, Hooks]:
-    """Return the dictionaries of the hooks before and after an AccumulateGrad node, which change with the hooks.
+    """Return the dictionaries of the hooks before and after an AccumulateGrad node; later hooks appear in them.
 
     PyTorch gives no access to them: this registers a hook, takes the dictionary from its handle, and removes the hook.
     Cost: 4 µs the first time for a node, and nothing later.
     """
     found: tuple[Hooks, Hooks] | None = node.metadata.get(_KEY)
     if found is None:
-        with _asking:  # else two threads could make two dictionaries
+        with _asking:  # otherwise two threads could create two dictionaries
             before, after = node.register_prehook(_ignore), node.register_hook(_ignore)
             found = node.metadata[_KEY] = before.hooks_dict_ref(), after.hooks_dict_ref()
             before.remove()
@@ -70,7 +70,7 @@ def node_hooks(node: Any) -> tuple[Hooks, Hooks]:
 
 
 def keeps_grad(variable: Tensor) -> bool:
-    """Return whether a hook of the leaf needs its gradient in `.grad` until the pass ends: it has `keeps_grad`."""
+    """Return whether a hook of the leaf has `keeps_grad`: it needs the gradient in `.grad` until the pass ends."""
     hooks = variable._post_accumulate_grad_hooks
     return bool(hooks) and any(getattr(hook, "keeps_grad", False) for hook in hooks.values())
 
@@ -80,7 +80,7 @@ def _ignore(*_: Any) -> None:
 
 
 class _Leaf:
-    """A `_Leaf` is a leaf with hooks of its node or for its `.grad`, during one run."""
+    """A `_Leaf` is a leaf during one run, with the hooks of its node and those for its `.grad`."""
 
     def __init__(self, node: Any, hooks: tuple[Hooks, Hooks]) -> None:
         self.variable: Tensor = node.variable
@@ -90,9 +90,9 @@ class _Leaf:
 
 
 class LeafHooks:
-    """`LeafHooks` are the hooks of the leaves in `nodes`, in one run of the engine; it is false if there are none.
+    """`LeafHooks` are the hooks of the leaves in `nodes`, in one run of the engine; false if there are none.
 
-    `gather` is called with a leaf and its gradient. It and the hooks are called in the context manager `inside()`.
+    `gather(leaf, gradient)` is called for each leaf. `gather` and the hooks run in the context manager `inside()`.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class LeafHooks:
         return bool(self._leaves)
 
     def __enter__(self) -> LeafHooks:
-        with _hanging:  # register_hook() of two threads at once could lose one
+        with _hanging:  # register_hook() in two threads at once could lose a hook
             for leaf in self._leaves.values():
                 self._handles.append(leaf.variable.register_hook(self._listen(leaf)))  # type: ignore[no-untyped-call]
         return self
@@ -126,7 +126,7 @@ class LeafHooks:
             one.remove()
 
     def begin(self, first: int) -> tuple[Tensor, GradientEdge]:
-        """Return one more root for the run, and its input; `first` is the sequence number that makes it run first."""
+        """Return one more root for the run, and its input; the sequence number `first` makes the root run first."""
         anchor = torch.zeros((), requires_grad=True, device="cpu")
         with torch.enable_grad():
             root: Tensor = Begin.apply(anchor)  # type: ignore[no-untyped-call]
@@ -140,8 +140,8 @@ class LeafHooks:
 
     def _listen(self, leaf: _Leaf) -> Callable[[Tensor], None]:
         def on_gradient(gradient: Tensor) -> None:
-            # Another run may reach the same leaf: in another thread, or inside this one (a checkpoint's). A device's
-            # thread may reach it before the number is known; `rest` calls those hooks after the run.
+            # Another run may reach the same leaf: in another thread, or inside this run (a checkpoint's). A device's
+            # thread may reach the leaf before the number is known; `rest` calls those hooks after the run.
             if not leaf.is_done and _backward_number() == self._number:
                 self._run(leaf, gradient)
 

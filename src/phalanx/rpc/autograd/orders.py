@@ -3,7 +3,7 @@
     order (u8) · flags (u8) · 0 (2 u8) · the plan's messages, or its bytes if it is pickled (u32)
     context · the pass (uid, number) · the message whose gradients these are (3), all u64
     the plan's messages (3 u64 each) and which of their tensors (bits; -1: all); pickled if it needs more bits than 63
-    formats and shapes of the gradients, pickled once; or a pickle of the gradients, unless all are dense
+    formats and shapes of the gradients, pickled once; or a pickle of the gradients, if some are not dense
 
 The gradients' memory is sent beside the message, without a copy.
 """
@@ -36,7 +36,7 @@ _DTYPES = {"f": torch.float32, "d": torch.float64}  # by the format of a buffer
 _MOST_KNOWN = 4096
 _MOST_COPIED = 1 << 14  # bytes; larger gradients that are not contiguous are pickled
 
-Kinds = tuple[Any, ...]  # the format and the shape of each tensor, one after another; None, None for a missing one
+Kinds = tuple[Any, ...]  # the format and shape of each tensor, one after another; None, None for a missing tensor
 _as_bytes: dict[Kinds, bytes] = {}
 _as_kinds: dict[bytes, Kinds] = {}
 
@@ -102,7 +102,7 @@ def _describe(gradients: Sequence[Tensor | None], buffers: list[Any]) -> bytes |
             return None
         if memory.format not in _DTYPES or not memory.nbytes:
             return None
-        if not memory.c_contiguous:  # a sum's gradient is one expanded number
+        if not memory.c_contiguous:  # such as a sum's gradient, one expanded number
             if memory.nbytes >= _MOST_COPIED and 0 not in one.stride():
                 return None
             memory = memoryview(one.contiguous().numpy())  # type: ignore[arg-type]
@@ -118,7 +118,7 @@ def _describe(gradients: Sequence[Tensor | None], buffers: list[Any]) -> bytes |
 
 
 def read_pass(frame: Frame) -> tuple[int, PassId]:
-    """Return the context and the pass of a message, even if its tensors cannot be read."""
+    """Return the ids of a message's context and pass, even if its tensors cannot be read."""
     _, _, _, context_id, uid, number, *_ = _HEAD.unpack_from(frame.data)
     return context_id, (uid, number)
 
@@ -152,7 +152,7 @@ def _make(written: bytes, buffers: Sequence[Any]) -> list[Tensor | None]:
             _as_kinds.clear()
         kinds = _as_kinds[written] = pickle.loads(written)
     made: list[Tensor | None] = []
-    memory = list(buffers)  # raises if it could not be mapped
+    memory = list(buffers)  # raises if a segment could not be mapped
     at = 0
     for number in range(0, len(kinds), 2):
         if kinds[number] is None:

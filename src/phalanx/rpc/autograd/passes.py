@@ -11,12 +11,12 @@
     continues; ends when the engine has, and all other workers have answered
 
 BEGIN lists a worker's messages in the pass. It is sent with the first gradients. But before worker 0 waits for the
-gradients of a message, it sends BEGIN to all workers that may compute them: to those that have sent a deeper message.
-A short part of one message sends its gradients at its end; its answer to worker 0 carries the gradients for worker 0.
+gradients of a message, it sends BEGIN to all workers that may compute them: the senders of deeper messages. A short
+part of one message sends its gradients at its end; its answer to worker 0 carries the gradients for worker 0.
 
 Each worker runs the engine once: every node of its graph gets all its gradients before it runs, and runs once. Gates
 with the lowest priority wait for a worker's messages inside the engine, deepest first. All workers wait in the same
-order, so the next gradients in that order are always being computed: no worker waits for another that waits for it.
+order, so the next gradients in that order are always being computed: no two workers wait for each other.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class BackwardError(PhalanxError):
 
 
 def nothing(message: MessageId) -> None:
-    """Do nothing: no other worker has to run a part."""
+    """Do nothing: there is no part of another worker to begin."""
 
 
 OutgoingGradients = list[tuple[MessageId, Sequence[Tensor | None]]]  # gradients of messages of other workers
@@ -92,7 +92,7 @@ class Pass:
         self.begin_others: Callable[[MessageId], None] = nothing
         # the parts that the caller of backward has begun, by worker
         self.begun: dict[int, Answer[Any] | LineAnswer] = {}
-        self._caller = 0  # the thread that has called backward, and reads these lines
+        self._caller = 0  # the thread that has called backward, and reads the lines of `begun`
         self.send_gradients = worker.send_gradients
         self._changed = threading.Condition(threading.Lock())
         self._arrived: dict[MessageId, list[Tensor | None]] = {}
@@ -118,7 +118,7 @@ class Pass:
         """
         with self._changed:
             self._asked.append(asked)
-            if len(self._asked) > 1:  # the caller has repeated it: Ctrl-C interrupted its first message
+            if len(self._asked) > 1:  # the caller has repeated BEGIN: Ctrl-C interrupted its first message
                 return
             if gradients is not None:
                 self._arrived[message] = list(gradients)
@@ -132,7 +132,7 @@ class Pass:
             self._worker.timed(self._run_part)
 
     def put(self, message: MessageId, gradients: Sequence[Tensor | None]) -> None:
-        """Accept the gradients of a message of ours."""
+        """Accept the gradients of a message that this worker has sent."""
         with self._changed:
             self._arrived[message] = list(gradients)
             self._notify()
@@ -188,7 +188,7 @@ class Pass:
             raise self.error
 
     def pop_gradient(self, message: MessageId, number: int) -> Tensor | None:
-        """Remove and return the gradient of one tensor. A gate, or `begin` for the first message, has waited for it."""
+        """Remove and return the gradient of one tensor. A gate, or `begin` for the first message, has awaited it."""
         with self._changed:
             arrived = self._arrived[message]
             gradient, arrived[number] = arrived[number], None
@@ -210,7 +210,7 @@ class Pass:
     # -- running -------------------------------------------------------------------------------------------------------
 
     def run(self, roots: Sequence[Tensor], reached: GraphEnds, plan: Plan, retain_graph: bool) -> None:
-        """Run the part of the worker that called backward, in the calling thread; `reached` is behind the roots."""
+        """Run the part of the worker that called backward, in its thread; `reached` has the ends of its graph."""
         self._caller = get_ident()
         outputs = list(roots)
         gradients = [torch.ones_like(root) for root in roots]
@@ -231,7 +231,7 @@ class Pass:
         self._wait_until(lambda: not self.num_others)
 
     def _run_part(self, is_short: bool) -> None:
-        """Run the part of a worker that did not call backward."""
+        """Run this worker's part, when another worker has called backward."""
         outgoing: OutgoingGradients = []
         try:
             assert self._plan is not None

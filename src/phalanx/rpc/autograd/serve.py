@@ -32,7 +32,7 @@ _WEIGHT = 0.2  # the weight of a longer duration in the moving average
 
 
 class AutogradWorker:
-    """An `AutogradWorker` is this worker's part in distributed autograd."""
+    """An `AutogradWorker` runs this worker's part of distributed autograd."""
 
     def __init__(self, agent: Agent) -> None:
         self.agent = agent
@@ -84,7 +84,7 @@ class AutogradWorker:
         ) -> None:
             to = others[uid]
             data, buffers = orders.write(to, context.id, run.id, first, gradients, plans[uid], retain_graph)
-            # otherwise Ctrl-C could interrupt between sending and recording the message
+            # otherwise Ctrl-C could interrupt between sending the message and recording that
             interrupts.defer()
             try:
                 begun[uid] = self.agent.order(to, "backward", data, buffers, 0.0, read=partial(_read_end, run))
@@ -119,9 +119,9 @@ class AutogradWorker:
                 raise run.error
         finally:
             context.passes.pop(run.id, None)
-            begun.clear()  # the calls refer to the pass
+            begun.clear()  # break cycles: the calls refer to the pass
             run.error = None
-            run.begin_others, run.send_gradients = nothing, self.send_gradients  # the originals refer to the pass
+            run.begin_others, run.send_gradients = nothing, self.send_gradients  # these closures refer to the pass
 
     def _member(self, uid: int, context: Context) -> WorkerAddress:
         member = self.agent.membership.by_uid(uid)
@@ -195,7 +195,7 @@ class AutogradWorker:
 
     def _abort(self, sender: WorkerAddress, message: tuple[int, PassId, str]) -> None:
         context = self.contexts.get(message[0])
-        if context is not None:  # it may arrive before BEGIN, which takes another path
+        if context is not None:  # the abort may arrive before BEGIN, which takes another path
             run = self._pass(context, message[1])
             run.fail(PhalanxError(f"backward of context {message[0]} was aborted by {sender}: {message[2]}"))
 
@@ -221,7 +221,7 @@ class AutogradWorker:
 
 
 def _read_end(run: Pass, frame: Frame) -> None:
-    """Read another worker's final answer, which may have its last gradients."""
+    """Read another worker's final answer, which may carry its last gradients."""
     if frame.data:
         message = orders.read(frame)
         if message.gradients is not None:
@@ -232,7 +232,7 @@ _workers: dict[int, AutogradWorker] = {}
 
 
 def serve_autograd(agent: Agent) -> None:
-    """Let the agent take part in distributed autograd."""
+    """Create the agent's autograd worker, which registers itself with the agent."""
     _workers[agent.me.uid] = AutogradWorker(agent)
 
 
@@ -248,7 +248,7 @@ def worker() -> AutogradWorker:
 class AutogradHook:
     """An `AutogradHook` adds autograd data to calls: (context, uid of its origin, message or None, tensors' ancestors).
 
-    Under `no_grad` the ancestors are None, and the answer has no graph, either.
+    Under `no_grad` the ancestors are None, and the answer has no graph.
     """
 
     def __init__(self, contexts: Contexts, me: WorkerAddress) -> None:
@@ -263,7 +263,7 @@ class AutogradHook:
             return None
         if to.uid not in context.known and to.uid != self._uid:
             context.known[to.uid] = to
-        if context.has_ended:  # checked after the callee was added: the release is sent to all known workers
+        if context.has_ended:  # check this after adding the callee: the release is sent to all known workers
             return None
         if not torch.is_grad_enabled():
             return context.id, context.origin, None, None
@@ -278,7 +278,7 @@ class AutogradHook:
         return self._contexts.enter(context)
 
     def on_reply(self, to: WorkerAddress, payload: Payload, note: Any) -> Any:
-        """Return the data for a result, which has its graph in any grad mode of the sending thread."""
+        """Return the data for a result; the grad mode of the sending thread has no effect."""
         context = None if note[3] is None else self._contexts.find_or_open(note[0], note[1])
         if context is None:
             return None
@@ -303,6 +303,6 @@ def _attach(context: Context | None, note: Any, arrived: ReceivedTensors) -> Non
     tensors = arrived.that_require_grad()
     if message is not None and context is not None:
         context.received[message] = make_recv(tensors, context_id, message, ancestors)
-    else:  # sent without a graph: they are leaves, as outside a context
+    else:  # sent without a graph: the tensors are leaves, as outside a context
         for one in tensors:
             one.requires_grad_()
