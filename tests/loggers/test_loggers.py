@@ -312,3 +312,26 @@ def test_of_metrics_that_mlflow_refuses_only_those_are_lost(tmp_path, monkeypatc
         logger.log_metrics({"loss": 1.0, "a//b": 2.0, "val/loss": 3.0}, 1)
     assert logger._client.get_run(logger.run_id).data.metrics == {"loss": 1.0, "val/loss": 3.0}
     logger.finalize("success")
+
+
+class _Gone:
+    """A logger whose server is gone; its flush does nothing, as most do."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def log_metrics(self, metrics, step=None):
+        self.calls += 1
+        raise ConnectionError("the server is gone")
+
+    def flush(self): ...
+
+
+def test_a_logger_that_fails_is_asked_no_more_although_its_flush_succeeds():
+    """Each flush began the count anew, and every call waited for the server's timeout."""
+    gone = _Gone()
+    loggers = GuardedLoggers([gone], lambda: True)
+    for step in range(6):
+        loggers.log_metrics({"loss": 1.0}, step)
+        loggers.flush()
+    assert gone.calls == 3

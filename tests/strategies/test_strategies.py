@@ -25,11 +25,12 @@ from torch.utils.data import (
 
 from phalanx import strategies
 from phalanx.data import DistributedSampler
+from phalanx.ddp import DistributedDataParallel
 from phalanx.strategies.choose import STRATEGIES, Situation, decide_strategy
 from phalanx.strategies.loader import divide_batch, make_iterable_loader, make_loader
 from phalanx.strategies.recipe import Recipe
 from phalanx.strategies.start import ScriptCommand, find_world, is_launched
-from phalanx.testing import run_ranks
+from phalanx.testing import RankFailed, run_ranks
 
 
 def make_model():
@@ -511,3 +512,35 @@ def test_numbers_are_reduced_without_rounding_them_to_float32():
         assert strategy.reduce("sum", 16777217.0) == 16777217.0
         assert strategy.reduce("mean", 100000001) == 100000001
         assert strategy.reduce("mean", torch.tensor([1, 2])).dtype == torch.float32
+
+
+@on_ranks(2)
+def test_buffers_that_each_rank_keeps_stay_its_own_in_an_evaluation(rank):
+    """A validation made them rank 0's, with broadcast_buffers=False and for buffers that the wrapper ignores."""
+    for options, name in (({"broadcast_buffers": False}, "own"), ({}, "ignored")):
+        model = nn.Linear(2, 1)
+        model.register_buffer(name, torch.full((1,), float(rank)))
+        if name == "ignored":
+            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, [name])
+        strategy = strategies.get("mirrored", **options)
+        strategy.setup(model, lambda parameters: torch.optim.SGD(parameters, lr=0.1), F.mse_loss)
+        strategy.sync_buffers()
+        assert model.get_buffer(name).item() == rank
+
+
+def test_an_error_inside_a_strategy_that_averages_is_raised_at_once():
+    """The rank ran averaging rounds until the others had finished, and raised only then."""
+
+    def train(rank, world_size):
+        with strategies.get("local_sgd", sync_every=2) as strategy:
+            model = nn.Linear(2, 1)
+            strategy.setup(model, lambda parameters: torch.optim.SGD(parameters, lr=0.1), F.mse_loss)
+            if rank == 1:
+                raise ArithmeticError("the data is wrong")
+            for _ in range(2):
+                strategy.step(torch.ones(2, 2), torch.ones(2, 1))
+
+    with pytest.raises(RankFailed) as caught:
+        run_ranks(train, 2)
+    assert "ArithmeticError: the data is wrong" in str(caught.value)
+    assert "PeerLostError" in str(caught.value)

@@ -40,7 +40,7 @@ def inspect(ctx: click.Context, path: str, verify: bool, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(contents.as_dict(), indent=1))
     elif sys.stdout.isatty():
-        _print_table(contents)
+        _print_table(contents, verify)
     else:
         for item in contents.items:
             fields = [item.name, item.dtype, _shape(item.shape), _size(item.nbytes)] if item.dtype else [item.name]
@@ -52,7 +52,7 @@ def inspect(ctx: click.Context, path: str, verify: bool, as_json: bool) -> None:
         ctx.exit(1)
 
 
-def _print_table(contents: CheckpointContents) -> None:
+def _print_table(contents: CheckpointContents, verified: bool) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -67,7 +67,7 @@ def _print_table(contents: CheckpointContents) -> None:
         table.add_row(*map(Text, (item.name, item.dtype, shape, size, item.value)))
     console = Console(highlight=False)
     console.print(table)
-    console.print(Text(_summary(contents, False)))
+    console.print(Text(_summary(contents, verified)))
 
 
 def _summary(contents: CheckpointContents, verified: bool) -> str:

@@ -81,4 +81,5 @@ class GuardedLoggers:
                         type(one).__name__, name, type(error).__name__, error, _MOST_IN_A_ROW,
                     )  # fmt: skip
             else:
-                self._failures.pop(i, None)
+                if name != "flush":  # most loggers' does nothing, and succeeds also where the server is gone
+                    self._failures.pop(i, None)

@@ -189,7 +189,11 @@ class Rounds(ABC):
         if error is None:
             self.finish()
         else:
-            self._hook.remove()
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Run no more rounds, without a last one: the other ranks see that this rank has left when it ends."""
+        self._hook.remove()
 
 
 def check_kinds(name: str, model: Any, *optimizers: Any) -> None:

@@ -99,7 +99,9 @@ class MirroredStrategy(ReplicatedStrategy):
         require_parameters_of(self._called, model, made)
         return wrapped, made
 
-    _broadcasts_buffers = True  # the next step would broadcast them anyway
+    @property
+    def _broadcasts_buffers(self) -> bool:  # then the next step would broadcast them anyway
+        return bool(self._options.get("broadcast_buffers", True))
 
     @property
     def bare_model(self) -> nn.Module:

@@ -59,6 +59,12 @@ class _RoundsStrategy(ReplicatedStrategy):
             self.rounds.finish()
             self.rounds = None
 
+    def _abandon(self) -> None:
+        if self.rounds is not None:
+            self.rounds.abandon()
+            self.rounds = None
+        super()._abandon()
+
     def close(self) -> None:
         """Call `finish`, unless it was called before. All ranks call this."""
         self.finish()

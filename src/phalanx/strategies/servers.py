@@ -138,6 +138,12 @@ class ParameterServerStrategy(Strategy):
         else:
             rpc.shutdown(graceful=False)
 
+    def _abandon(self) -> None:
+        if self._num_setups >= 0:
+            atexit.unregister(self._close_at_exit)
+            self._num_setups, self._server = -1, None
+            rpc.shutdown(graceful=False)
+
     def close(self) -> None:
         """Close this trainer; when all trainers have closed, the servers exit.
 

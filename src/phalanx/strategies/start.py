@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -69,7 +70,8 @@ def join_or_start(called: str, num_ranks: int, *, launch: bool, timeout: float) 
 
 def _start(program: ScriptCommand, num_ranks: int) -> None:
     """Replace this process by `phalanx run`; never returns."""
-    words = [sys.executable, "-m", "phalanx", "run", "--nproc-per-node", str(num_ranks), *program.words]
+    flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    words = [sys.executable, *flags, "-m", "phalanx", "run", "--nproc-per-node", str(num_ranks), *program.words]
     sys.stdout.flush()
     sys.stderr.flush()
     os.execv(sys.executable, words)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 from abc import ABC
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import TracebackType
 from typing import Any, Literal, TypeVar, get_args
 
 import torch
@@ -348,9 +349,14 @@ class Strategy(ABC):
     def sync_buffers(self) -> None:
         """Copy the first replica's buffers (such as BatchNorm's) to all, before an evaluation. All ranks call it."""
         if self._broadcasts_buffers and self.process_group is not None:
-            broadcast_tensors(self.bare_model.buffers(), self.process_group)
+            model = self.bare_model
+            ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
+            buffers = [buffer for name, buffer in model.named_buffers() if name not in ignored]
+            broadcast_tensors(buffers, self.process_group)
 
-    _broadcasts_buffers = False
+    @property
+    def _broadcasts_buffers(self) -> bool:
+        return False
 
     def evaluate(self, *inputs: Any) -> Any:
         """Return the model's result without gradients, if this rank has it; None if another rank of the replica has it.
@@ -445,8 +451,17 @@ class Strategy(ABC):
     def __enter__(self) -> Strategy:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            self._abandon()
+
+    def _abandon(self) -> None:
+        """Release the resources after an error on this rank, without waiting for the other ranks."""
+        self._model = self._optimizer = None
 
     def __repr__(self) -> str:
         return f"{self._called}({self.num_replicas_in_sync} replicas, {self.device})"

@@ -529,7 +529,7 @@ def collect_hyperparameters(
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "strategy": type(strategy).__name__,
         "replicas": strategy.num_replicas_in_sync,
-        "batch_size": (batch_size or 1) * strategy.num_replicas_in_sync,
+        "batch_size": None if batch_size is None else batch_size * strategy.num_replicas_in_sync,
         "optimizer": type(optimizer).__name__,
         **{f"optimizer/{name}": value for name, value in plain.items()},
         "scheduler": None if trainer.scheduler is None else type(trainer.scheduler).__name__,
