@@ -175,3 +175,13 @@ def test_rows_are_views_and_sizes_may_be_zero():
     assert parts[1].data_ptr() == tensor.data_ptr()
     with pytest.raises(ValueError, match=r"op: split sizes \[-1, 4, 0\] for it, which has 3 rows"):
         split_rows(tensor, [-1, 4, 0], 3, "op", "it")
+
+
+@pytest.mark.filterwarnings("ignore:.*will be deprecated:FutureWarning")
+@on_ranks(1)
+def test_lists_of_other_lengths_are_refused_before_anything_is_gathered(rank):
+    """Shorter ones were an IndexError of ours, and the end of longer ones was never written."""
+    inputs = [torch.ones(2), torch.ones(3)]
+    for outputs in ([torch.zeros(2)], [torch.zeros(2), torch.zeros(3), torch.zeros(4)]):
+        with pytest.raises(ValueError, match=r"output_lists\[0\] has \d tensors, and there are 2 input tensors"):
+            dist.all_gather_coalesced([outputs], inputs)

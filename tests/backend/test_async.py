@@ -55,6 +55,19 @@ def test_futures_carry_the_tensors_through_then(rank, world_size):
     assert called.wait(20)
 
 
+@on_ranks(2)
+def test_a_callback_may_wait_for_an_operation_that_is_queued_behind_its_own(rank):
+    """It waited for ever: the thread that runs the queue was the one that waited."""
+    first, second = torch.full((50_000,), float(rank)), torch.full((50_000,), 2.0 * rank)
+    held = dist.all_reduce(torch.ones(1_000_000), async_op=True)
+    one = dist.all_reduce(first, async_op=True)
+    two = dist.all_reduce(second, async_op=True)
+    waited = one.get_future().then(lambda future: (two.wait(), second[0].item()))
+    assert waited.wait() == (True, 2.0)
+    held.wait()
+    dist.barrier()
+
+
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @on_ranks()
 def test_coalesced_calls_do_what_single_calls_do(rank, world_size):

@@ -93,6 +93,12 @@ def test_a_folder_that_one_rank_makes_late_is_waited_for(rank, world_size, tmp_p
     assert _meets(rank, world_size, folder / "file", 60) == [2.0, 2.0]
 
 
+def test_a_path_is_read_as_torch_reads_it(tmp_path) -> None:
+    """A folder named run%2042 was taken for another, and awaited."""
+    (tmp_path / "run%2042").mkdir()
+    check_init_file(f"file://{tmp_path}/run%2042/store", Deadline.after(0.05))
+
+
 def test_a_file_that_another_process_has_locked_is_named(tmp_path) -> None:
     path = tmp_path / "locked"
     with path.open("w") as file:

@@ -6,6 +6,8 @@
 
 import functools
 import inspect
+import os
+import sysconfig
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 
@@ -14,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional
 
 import phalanx
+from phalanx._comm.diagnostics.call_sites import find_script_call
 from phalanx._comm.diagnostics.flight_recorder import read
 from phalanx.testing import run_ranks
 
@@ -58,3 +61,11 @@ def test_every_operation_is_told_to_be_called_from_the_users_line():
             assert len(read(core, rank)) > before
 
     run_ranks(check, 2)
+
+
+def test_a_package_of_a_virtual_environment_is_a_library():
+    """Collectives of a wrapper's constructor passed for the script's own, with which a replacement cannot go on."""
+    file = os.path.join(sysconfig.get_path("purelib"), "wrapper.py")
+    scope = {"find_script_call": find_script_call}
+    exec(compile("found = find_script_call()", file, "exec"), scope)
+    assert scope["found"] is None

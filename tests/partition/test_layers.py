@@ -67,6 +67,22 @@ def test_constants_that_forward_makes_do_not_depend_on_training():
     assert again.names == layers.names
 
 
+class FailsHalfWay(Two):
+    def forward(self, x):
+        self.hidden = self.last = self.one(x)
+        return self.two(x if self.hidden.sum() > 0 else -x)
+
+
+def test_a_trace_that_fails_leaves_the_model_as_it_was():
+    """It kept torch.fx's proxies in the attributes that forward had set."""
+    model = FailsHalfWay()
+    model.last = None
+    before = dict(vars(model))
+    with pytest.raises(ValueError, match="cannot be cut"):
+        list_layers(model)
+    assert vars(model) == before
+
+
 @pytest.mark.parametrize(
     ("model", "words"),
     [

@@ -105,6 +105,28 @@ def test_close_waits_for_what_was_interrupted():
     timer.join()
 
 
+def test_an_exception_of_a_signal_handler_interrupts_as_ctrl_c_does():
+    """It was taken for a look's own: the operation went on, and nobody was told."""
+    group, go_on, told = Background(), threading.Event(), []
+
+    def interrupted(error):
+        told.append(error)
+        go_on.set()
+
+    def time_is_up(number, frame):
+        raise TimeoutError("time is up")
+
+    before = signal.signal(signal.SIGALRM, time_is_up)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        with pytest.raises(TimeoutError) as raised:
+            group.run(go_on.wait, ignore, interrupted)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert told == [raised.value]
+    group.close()
+
+
 def test_a_fork_has_threads_of_its_own():
     group = Background()
     group.run(ignore, ignore)  # the thread that is idle now is not in the child

@@ -248,7 +248,7 @@ def _trace(module: nn.Module, split_points: Sequence[str], defaults: dict[str, A
 
 @contextlib.contextmanager
 def _refused_changes(module: nn.Module) -> Iterator[None]:
-    """Undo, after a trace without an error, forward's changes to the attributes of its modules.
+    """Undo forward's changes to the attributes of its modules, after an error also the attributes that it has added.
 
     Raises:
         ValueError: forward has changed an attribute; the change is undone.
@@ -259,14 +259,25 @@ def _refused_changes(module: nn.Module) -> Iterator[None]:
         for values in (vars(inner), inner._buffers, inner._parameters)
     ]
     before: list[dict[str, Any]] = [dict(values) for _, values in places]
-    yield
-    changed = []
-    for (name, values), was in zip(places, before, strict=True):
-        for key, value in was.items():
-            if values.get(key) is not value:
-                values[key] = value
-                changed.append(f"{name}.{key}" if name else key)
+    changed: list[str] = []
+
+    def undo(*, also_new: bool) -> None:
+        for (name, values), was in zip(places, before, strict=True):
+            for key, value in was.items():
+                if values.get(key) is not value:
+                    values[key] = value
+                    changed.append(f"{name}.{key}" if name else key)
+            for key in values.keys() - was.keys() if also_new else ():
+                del values[key]
+
+    try:
+        yield
+    except BaseException:
+        undo(also_new=True)
+        raise
+    undo(also_new=False)
     if changed:
+        undo(also_new=True)
         raise ValueError(
             f"{type(module).__name__} cannot be cut: its forward sets self.{changed[0]}, which would happen once only; "
             "let a child module do that."

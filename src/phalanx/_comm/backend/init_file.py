@@ -15,7 +15,7 @@ import struct
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import urlparse
 
 from phalanx._base.deadline import Deadline
 from phalanx.errors import DeadlineError
@@ -41,7 +41,7 @@ def check_init_file(url: str, deadline: Deadline) -> None:
         ValueError: no FileStore has written this file; the message has advice.
         DeadlineError: its folder did not appear, or another process held the file's lock until the deadline.
     """
-    path = unquote(urlsplit(url).path)
+    path = urlparse(url).path  # as torch reads it: without decoding %20
     here = f"init_method='file://{path}'"
     folder = os.path.dirname(path) or "/"
     _wait(

@@ -6,6 +6,7 @@ Obstacles are reported at once: a port in use by another process, or a server th
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 import time
@@ -139,8 +140,8 @@ def _is_in_use(port: int) -> bool:
     with socket.socket() as s:
         try:
             s.bind(("", port))
-        except OSError:
-            return True
+        except OSError as error:
+            return error.errno == errno.EADDRINUSE  # and not, say, a port below 1024
     return False
 
 

@@ -90,9 +90,10 @@ class PhalanxWork(dist.Work):
     def progress(self, deadline: Deadline | None) -> None:
         """Make progress with the operation until it has completed or the deadline has passed; may return early.
 
-        Without a deadline, run the operation in this thread if it is next in the queue.
+        Without a deadline, run the operation in this thread if it is next in the queue. In a callback of an earlier
+        operation, run the queue up to this operation.
         """
-        if deadline is None and self.executor is not None:
+        if self.executor is not None and (deadline is None or self.executor.is_in_callback()):
             self.executor.help(self)
 
     def _check_can_wait(self) -> None:
@@ -370,7 +371,7 @@ class SerialExecutor:
 
     def put(self, action: Action, work: PhalanxWork) -> PhalanxWork:
         """Queue `action`; `work` completes when the action has run."""
-        if self._callbacks_first and self._in_callbacks == threading.get_ident():
+        if self._callbacks_first and self.is_in_callback():
             self.run_here(partial(self._carry_out, (action, work), nested=True))
             return work
         work.executor = self
@@ -395,6 +396,10 @@ class SerialExecutor:
     def is_nested(self) -> bool:
         """Return whether the calling thread runs a signal handler that interrupted an operation."""
         return threading.get_ident() in self.callers
+
+    def is_in_callback(self) -> bool:
+        """Return whether the calling thread runs a callback of an operation's future: it owns the executor."""
+        return self._in_callbacks == threading.get_ident()
 
     def run_here(self, operation: Callable[[], Result]) -> Result:
         """Run `operation` in the calling thread, which is one of the `callers` meanwhile.
@@ -423,10 +428,24 @@ class SerialExecutor:
             self.is_bypassed = False
 
     def help(self, work: PhalanxWork) -> None:
-        """Run `work` in this thread, if it is next in the queue and has not started."""
+        """Run `work` in this thread, if it is next in the queue and has not started, or if this is a callback."""
+        if self.is_in_callback():
+            self._carry_out_up_to(work)
+            return
         if self.interrupted is not None and threading.current_thread() is threading.main_thread():
             return
         self.run_here(partial(self._carry_out_next, work))
+
+    def _carry_out_up_to(self, work: PhalanxWork) -> None:
+        """Run the queue in its order until `work` has completed; no other thread can during this one's callback."""
+        while not work.is_completed():
+            with self._changed:
+                if not self.items:
+                    return
+                item = self.items.popleft()
+            self.run_here(partial(self._carry_out, item, nested=True))
+            if self._ledger is not None:
+                self._ledger.carried_out()
 
     def _carry_out_next(self, work: PhalanxWork) -> None:
         with self._changed:

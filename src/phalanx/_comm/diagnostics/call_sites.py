@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import site
 import sys
+import sysconfig
 import threading
 from types import FrameType
 from typing import NamedTuple
@@ -15,7 +17,17 @@ import phalanx
 _OURS = os.path.dirname(os.path.abspath(phalanx.__file__)) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _PYTHON = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
-_PACKAGES = tuple(os.path.join(_PYTHON, name) + os.sep for name in ("site-packages", "dist-packages"))
+_PACKAGES = tuple(
+    {
+        os.path.join(folder, "")
+        for folder in (
+            *(os.path.join(_PYTHON, name) for name in ("site-packages", "dist-packages")),
+            *(sysconfig.get_path(name) for name in ("purelib", "platlib")),  # those of a virtual environment
+            *site.getsitepackages(),
+            site.getusersitepackages(),
+        )
+    }
+)
 # Decorators of torch's public functions: a deprecated function is called through the first file.
 _FORWARDING = ("typing_extensions.py", "contextlib.py")
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from phalanx._base.deadline import Deadline
+from phalanx._comm.diagnostics.interruptions import is_interruption
 from phalanx._comm.engines.engine import Engine
 
 # A message of at most this size arrives whole once its first byte has arrived: the sender's kernel accepted it in one
@@ -175,8 +176,8 @@ class Background:
     ) -> None:
         """Run `operation` on another thread, and raise its exception.
 
-        While the operation runs, call `look` every half second; it may raise. If this thread gets a KeyboardInterrupt,
-        or another exception that is not an `Exception`, pass it to `interrupted` before raising it. After an exception
+        While the operation runs, call `look` every half second; it may raise. If this thread gets a KeyboardInterrupt
+        or an exception of a signal handler, pass it to `interrupted` before raising it. After an exception
         in this thread, the operation continues until it completes or the engine is closed.
         """
         outcome = self.start(operation)
@@ -186,11 +187,11 @@ class Background:
                     error = get_soon(outcome, LOOK_EVERY_S)
                     break
                 look()
-        except Exception:
-            self.over(outcome)
-            raise
-        except BaseException as raised:  # it may be Ctrl-C
-            interrupted(raised)
+        except BaseException as raised:
+            if is_interruption(raised):
+                interrupted(raised)
+            else:
+                self.over(outcome)
             raise
         self.over(outcome)
         if error is not None:

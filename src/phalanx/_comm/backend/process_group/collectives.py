@@ -495,6 +495,12 @@ def allgather_coalesced(
             f"all_gather_coalesced: output lists should be equal to world size: there are {len(output_lists)}, the "
             f"group has {group.members.size} ranks"
         )
+    for rank, outputs in enumerate(output_lists):
+        if len(outputs) != len(input_list):
+            raise ArgumentError(
+                f"all_gather_coalesced: output_lists[{rank}] has {len(outputs)} tensors, and there are "
+                f"{len(input_list)} input tensors"
+            )
     by_tensor = [
         check_list(
             [outputs[i] for outputs in output_lists],
