@@ -297,6 +297,40 @@ def test_of_several_processes_one_counts(tmp_path):
     assert sorted(Path(tmp_path / "counted").read_text()) == ["a", "b"]
 
 
+class Unnamed:
+    pass
+
+
+def test_shards_without_a_name_cannot_be_found_again(tmp_path):
+    """Their text was an address in memory: a saved position was refused after a restart, and an index file grew."""
+    stream = Stream([Unnamed(), Unnamed()], lambda _: [0] * 5, lengths=5)
+    with pytest.raises(ValueError, match="Give the class a __repr__ that names the shard"):
+        phalanx.DistributedSampler(stream, 1, 0).state_dict()
+    with pytest.raises(ValueError, match="Give the class a __repr__ that names the shard"):
+        Stream([Unnamed()], lambda _: [0] * 5, index=tmp_path / "index.json")
+
+
+def test_what_is_said_of_a_shard_that_was_skipped_past_its_end_is_true():
+    class Skips:
+        def __init__(self) -> None:
+            self.at = 0
+
+        def skip(self, count: int) -> None:
+            self.at += count
+
+        def __iter__(self):
+            return self
+
+        def __next__(self) -> int:
+            self.at += 1
+            if self.at > 10:
+                raise StopIteration
+            return self.at - 1
+
+    with pytest.raises(DataError, match="shard s has at most 50 samples, but its length was given as 100"):
+        IteratedShard("s", Skips, Skips(), 100, window=10).get([57])
+
+
 # -- with a sampler ----------------------------------------------------------------------------------------------------
 
 

@@ -10,7 +10,7 @@ from collections import Counter
 import pytest
 from tests.on_ranks import on_ranks
 
-from phalanx.errors import PhalanxError
+from phalanx.errors import ClosedError, PhalanxError
 from phalanx.mapreduce import Records, TaskError, map_reduce, read_parts
 
 WORDS = ["alpha", "beta", "gamma", "delta", "ä", "x" * 50]
@@ -290,3 +290,22 @@ def test_the_collector_is_left_as_it_was():
     before = gc.get_threshold()
     map_reduce([1], lambda n: [(n, gc.get_threshold())], lambda key, values: list(values))
     assert gc.get_threshold() == before
+
+
+@pytest.mark.parametrize("memory_bytes", [1 << 20, 1 << 30])
+def test_a_closed_result_says_so_instead_of_being_empty(text, memory_bytes):
+    with map_reduce(
+        text, lambda line: [(line, line * 2000)], lambda key, values: list(values), memory_bytes=memory_bytes
+    ) as result:
+        items = iter(result)
+        next(items)
+    again = [lambda: list(items)] if memory_bytes == 1 << 20 else []  # else one block, which it has read already
+    for read in (*again, lambda: list(result), lambda: list(result.partition(0))):
+        with pytest.raises(ClosedError, match="this result was closed"):
+            read()
+
+
+def test_a_key_that_no_file_can_hold_is_named(tmp_path):
+    """It was an error of ours: a partition could not be reduced."""
+    with pytest.raises(TypeError, match=r"key 'a\\udc80' .* cannot be written as JSON"):
+        map_reduce(Records(["x"]), lambda _: [("a\udc80", 1)], add_up, output=str(tmp_path / "out"))

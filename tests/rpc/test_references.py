@@ -96,6 +96,8 @@ def _check_proxies():
         assert counter.rpc_sync(timeout=30).add(1) == 22
         with pytest.raises(AttributeError, match="'Counter' object has no attribute 'sub'"):
             counter.rpc_sync().sub(1)
+    numbers = rpc.remote("w1", list, ([4, 5, 6],)).rpc_sync()
+    assert (numbers.__len__(), numbers.__getitem__(1), numbers.__contains__(6)) == (3, 5, True)
 
 
 def _check_third_workers():

@@ -66,6 +66,7 @@ class IteratedShard:
         self._source = samples
         self._iterator: Iterator[Any] = iter(samples)
         self._next = 0
+        self._is_counted = True  # whether each sample before `_next` was read
 
     def get(self, numbers: Sequence[int]) -> list[Any]:
         found = {number: self._get(number) for number in sorted(set(numbers))}
@@ -91,22 +92,23 @@ class IteratedShard:
         _close(self._source)
         self._skipped.clear()
         self._source = self._begin()
-        self._iterator, self._next = iter(self._source), 0
+        self._iterator, self._next, self._is_counted = iter(self._source), 0, True
 
     def _skip_to(self, number: int) -> None:
         if number <= self._next:
             return
         skip = getattr(self._iterator, "skip", None)
         if skip is not None:
-            skip(number - self._next)
-            self._next = number
+            skip(number - self._next)  # past the end, too
+            self._next, self._is_counted = number, False
         while self._next < number:
             self._read()
 
     def _read(self) -> Any:
         sample = next(self._iterator, _END)
         if sample is _END:
-            raise DataError(_wrong_length(self._name, self._next, self._length))
+            found = self._next if self._is_counted else f"at most {self._next}"
+            raise DataError(_wrong_length(self._name, found, self._length))
         self._next += 1
         if self._next == self._length and next(self._iterator, _END) is not _END:
             raise DataError(_wrong_length(self._name, f"more than {self._length}", self._length))

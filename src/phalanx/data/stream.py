@@ -165,7 +165,7 @@ class Stream(OrderedDataset):
 
     def describe_order(self) -> dict[str, Any]:
         """Return what determines the order: a saved position is valid only for the same values."""
-        return describe_order([str(shard) for shard in self.shards], self.lengths, self.layout)
+        return describe_order([name_of(shard) for shard in self.shards], self.lengths, self.layout)
 
     def close(self) -> None:
         """Close the shards that this process has open."""
@@ -189,6 +189,21 @@ _SLOW_S = 2.0
 Count = Callable[[Any], int]
 
 
+def name_of(shard: Any) -> str:
+    """Return the name of a shard, by which a saved position and an index file find it again.
+
+    Raises:
+        ValueError: it has no text of its own, only its class and its address in memory.
+    """
+    kind: Any = type(shard)
+    if (kind.__str__, kind.__repr__) == (object.__str__, object.__repr__):
+        raise ValueError(
+            f"Stream: a shard is a {kind.__name__}, and its text is its address in memory, by which nothing finds it "
+            "in another process. Give the class a __repr__ that names the shard."
+        )
+    return str(shard)
+
+
 def find_lengths(
     shards: Sequence[Any], lengths: int | Sequence[int] | None, index: str | os.PathLike[str] | None, count: Count
 ) -> Indices:
@@ -207,15 +222,15 @@ def find_lengths(
         return _check(shards, _count_all(shards, count, "give `index=`, a file to keep the lengths in"))
     name = os.fspath(index)
     known = _read_index(name)
-    if any(str(shard) not in known for shard in shards):
+    if any(name_of(shard) not in known for shard in shards):
         with _alone(name):
             known = _read_index(name)
-            missing = [shard for shard in shards if str(shard) not in known]
+            missing = [shard for shard in shards if name_of(shard) not in known]
             if missing:
                 counted = _count_all(missing, count, f"they are kept in {name}")
-                known |= {str(shard): length for shard, length in zip(missing, counted, strict=True)}
+                known |= {name_of(shard): length for shard, length in zip(missing, counted, strict=True)}
                 _write_index(name, known)
-    return _check(shards, [known[str(shard)] for shard in shards])
+    return _check(shards, [known[name_of(shard)] for shard in shards])
 
 
 def _check(shards: Sequence[Any], lengths: Sequence[Any]) -> Indices:

@@ -98,6 +98,7 @@ class MapReduceJob:
             self.split_bytes,
             self.split_records,
             self.encoding,
+            self.max_bad_records,
             "files" if sequence is None else f"{len(sequence)} records",
         )
 

@@ -45,7 +45,7 @@ def write_part(folder: str, number: int, partitions: int, read: Callable[[], Ite
     """
     replace_file(
         path_of(folder, number, partitions),
-        lambda file: file.writelines(_line(key, value).encode() for key, value in read()),
+        lambda file: file.writelines(_line(key, value) for key, value in read()),
     )
 
 
@@ -59,9 +59,9 @@ def read_parts(folder: str | os.PathLike[str]) -> Iterable[tuple[Any, Any]]:
                     yield key, value
 
 
-def _line(key: Any, value: Any) -> str:
+def _line(key: Any, value: Any) -> bytes:
     try:
-        return json.dumps([key, value], ensure_ascii=False) + "\n"
+        return (json.dumps([key, value], ensure_ascii=False) + "\n").encode()
     except (TypeError, ValueError) as error:
         raise TypeError(
             f"map_reduce: key {key!r:.80} with value {value!r:.80} cannot be written as JSON: {error}.\n"

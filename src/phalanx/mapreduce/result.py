@@ -11,6 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from phalanx.errors import ClosedError
 from phalanx.mapreduce.columns import unpack
 from phalanx.mapreduce.counters import BadRecord, Counters
 from phalanx.mapreduce.exchange import exchange
@@ -54,6 +55,11 @@ class Result:
         self.num_retries = num_retries
         self.num_backups = num_backups
         self.group = group
+        self._is_closed = False
+
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise ClosedError("map_reduce: this result was closed, which has released its data: read it before.")
 
     @property
     def bad_records(self) -> list[BadRecord]:
@@ -65,21 +71,26 @@ class Result:
 
         Raises:
             KeyError: the partition is not on this rank.
+            ClosedError: the result was closed.
         """
+        self._require_open()
         stream, lengths = self._blocks[number]
         return self._read(stream, lengths)
 
     def _read(self, stream: SpoolStream, lengths: Sequence[int]) -> Iterator[tuple[Any, Any]]:
         at = 0
         for length in lengths:
+            self._require_open()
             yield from zip(*unpack(stream.read(at, length)), strict=True)
             at += length
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
+        self._require_open()
         return heapq.merge(*(self.partition(number) for number in self.partitions), key=_first)
 
     def close(self) -> None:
         """Release the data."""
+        self._is_closed = True
         self._blocks, self.partitions = {}, ()
         for spool in self._spools:
             spool.close()

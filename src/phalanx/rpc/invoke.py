@@ -220,6 +220,9 @@ call_method._calls_method = True  # type: ignore[attr-defined]
 _HOW: dict[str, Callable[..., Any]] = {"sync": rpc_sync, "async": rpc_async, "remote": remote}
 
 
+_FORWARDED = ("__call__", "__len__", "__getitem__", "__setitem__", "__delitem__", "__contains__")
+
+
 class RRefProxy:
     """An `RRefProxy` is the result of `RRef.rpc_sync()`, `rpc_async()` and `remote()`: methods run on the owner."""
 
@@ -229,7 +232,7 @@ class RRefProxy:
         self.rpc_timeout = timeout
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        if name.startswith("__"):
+        if name.startswith("__") and name not in _FORWARDED:  # pickle and copy look up others
             raise AttributeError(name)
         return partial(self._call, name)
 

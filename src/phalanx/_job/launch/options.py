@@ -249,7 +249,7 @@ OPTIONS = (
     Option("key-file", "key_file", "The file with the key of a job on several hosts; `phalanx key` creates it. "
            "Without this option, the key is read from PHALANX_KEY_FILE, PHALANX_KEY or your configuration folder.",
            "FILE", torchruns=False),
-    Option("host-timeout", "", "The time without a heartbeat after which a host is lost, and the job fails, in seconds "
+    Option("host-timeout", "", "The time without a heartbeat after which a host is lost, in seconds "
            "(default 9).", "SECONDS", _at_least(1), torchruns=False),
     Option("witness", "", "A service outside the job that votes when hosts are lost, so that a job on two hosts "
            "survives the loss of either: HOST:PORT of a `phalanx coordinator` on a third host, or "
