@@ -83,12 +83,13 @@ def agree_on_plan(team: Team, job: MapReduceJob, local: RankOutputs) -> str:
     me = RankProcess.of_self()
     reports_by_rank = team.gather((me, job.terms))
     team.processes = [process for process, _ in reports_by_rank]
-    if len({terms for _, terms in reports_by_rank}) > 1:
-        named = "\n".join(f"  rank {rank}: {terms}" for rank, (_, terms) in enumerate(reports_by_rank))
-        raise ValueError(
-            "map_reduce: the ranks were called with different arguments (partitions, combines, gather, output, "
-            f"memory, split, encoding, inputs):\n{named}"
+    by_rank = [terms for _, terms in reports_by_rank]
+    if differing := [name for name in job.terms if any(terms[name] != by_rank[0][name] for terms in by_rank)]:
+        named = "\n".join(
+            f"  rank {rank}: " + ", ".join(f"{name}={terms[name]}" for name in differing)
+            for rank, terms in enumerate(by_rank)
         )
+        raise ValueError(f"map_reduce: the ranks were called with different arguments:\n{named}")
     kind, plan = team.gather(_plan(job) if team.rank == 0 else None)[0]
     if kind:
         raise _RAISED.get(kind, TaskError)(plan)

@@ -86,21 +86,16 @@ class MapReduceJob:
         return min(_BLOCK_BYTES, max(4096, self.memory_bytes // 64))
 
     @property
-    def terms(self) -> tuple[Any, ...]:
-        """Return the arguments that must be the same on every rank."""
+    def terms(self) -> dict[str, Any]:
+        """Return the arguments that must be the same on every rank, by name."""
         sequence = self.sequence
-        return (
-            self.partitions,
-            self.combine is not None,
-            self.gather,
-            self.output is not None,
-            self.memory_bytes,
-            self.split_bytes,
-            self.split_records,
-            self.encoding,
-            self.max_bad_records,
-            "files" if sequence is None else f"{len(sequence)} records",
-        )
+        same = ("partitions", "gather", "memory_bytes", "split_bytes", "split_records", "encoding", "max_bad_records")
+        return {
+            "inputs": "files" if sequence is None else f"{len(sequence)} records",
+            "combine": "none" if self.combine is None else "a function",
+            "output": "none" if self.output is None else "a folder",
+            **{name: getattr(self, name) for name in same},
+        }
 
 
 # In these encodings the byte 0x0A ends every line, occurs nowhere else, and leaves no state for the next line.
