@@ -134,15 +134,15 @@ def make_loader(name: str, folder: Path, rank: int, ranks: int, batch: int, work
         return OfPhalanx(from_webdataset(urls, index=index, transform=number_of_tar, **numbers), *place)
     if name == "phalanx, tar, read on":
         lengths = from_webdataset(urls, index=folder / "index.json").lengths.tolist()
-        stream = Stream(urls, _read_on, lengths=lengths, transform=number_of_tar, **numbers)
+        stream = Stream(urls, _iterate_tar, lengths=lengths, transform=number_of_tar, **numbers)
         return OfPhalanx(stream, *place)
     if name == "phalanx, litdata":
         return OfPhalanx(from_litdata(folder / "chunks", transform=number_of_chunk, **numbers), *place)
     raise ValueError(name)
 
 
-def _read_on(url: str) -> Any:
+def _iterate_tar(url: str) -> Any:
     """A tar file as a stream: no index, nothing is skipped."""
-    from phalanx.data.webdataset import _read_on as samples
+    from phalanx.data.webdataset import _iterate_tar as samples
 
     return samples(url)

@@ -10,10 +10,10 @@ from phalanx._comm.symmetric_memory.fd_server import FdServer
 from phalanx._comm.symmetric_memory.memfd import memory
 from phalanx._comm.symmetric_memory.memory import LocalRank, SymmetricMemory, open_as_leader
 from phalanx._comm.symmetric_memory.watch import ProcessId
-from phalanx._job.agent.attempt import MAX_OBSERVED, Flights
+from phalanx._job.agent.attempt import MAX_OBSERVED, FlightRecorders
 
 
-def make_group(flights: Flights, name: str, lost: tuple[int, ...] = ()) -> SymmetricMemory:
+def make_group(flights: FlightRecorders, name: str, lost: tuple[int, ...] = ()) -> SymmetricMemory:
     message = {"name": name, "world_size": 1, "ranks": [0], "pids": [os.getpid()]}
     with FdServer(new_token()) as counter:
         return open_as_leader(
@@ -28,12 +28,12 @@ def make_group(flights: Flights, name: str, lost: tuple[int, ...] = ()) -> Symme
 
 @pytest.fixture
 def flights():
-    held = Flights()
+    held = FlightRecorders()
     yield held
     held.close()
 
 
-def test_a_group_that_is_over_is_let_go_and_remembered(flights: Flights) -> None:
+def test_a_group_that_is_over_is_let_go_and_remembered(flights: FlightRecorders) -> None:
     make_group(flights, "first").close()
     second = make_group(flights, "second")
     assert [observer.group_info.name for observer in flights.observed] == ["second"]
@@ -42,7 +42,7 @@ def test_a_group_that_is_over_is_let_go_and_remembered(flights: Flights) -> None
     second.close()
 
 
-def test_of_too_many_open_groups_the_newest_are_held(flights: Flights) -> None:
+def test_of_too_many_open_groups_the_newest_are_held(flights: FlightRecorders) -> None:
     memories = [make_group(flights, str(number)) for number in range(MAX_OBSERVED + 3)]
     assert len(flights.observed) == MAX_OBSERVED
     assert flights.observed[0].group_info.name == "3"
@@ -51,7 +51,7 @@ def test_of_too_many_open_groups_the_newest_are_held(flights: Flights) -> None:
         symm_mem.close()
 
 
-def test_of_a_group_that_has_lost_a_process_and_was_formed_anew_only_the_log_is_kept(flights: Flights) -> None:
+def test_of_a_group_that_has_lost_a_process_and_was_formed_anew_only_the_log_is_kept(flights: FlightRecorders) -> None:
     """An agent held the memory of the last 64 generations of an elastic job: those who were killed never leave."""
     first = make_group(flights, "first")
     second = make_group(flights, "second", (os.getpid(),))
@@ -70,7 +70,7 @@ def test_of_a_group_that_has_lost_a_process_and_was_formed_anew_only_the_log_is_
         {"name": "x", "world_size": 1, "ranks": [0], "pids": [1]},
     ],
 )
-def test_what_is_no_group_is_closed(flights: Flights, message: dict[str, object]) -> None:
+def test_what_is_no_group_is_closed(flights: FlightRecorders, message: dict[str, object]) -> None:
     with memory("other", 1 << 16) as fd:
         copy = os.dup(fd)
         flights.add(message, [copy])

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from phalanx import Options
-from phalanx._comm.backend.create import _exposed
+from phalanx._comm.backend.create import _public_address_problem
 from phalanx._comm.rendezvous.rank_info import RankInfo
 from phalanx._comm.symmetric_memory.watch import ProcessId
 
@@ -11,7 +11,7 @@ RANK = RankInfo("host", "node1", "", ProcessId.of_self(), frozenset({0}), 0, add
 
 
 def test_a_public_address_among_private_ones_is_named_with_its_host_and_what_to_do():
-    said = _exposed([RANK, replace(RANK, hostname="node2", address="8.8.8.8")], Options())
+    said = _public_address_problem([RANK, replace(RANK, hostname="node2", address="8.8.8.8")], Options())
     assert said.startswith("tensors would be sent to and from 8.8.8.8 on node2: a public address, which everybody")
     assert "WireGuard" in said
     assert "PHALANX_ALLOW_PUBLIC_ADDRESS=1" in said
@@ -19,7 +19,7 @@ def test_a_public_address_among_private_ones_is_named_with_its_host_and_what_to_
 
 def test_private_addresses_other_engines_and_those_who_ask_for_it_are_left_alone():
     public = [RANK, replace(RANK, address="2a00:1450:4001::1")]
-    assert _exposed([RANK, replace(RANK, address="")], Options()) == ""
-    assert _exposed(public, Options(engine="mpi")) == ""
-    assert _exposed(public, Options(allow_public_address=True)) == ""
-    assert _exposed(public, Options()) != ""
+    assert _public_address_problem([RANK, replace(RANK, address="")], Options()) == ""
+    assert _public_address_problem(public, Options(engine="mpi")) == ""
+    assert _public_address_problem(public, Options(allow_public_address=True)) == ""
+    assert _public_address_problem(public, Options()) != ""

@@ -216,12 +216,12 @@ def test_who_has_spoken_before_its_coming_was_read_is_never_young():
         guard.admit(router.recv_multipart(copy=False)[-1])
         guard.read_events(0.0)
         guard.make_room(0.0)
-        assert (guard.num_open, guard.num_young) == (1, 0)
+        assert (guard.num_open, guard.num_unauthenticated) == (1, 0)
         with come(port) as stranger:
-            while guard.num_young == 0:
+            while guard.num_unauthenticated == 0:
                 guard.read_events(0.0)
             guard.make_room(0.0)
-            assert not is_open(stranger) or guard.num_young == 0
+            assert not is_open(stranger) or guard.num_unauthenticated == 0
         assert guard.num_open == 1
         guard.close()
 

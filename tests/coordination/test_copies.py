@@ -14,7 +14,7 @@ from phalanx._job.coordinator.journal import (
     unpack_entries,
     unpack_route,
 )
-from phalanx._job.coordinator.session import Direct, RelayedRoute, split_answers
+from phalanx._job.coordinator.session import DirectRoute, RelayedRoute, split_answers
 
 KEYS = [b"a", b"b", b"c", b"q", b"\0barrier/a"]
 
@@ -43,8 +43,8 @@ class Job:
         self.now = 0.0
         self.coordinator = Coordinator(job="drawn", max_bytes=1 << 16)
         self.coordinator.journal.is_kept = True
-        relay = Direct(1, b"relay")
-        self.routes = [Direct(0, b"x"), Direct(1, b"x"), *(RelayedRoute(relay, bytes([n])) for n in range(3))]
+        relay = DirectRoute(1, b"relay")
+        self.routes = [DirectRoute(0, b"x"), DirectRoute(1, b"x"), *(RelayedRoute(relay, bytes([n])) for n in range(3))]
         self.numbers = dict.fromkeys(self.routes, 0)
         self.asked = []  # route, number, frame
         self.answers = {}  # (route, number) -> what was granted
@@ -179,13 +179,13 @@ def test_a_store_that_is_fuller_than_it_may_be_can_be_copied():
 @pytest.mark.parametrize(
     "entry",
     [
-        JournalEntry(EntryKind.REQUEST, Direct(1, b"x"), 1, [bytes((Op.ADD,)), b"word", b"3"]),
-        JournalEntry(EntryKind.REQUEST, Direct(1, b"x"), 1, [bytes((Op.LEAVE,)), b"-1", b"why"]),
-        JournalEntry(EntryKind.REQUEST, Direct(1, b"x"), 1, [b"", b"k"]),
+        JournalEntry(EntryKind.REQUEST, DirectRoute(1, b"x"), 1, [bytes((Op.ADD,)), b"word", b"3"]),
+        JournalEntry(EntryKind.REQUEST, DirectRoute(1, b"x"), 1, [bytes((Op.LEAVE,)), b"-1", b"why"]),
+        JournalEntry(EntryKind.REQUEST, DirectRoute(1, b"x"), 1, [b"", b"k"]),
         JournalEntry(EntryKind.REQUEST, None, 1, [bytes((Op.SET,)), b"k", b"v"]),
         JournalEntry(EntryKind.LOSE, None, 7, [b"why"]),
         JournalEntry(EntryKind.KEYS, None, 0, [b"k"]),
-        JournalEntry(EntryKind.KEYS, Direct(1, b"x"), 0, [b"k", b"v"]),
+        JournalEntry(EntryKind.KEYS, DirectRoute(1, b"x"), 0, [b"k", b"v"]),
         JournalEntry(EntryKind.BEGIN, None, 0, [b"k", b"v"]),
         JournalEntry(EntryKind.ACKNOWLEDGED, None, 0, [b"1", b"no"]),
         JournalEntry(77, None, 0, []),
@@ -193,7 +193,7 @@ def test_a_store_that_is_fuller_than_it_may_be_can_be_copied():
 )
 def test_an_entry_that_a_copy_cannot_follow_is_an_error_and_not_another_state(entry):
     copy = Coordinator()
-    copy.replay(JournalEntry(EntryKind.REQUEST, Direct(1, b"x"), 9, [bytes((Op.SET,)), b"word", b"none"]), 0.0)
+    copy.replay(JournalEntry(EntryKind.REQUEST, DirectRoute(1, b"x"), 9, [bytes((Op.SET,)), b"word", b"none"]), 0.0)
     with pytest.raises(WireError):
         copy.replay(entry, 0.0)
 
@@ -218,7 +218,9 @@ def test_noise_is_read_as_entries_or_refused_and_ends_nothing(seed):
             pass
 
 
-@pytest.mark.parametrize("route", [None, Direct(0, b""), Direct(1, bytes(255)), RelayedRoute(Direct(1, b"x"), b"")])
+@pytest.mark.parametrize(
+    "route", [None, DirectRoute(0, b""), DirectRoute(1, bytes(255)), RelayedRoute(DirectRoute(1, b"x"), b"")]
+)
 def test_a_route_is_read_as_it_was_packed_and_what_is_none_is_refused(route):
     field = pack_route(route)
     assert unpack_route(field) == route

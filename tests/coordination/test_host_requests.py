@@ -12,9 +12,9 @@ from phalanx._comm.control.pending_call import RESEND_PARKED_S
 from phalanx._comm.control.wire import VERSION, WRITE_ONCE, AnswerStatus, Op, WireError, pack, pack_number, unpack
 from phalanx._job.coordinator.coordinator import UNPARKED_AFTER_S, Coordinator
 from phalanx._job.coordinator.host_requests import KEPT_S, OWN, HostRequests
-from phalanx._job.coordinator.session import Direct
+from phalanx._job.coordinator.session import DirectRoute
 
-RELAY = Direct(1, b"relay")
+RELAY = DirectRoute(1, b"relay")
 KEY = f"facts{WRITE_ONCE}".encode()
 
 

@@ -18,7 +18,7 @@ from phalanx._comm.control.key import Key
 from phalanx._comm.control.wire import MAX_FRAME_BYTES, AnswerStatus, Op, WireError, pack, pack_number, unpack
 from phalanx._job.coordinator.coordinator import Coordinator
 from phalanx._job.coordinator.service import Service
-from phalanx._job.coordinator.session import Direct
+from phalanx._job.coordinator.session import DirectRoute
 
 KEY = Key.generate()
 
@@ -27,7 +27,7 @@ def test_no_frame_ends_the_coordinator_or_costs_a_member_its_place(effort, seed)
     num_frames = 5_000 * effort
     rng = random.Random(seed)
     coordinator = Coordinator(max_bytes=1 << 20)
-    route, strangers = Direct(0, b"member"), [Direct(1, bytes([n])) for n in range(8)]
+    route, strangers = DirectRoute(0, b"member"), [DirectRoute(1, bytes([n])) for n in range(8)]
     coordinator.handle(route, pack(Op.JOIN, 1, b'{"host": "anna"}', b"all"), 0.0)
     coordinator.handle(route, pack(Op.SET, 2, b"mine", b"kept"), 0.0)
     now = 0.0

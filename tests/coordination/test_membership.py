@@ -9,7 +9,7 @@ import pytest
 from phalanx._comm.control.wire import AnswerStatus, Op, pack, pack_number, unpack
 from phalanx._job.coordinator.coordinator import MAX_WAITING_BYTES, Coordinator
 from phalanx._job.coordinator.membership import Membership
-from phalanx._job.coordinator.session import Direct
+from phalanx._job.coordinator.session import DirectRoute
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -35,7 +35,7 @@ def test_those_are_silent_that_were_not_heard_for_too_long(seed):
 def test_time_passes_without_a_look_at_each_member(monkeypatch):
     """A thousand members were looked at four times a second, twice."""
     coordinator = Coordinator()
-    routes = [Direct(1, b"%d" % number) for number in range(100)]
+    routes = [DirectRoute(1, b"%d" % number) for number in range(100)]
     for route in routes:
         coordinator.handle(route, pack(Op.JOIN, 1, b"{}", b""), 0.0)
     coordinator.tick(0.0)
@@ -54,9 +54,9 @@ def test_each_of_many_members_is_told_to_say_less_often_that_it_is_there(num_mem
     """A thousand of them filled a fifth of a core, in a job in which nothing happened."""
     coordinator = Coordinator(lost_after_s=10.0)
     for number in range(num_members):
-        coordinator.handle(Direct(1, b"%d" % number), pack(Op.JOIN, 1, b"{}", b""), 0.0)
+        coordinator.handle(DirectRoute(1, b"%d" % number), pack(Op.JOIN, 1, b"{}", b""), 0.0)
     dict(coordinator.pop_outgoing())
-    coordinator.handle(Direct(1, b"0"), pack(Op.HEARTBEAT, 0, b"0", b"0"), 1.0)
+    coordinator.handle(DirectRoute(1, b"0"), pack(Op.HEARTBEAT, 0, b"0", b"0"), 1.0)
     ((_, (answer,)),) = coordinator.pop_outgoing()
     (message,) = unpack(answer)
     assert message.what == AnswerStatus.HEARTBEAT
@@ -67,23 +67,23 @@ def test_each_of_many_members_is_told_to_say_less_often_that_it_is_there(num_mem
 def test_a_connection_that_ended_by_silence_is_judged_by_the_silence(received_at):
     """The kernel gives up a silent connection sooner than some jobs a silent host (--host-timeout 600)."""
     coordinator = Coordinator(lost_after_s=600.0)
-    route = Direct(1, b"member")
+    route = DirectRoute(1, b"member")
     coordinator.handle(route, pack(Op.JOIN, 1, b"{}", b""), received_at)
-    assert coordinator.lose_disconnected(Direct(1, b"somebody else"), 10.0) == []
+    assert coordinator.lose_disconnected(DirectRoute(1, b"somebody else"), 10.0) == []
     lines = coordinator.lose_disconnected(route, 10.0)
     assert (len(lines), len(coordinator.members)) == ((1, 0) if received_at > 10.0 else (0, 1))
 
 
 def test_a_member_for_which_too_much_waits_is_lost():
     coordinator = Coordinator(lost_after_s=1e9)
-    watching = Direct(1, b"watching")
+    watching = DirectRoute(1, b"watching")
     coordinator.handle(watching, pack(Op.JOIN, 1, b"{}", b"all"), 0.0)
     facts = b'{"words": "%s"}' % bytes([ord("x")] * 60_000)
     number = 0
     while coordinator.members.get(0).num_bytes <= MAX_WAITING_BYTES:
         assert coordinator.tick(0.0) == []
         number += 1
-        coordinator.handle(Direct(1, pack_number(number)), pack(Op.JOIN, 1, facts, b""), 0.0)
+        coordinator.handle(DirectRoute(1, pack_number(number)), pack(Op.JOIN, 1, facts, b""), 0.0)
     (line,) = coordinator.tick(0.0)
     assert "events wait, and it does not read them" in line
     assert coordinator.members.get(0) is None

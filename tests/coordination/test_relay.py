@@ -17,7 +17,7 @@ from phalanx._comm.diagnostics.failure_signals import FailureSignals
 from phalanx._job.coordinator.coordinator import FORGOTTEN_AFTER_S, Coordinator
 from phalanx._job.coordinator.relay import Relay
 from phalanx._job.coordinator.service import Service
-from phalanx._job.coordinator.session import Direct
+from phalanx._job.coordinator.session import DirectRoute
 from phalanx.errors import ClosedError, CoordinationError, DeadlineError
 
 KEY = Key(bytes(range(32)))
@@ -242,7 +242,7 @@ def test_what_ranks_of_a_lost_host_took_from_a_queue_last_is_there_again_and_the
             thread, results = in_thread(lambda: queue_pop_or_error(three))
             sessions = service.coordinator.sessions
             wait_until(lambda: any(each.parked for each in list(sessions.values())))
-            wait_until(lambda: any(each.opened_by == agent.member for each in list(sessions.values())))
+            wait_until(lambda: any(each.relay_owner == agent.member for each in list(sessions.values())))
             near.expel(agent.member, "it is cut off")
             assert near.queue_pop("work") == b"begun"
             near.queue_push("work", "new")
@@ -256,9 +256,9 @@ def test_what_ranks_of_a_lost_host_took_from_a_queue_last_is_there_again_and_the
 def test_the_coordinator_knows_whose_a_relay_is_also_after_a_long_silence():
     """After ten minutes without a request of a rank it had forgotten: what they took last was lost with their host."""
     coordinator = Coordinator(lost_after_s=9.0)
-    agent, relay, other = Direct(1, b"agent"), Direct(1, b"relay"), Direct(0, b"other")
+    agent, relay, other = DirectRoute(1, b"agent"), DirectRoute(1, b"relay"), DirectRoute(0, b"other")
     coordinator.handle(agent, pack(Op.JOIN, 1, b"{}", b"all"), 0.0)
-    coordinator.handle(relay, pack(Op.OF_MEMBER, 0, pack_number(0)), 0.0)
+    coordinator.handle(relay, pack(Op.RELAY_OWNER, 0, pack_number(0)), 0.0)
     now = 2 * FORGOTTEN_AFTER_S
     coordinator.handle(agent, pack(Op.HEARTBEAT, 0, pack_number(0), b""), now)
     coordinator.tick(now)
@@ -290,7 +290,7 @@ def test_clients_of_a_host_that_joins_again_are_those_of_its_new_member(service)
             agent.leave()
             agent.join({"host": "second"}, watch=())
             sessions = service.coordinator.sessions
-            wait_until(lambda: any(each.opened_by == agent.member for each in list(sessions.values())))
+            wait_until(lambda: any(each.relay_owner == agent.member for each in list(sessions.values())))
             assert agent.member != before
             assert near.queue_len("work") == 0
             near.expel(agent.member, "it is lost")

@@ -92,4 +92,4 @@ def test_a_job_that_may_lose_ranks_refuses_stages_by_name() -> None:
     with pytest.raises(
         ValueError, match=r"'model' is a Pipeline\. Only one rank has the state of a stage.*--max-restarts"
     ):
-        Objects({"model": Empty()}).refuse_what_is_not_kept(2)
+        Objects({"model": Empty()}).refuse_unsupported(2)

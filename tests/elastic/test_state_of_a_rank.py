@@ -107,7 +107,7 @@ def test_a_comm_hook_that_remembers_something_is_refused_by_name(hook: Any, stat
         model = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
         model._comm_hooks.append((hook, state))
         try:
-            Objects({"model": model}).refuse_what_is_not_kept(2)
+            Objects({"model": model}).refuse_unsupported(2)
         except ValueError as error:
             return str(error)
         return ""
@@ -126,7 +126,7 @@ def test_a_model_whose_wrapper_state_does_not_have_is_refused_by_name(wrapper: A
 
         def message(**things: Any) -> str:
             try:
-                Objects(things).refuse_what_is_not_kept(2)
+                Objects(things).refuse_unsupported(2)
             except ValueError as error:
                 return str(error)
             return ""
@@ -201,7 +201,7 @@ def test_an_optimizer_in_shards_whose_shards_are_not_kept_is_refused_by_name() -
             parameters = nn.Linear(2, 2).parameters()
             optimizer = phalanx.ZeroRedundancyOptimizer(parameters, torch.optim.SGD, process_group=group, lr=0.1)
             try:
-                Objects({"optimizer": optimizer}).refuse_what_is_not_kept(world_size)
+                Objects({"optimizer": optimizer}).refuse_unsupported(world_size)
             except ValueError as error:
                 said.append(str(error))
         dist.barrier()

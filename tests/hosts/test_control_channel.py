@@ -25,10 +25,10 @@ from phalanx._job.agent.target import JobTarget
 from phalanx._job.coordinator.service import Service
 from phalanx._job.hosts.control_channel import Change, ControlChannel, ControlMessage, decode_lines
 from phalanx._job.hosts.follower import FollowerLink
-from phalanx._job.hosts.forward import Forward
 from phalanx._job.hosts.gather import Gathering, JoinedHost
 from phalanx._job.hosts.join_job import FollowedJob
 from phalanx._job.hosts.leader import LeaderLink
+from phalanx._job.hosts.line_forwarder import LineForwarder
 from phalanx._job.hosts.node_plan import HostFacts, plan_nodes
 from phalanx._job.hosts.peer_hosts import PeerHosts
 from phalanx._job.hosts.reach import ReachAnswers
@@ -245,7 +245,7 @@ def test_messages_that_wait_for_one_member_travel_together_and_in_order() -> Non
 def test_long_lines_of_several_ranks_arrive_though_together_they_are_longer_than_a_message() -> None:
     """They were one message, which the coordinator refused: the lines of all ranks of that host were lost silently."""
     with _two() as (channel, other):
-        forward = Forward()
+        forward = LineForwarder()
         forward.connect(channel)
         channel.first = other.member
         line = b"\xff" * (MAX_VALUE_BYTES // 8)  # JSON needs six bytes for each
@@ -264,7 +264,7 @@ def test_records_of_many_groups_are_a_message_for_each_group() -> None:
     with _two() as (channel, other):
         link = FollowerLink.__new__(FollowerLink)
         link._channel, link._number, link._records = channel, 0, []
-        link._forward = Forward()
+        link._forward = LineForwarder()
         channel.first = other.member
         logs = [GroupLog(name, 2, ()) for name in ("a", "b")]
         ranks = SimpleNamespace(zygote_lost=False)

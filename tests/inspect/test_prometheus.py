@@ -1,14 +1,14 @@
 """What `phalanx top` shows, in Prometheus's words."""
 
 from phalanx._job.inspect.top.prometheus import as_prometheus
-from phalanx._job.inspect.top.view import JobView, LostView, Pace, RankView, Slowest, StuckView
+from phalanx._job.inspect.top.view import JobView, LostView, Pace, RankView, SlowestRank, StuckView
 
 RANK = RankView(
     0, 'a"b\\c', 0, 100, "S", Pace("rounds", 7, None, 2.5, 40.0), 0.5, None, None, 0.25, 0.25, 1 << 20, True, "", 1.5
 )
 JOB = JobView(
     7, "train.py", 2, 60.0, 1, 3, 2, 1, (), (LostView(1, 101, 4.0, "SIGKILL"),), Pace("rounds", 7, 17, 2.5, 40.0),
-    Slowest(0, "gpu-7", 5, 6, 0.2), StuckView("all_reduce #8", "dp", (0,), (1,), 0, 3.0), 10.0, (RANK,), (),
+    SlowestRank(0, "gpu-7", 5, 6, 0.2), StuckView("all_reduce #8", "dp", (0,), (1,), 0, 3.0), 10.0, (RANK,), (),
 )  # fmt: skip
 
 

@@ -36,7 +36,7 @@ class LateStaging(HostStaging):
     def to_device(self, tensors, host):
         self._to_device += [(tensor, source, source.clone()) for tensor, source in zip(tensors, host, strict=True)]
 
-    def follow_copies(self, then):
+    def queue_after_copies(self, then):
         self._then.append(then)
 
     def synchronize(self):

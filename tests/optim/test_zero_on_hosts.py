@@ -122,7 +122,7 @@ def _is_refused(rank, world_size, machines):
     optimizer = ZeroRedundancyOptimizer(model.parameters(), optim.SGD, lr=0.1)
     state = phalanx.elastic.State(model=model, optimizer=optimizer)
     with pytest.raises(ValueError, match=r"'optimizer' is a ZeroRedundancyOptimizer over ranks that share no memory"):
-        commits_of(state).objects.refuse_what_is_not_kept(world_size)
+        commits_of(state).objects.refuse_unsupported(world_size)
 
 
 def test_an_elastic_job_refuses_it():

@@ -109,7 +109,10 @@ def test_an_option_that_contradicts_the_scheduler_is_refused(words, message):
 def test_what_keeps_nodes_apart_is_told(home):
     with pytest.raises(LaunchError, match=r"(?s)MPI could not be asked: .*set MASTER_ADDR for all to an address"):
         find_rendezvous(
-            replace(TWO_HOSTS, scheduler="MPICH", first_host="", asks_mpi=True), None, {**home, **NO_MPI}, Rendezvous()
+            replace(TWO_HOSTS, scheduler="MPICH", first_host="", needs_mpi_broadcast=True),
+            None,
+            {**home, **NO_MPI},
+            Rendezvous(),
         )
     with pytest.raises(LaunchError, match="pods share no folder, and there is no key in PHALANX_KEY"):
         find_rendezvous(replace(TWO_HOSTS, scheduler="Kubernetes"), None, {"HOME": "/nowhere"}, Rendezvous())

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 import phalanx
 from phalanx import strategies
-from phalanx.strategies.each_rank import EachRank
+from phalanx.strategies.per_rank_state import PerRankState
 from phalanx.testing import run_ranks
 from phalanx.trainer import EarlyStopping
 
@@ -134,7 +134,7 @@ def test_callbacks_go_on_where_the_ranks_of_one_strategy_differ_and_those_of_the
     def part(best, **how):
         state = {"best": best}
         callback = SimpleNamespace(state_dict=state.copy, load_state_dict=state.update)
-        return state, EachRank({"callbacks": callback}, None, **how)
+        return state, PerRankState({"callbacks": callback}, None, **how)
 
     def of_rank_0(state):
         states = [state]

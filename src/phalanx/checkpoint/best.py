@@ -44,7 +44,7 @@ class Best:
         found.sort(key=lambda pair: pair[0], reverse=self.mode == "max")  # the sort is stable in both directions
         return [item for _, item in found[: self.count]]
 
-    def order_newest_first(self, entries: Sequence[T], metrics_of: Callable[[T], Mapping[str, float]]) -> list[T]:
+    def select_best(self, entries: Sequence[T], metrics_of: Callable[[T], Mapping[str, float]]) -> list[T]:
         """Return the best of `entries`, which begin with the latest: best first, and the oldest first among equals."""
         return self.order(entries[::-1], lambda entry: metrics_of(entry).get(self.metric))
 
@@ -64,5 +64,5 @@ def choose_outdated(
     old = entries[keep:]
     if best is None or not old:
         return list(old)
-    kept = best.order_newest_first(entries, metrics_of)
+    kept = best.select_best(entries, metrics_of)
     return [entry for entry in old if entry not in kept]

@@ -14,7 +14,7 @@ import torch
 
 from phalanx._base.storage import place_of
 from phalanx.checkpoint.checksum import find_damage
-from phalanx.checkpoint.optimizer_fit import OptimizerNotes, describe_gap
+from phalanx.checkpoint.optimizer_fit import OptimizerNotes, describe_missing_state
 from phalanx.checkpoint.parts import HALF_LOADED, describe_misfits, fit_stages, load_part
 from phalanx.checkpoint.peers import Peers
 from phalanx.checkpoint.remote_history import RETRY_S, download
@@ -169,7 +169,7 @@ def _load_into(path: Path, state: object, notes: OptimizerNotes, into: Mapping[s
         except Exception as error:
             text = f"load_checkpoint: {path}: {name!r} refused its state: {type(error).__name__}: {error}"
             raise CheckpointError(f"{text}\n{HALF_LOADED}") from error
-        if isinstance(part, torch.optim.Optimizer) and (gap := describe_gap(part, own)):
+        if isinstance(part, torch.optim.Optimizer) and (gap := describe_missing_state(part, own)):
             warnings.warn(f"load_checkpoint: {path}: {name!r} {gap}", stacklevel=3)
 
 

@@ -152,7 +152,7 @@ def _options_of_torch() -> frozenset[str]:
 _SHOWN = 4
 
 
-def describe_gap(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> str:
+def describe_missing_state(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> str:
     """Return a sentence on the trained parameters that have no state in `saved`; "" if all have one.
 
     `load_state_dict` silently accepts an incomplete state; the other parameters would start from scratch.

@@ -10,7 +10,7 @@ from typing import Any, BinaryIO, TypeVar
 import torch
 import torch.distributed as dist
 
-from phalanx._comm.backend.shared import default_group, rehearses
+from phalanx._comm.backend.shared import default_group, is_joining
 from phalanx.errors import CheckpointError, PhalanxError
 
 T = TypeVar("T")
@@ -42,9 +42,9 @@ class Peers:
     def __init__(self, group: dist.ProcessGroup | None = None, *, what: str = "a checkpoint") -> None:
         self.what = what
         group = default_group() if group is None else group
-        self.rehearses = group is not None and rehearses(group)
+        self.is_joining = group is not None and is_joining(group)
         """Whether this rank joins a running job and is not in its group yet: it saves nothing."""
-        if self.rehearses:  # this rank reads for itself
+        if self.is_joining:  # this rank reads for itself
             group = None
         self.group = group
         self.rank = dist.get_rank(group) if group is not None else 0
@@ -56,7 +56,7 @@ class Peers:
     def alone(cls, what: str) -> Peers:
         """Return peers of this process alone, whatever group it is in."""
         peers = cls.__new__(cls)
-        peers.what, peers.group, peers.rank, peers.world_size, peers.rehearses = what, None, 0, 1, False
+        peers.what, peers.group, peers.rank, peers.world_size, peers.is_joining = what, None, 0, 1, False
         return peers
 
     @property

@@ -17,7 +17,7 @@ from phalanx._comm.transport.memory_order import lay_out
 from phalanx._comm.transport.tensors import is_dense
 from phalanx.checkpoint.history import History, explain_renamed
 from phalanx.checkpoint.manifest import Manifest, find_damaged_file, is_checkpoint, read_manifest
-from phalanx.checkpoint.optimizer_fit import OptimizerNotes, describe_gap
+from phalanx.checkpoint.optimizer_fit import OptimizerNotes, describe_missing_state
 from phalanx.checkpoint.parts import HALF_LOADED, MismatchReport, describe_misfits, fit_stages, load_part, module_state
 from phalanx.checkpoint.peers import Peers
 from phalanx.checkpoint.remote_history import DownloadError, RemoteHistory
@@ -134,7 +134,7 @@ def _load_parts(state: dict[str, Any], parts: Mapping[str, Any], report: Mismatc
         fits = not any(text.startswith((f"{name}:", f"{name}.state.")) for text in report.misshapen)
         if name in state and (strict or fits or not is_optimizer):
             load_part(part, state[name], strict=strict)
-            if is_optimizer and (gap := describe_gap(part, state[name])):
+            if is_optimizer and (gap := describe_missing_state(part, state[name])):
                 gaps.append(f"{name!r} {gap}")
     return gaps
 

@@ -41,7 +41,7 @@ def save_checkpoint(path: str | os.PathLike[str], state: Mapping[str, Any]) -> N
     """
     place = place_of(path)  # an invalid path is an error on every rank
     peers = Peers(what="save_checkpoint")
-    if peers.rehearses:  # the ranks that train have saved it
+    if peers.is_joining:  # the ranks that train have saved it
         return
     problem: str | None = None
     cause: Exception | None = None

@@ -159,7 +159,7 @@ class CheckpointManager:
             MismatchError, PeerLostError, DeadlineError: some rank did not call this.
         """
         peers = self._peers("CheckpointManager.save")
-        if peers.rehearses:
+        if peers.is_joining:
             return self.latest() or self.folder
         saving = self._begin(peers, step, parts, metrics, memory=None)
         if saving is None:
@@ -185,7 +185,7 @@ class CheckpointManager:
             MismatchError, PeerLostError, DeadlineError: some rank did not call this.
         """
         peers = self._peers("CheckpointManager.async_save")
-        if peers.rehearses:
+        if peers.is_joining:
             return
         saving = self._begin(peers, step, parts, metrics, memory=self._memory)
         if saving is not None:
@@ -493,7 +493,7 @@ def best_entries(history: History | RemoteHistory, what: str) -> list[Checkpoint
     Raises:
         ValueError: as `require_best`.
     """
-    return require_best(history, what).order_newest_first(history.entries(), history.metrics_of)
+    return require_best(history, what).select_best(history.entries(), history.metrics_of)
 
 
 def choose(peers: Peers, history: History | RemoteHistory, place: object, step: int | None, *, best: bool) -> list[str]:

@@ -31,7 +31,7 @@ def from_datasets(dataset: Any, *, rows_per_shard: int = 1000, **options: Any) -
         raise ValueError(f"from_datasets: rows_per_shard must be 1 or more, got {rows_per_shard}")
     datasets = require("datasets", extra="data", what="from_datasets")
     if isinstance(dataset, datasets.IterableDataset):
-        return Stream(list(range(dataset.num_shards)), _ReadOn(dataset), **options)
+        return Stream(list(range(dataset.num_shards)), _IterableShardReader(dataset), **options)
     if not isinstance(dataset, datasets.Dataset):
         advice = ": give one split, dataset['train']" if isinstance(dataset, dict) else ""
         raise TypeError(
@@ -68,7 +68,7 @@ class Rows:
         return list(self._dataset.__getitems__([self._begin + number for number in numbers]))
 
 
-class _ReadOn:
+class _IterableShardReader:
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
 

@@ -35,7 +35,7 @@ def from_json_lines(
             the sample in it, from 0.
     """
     names = list_paths("from_json_lines", files)
-    parse = _Parse(loads) if transform is None else _Then(_Parse(loads), transform)
+    parse = _Parse(loads) if transform is None else _Compose(_Parse(loads), transform)
     return Stream(names, Lines, count=_count, transform=parse, **options)
 
 
@@ -52,8 +52,8 @@ class _Parse:
             raise UnreadableSample(summary_of(error)) from error
 
 
-class _Then:
-    """`_Then` composes two functions, and can be pickled for a spawned worker."""
+class _Compose:
+    """`_Compose` composes two functions, and can be pickled for a spawned worker."""
 
     def __init__(self, first: Callable[[Any], Any], second: Callable[[Any], Any]) -> None:
         self._first, self._second = first, second

@@ -44,7 +44,7 @@ def from_webdataset(urls: str | Sequence[str], **options: Any) -> Stream:
 
 def read_tar(url: str) -> Any:
     """Return the samples of a tar file, as a sequence if it can be read by index."""
-    return IndexedTar(url) if _is_here(url) and not url.endswith(_COMPRESSED) else _read_on(url)
+    return IndexedTar(url) if _is_here(url) and not url.endswith(_COMPRESSED) else _iterate_tar(url)
 
 
 def _count(url: str) -> int:
@@ -104,7 +104,7 @@ def _places(fd: int, url: str) -> Iterator[dict[str, Any]]:
             yield {"fname": name, "data": (offset, size), "__url__": url}
 
 
-def _read_on(url: str) -> Iterator[dict[str, Any]]:
+def _iterate_tar(url: str) -> Iterator[dict[str, Any]]:
     iterators = _iterators()
     if not is_address(url) and not _is_here(url):
         yield from iterators.tarfile_samples([{"url": url}])

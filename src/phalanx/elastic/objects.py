@@ -80,7 +80,7 @@ class Objects:
                     layers[f"{thing}.{name}" if name else thing] = layer
         return layers
 
-    def refuse_what_is_not_kept(self, world_size: int) -> None:
+    def refuse_unsupported(self, world_size: int) -> None:
         """Refuse objects whose state a replacement could not receive, before a job of `world_size` ranks trains.
 
         Raises:

@@ -16,7 +16,7 @@ from phalanx._base.log import get_logger
 from phalanx._base.storage.address import is_address, place_of
 from phalanx._base.torch_names import find
 from phalanx._comm.backend import rendezvous
-from phalanx._comm.backend.shared import default_group, rehearses
+from phalanx._comm.backend.shared import default_group, is_joining
 from phalanx._comm.backend.torch_integration.groups import phalanx_group
 from phalanx.checkpoint import load_checkpoint, save_checkpoint
 from phalanx.checkpoint.blame import is_plain
@@ -164,12 +164,12 @@ class ElasticJob:
 
     def _run(self, train: Train[_Result], world: Any, membership: Generations) -> _Result:
         commits = self._commits
-        commits.objects.refuse_what_is_not_kept(world.size())
+        commits.objects.refuse_unsupported(world.size())
         if self._checkpoint is not None:
             self._checkpoint.parent.mkdir(parents=True, exist_ok=True)
         group = commits.tracker.runner = ElasticGroup(commits, world, membership, _name(train))
         del world  # an old group is released when the next one is formed
-        is_new = rehearses(group.process_group)
+        is_new = is_joining(group.process_group)
         has_begun = False
         watch = commits.tracker.watch_other_optimizers()
         try:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from phalanx._base.deadline import Deadline
 from phalanx._base.loss_detection import CHECK_S, MAP_REDUCE_AFTER_BREAK_S
-from phalanx._comm.backend.shared import default_group, rehearses
+from phalanx._comm.backend.shared import default_group, is_joining
 from phalanx._comm.backend.torch_integration.groups import phalanx_group, pickle_authenticator, store_of
 from phalanx._comm.rendezvous.rank_info import host_identity
 from phalanx._comm.rendezvous.torch_store import Store
@@ -69,7 +69,7 @@ class Team:
         group = default_group() if group is None else group
         if cast(Any, group) is dist.GroupMember.NON_GROUP_MEMBER:
             raise ValueError("map_reduce: this rank is not in the group; only those that are may call it")
-        if group is None or group.size() == 1 or rehearses(group):
+        if group is None or group.size() == 1 or is_joining(group):
             return cls(None, dist.HashStore(), [RankProcess.of_self()])
         return cls(group, cast(Store, store_of(group)))
 

@@ -180,7 +180,7 @@ class MasterParameters(SharedBlock):
         for staging in self._stagings.values():
             staging.synchronize()
 
-    def revive(self) -> None:
+    def activate_unfrozen(self) -> None:
         """Record which parameters are no longer frozen."""
         for number, parameter in enumerate(self.parameters):
             if parameter.requires_grad and not self._live[number]:
@@ -215,7 +215,7 @@ class MasterParameters(SharedBlock):
         for device, staging in self._stagings.items():
             here = [number for number in pushed if self.parameters[number].device == device]
             if here:
-                staging.follow_copies(functools.partial(self._note, here))
+                staging.queue_after_copies(functools.partial(self._note, here))
 
     def _note(self, numbers: Sequence[int]) -> None:
         """Record the bits that this rank's slices have on their device after the copies queued so far."""

@@ -107,7 +107,7 @@ class Offload:
         """Wait until this rank no longer reads masters, and begin to copy the gradients; call this before an update."""
         for masters in self._masters:
             masters.synchronize()
-            masters.revive()
+            masters.activate_unfrozen()
         with_gradient = [shard for _, shard in self._all() if shard.parameter.grad is not None]
         for staging in self._stagings.values():
             here = [shard for shard in with_gradient if shard.staging is staging]

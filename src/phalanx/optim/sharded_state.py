@@ -17,7 +17,7 @@ from phalanx.optim.offload import Offload
 from phalanx.optim.offloaded_shard import OffloadedShard
 from phalanx.optim.parameter_shard import ParameterShard
 from phalanx.optim.shared_parameters import SharedParameters
-from phalanx.optim.state import StateDict, cut_state, layout_of, merge_state_dicts, refuse_loose
+from phalanx.optim.state import StateDict, cut_state, layout_of, merge_state_dicts, refuse_state_without_parameter
 
 _MASTER = "master"  # the key of a parameter's master in its state
 
@@ -68,7 +68,7 @@ class ShardedState(Optimizer):
                     "stop": shard.part.stop,
                     "state": {**self.optim.state[shard.tensor], **_master_of(shard)},
                 }
-        refuse_loose(self.optim.state, self._optimizer_class, known=len(state))
+        refuse_state_without_parameter(self.optim.state, self._optimizer_class, known=len(state))
         return {
             "param_groups": [
                 {

@@ -81,9 +81,9 @@ class HostStaging:
                 continue
             for here, there in _in_pieces(_flat(tensor), _flat(source)):
                 here.copy_(there.to(self.device, non_blocking=True))
-        self.follow_copies(_nothing)
+        self.queue_after_copies(_nothing)
 
-    def follow_copies(self, then: Callable[[], object]) -> None:
+    def queue_after_copies(self, then: Callable[[], object]) -> None:
         """Call `then`, which queues work after the copies to the device, at the latest in `synchronize`."""
         then()
         if self._stream is not None:

@@ -66,7 +66,7 @@ def _orders(layout: Mapping[int, Any]) -> dict[int, Any]:
     }
 
 
-def refuse_loose(state: Mapping[Any, Any], optimizer_class: type[Optimizer], known: int) -> None:
+def refuse_state_without_parameter(state: Mapping[Any, Any], optimizer_class: type[Optimizer], known: int) -> None:
     """Refuse state that belongs to no parameter: each rank has its own copy, and the copies cannot be merged.
 
     `known` is the number of parameters with state.

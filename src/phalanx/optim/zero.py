@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from phalanx._base.param_groups import options_of
 from phalanx._comm.backend.dynamo import undecorated, untraced
 from phalanx._comm.backend.gradient_shards import NeededSlice, find_needed, need_all, need_slice
-from phalanx._comm.backend.shared import ranks_by_host, rehearses, require_group, shares_memory
+from phalanx._comm.backend.shared import is_joining, ranks_by_host, require_group, shares_memory
 from phalanx.optim.arguments import check_parameters, decide_cut, list_parameters, refuse
 from phalanx.optim.master_parameters import MasterParameters
 from phalanx.optim.offload import Offload, may_fuse
@@ -100,7 +100,7 @@ class ZeroRedundancyOptimizer(ShardedState):
     ) -> Any:
         """Return an instance of this class if ranks share memory, otherwise of PyTorch's class."""
         group = require_group(process_group, "ZeroRedundancyOptimizer")
-        if shares_memory(group) or rehearses(group) or divide_by_host(group):
+        if shares_memory(group) or is_joining(group) or divide_by_host(group):
             return super().__new__(cls)
         if offload:
             raise ValueError(

@@ -16,7 +16,7 @@ from phalanx._base.malloc import keep_freed_memory
 from phalanx._base.partition.layers import given_arguments, list_layers
 from phalanx._base.partition.measure import bind
 from phalanx._base.partition.parts import LayerRange, split
-from phalanx._comm.backend.shared import rehearses, require_group
+from phalanx._comm.backend.shared import is_joining, require_group
 from phalanx._comm.diagnostics.step_notes import note_loss
 from phalanx.errors import ClosedError
 from phalanx.pipeline import micro_batches as batches
@@ -56,7 +56,7 @@ _OTHER_NAMES = {
 _CHECKPOINTS = ("never", "except_last", "always")
 
 
-def names_our_arguments(make: _Make) -> _Make:
+def refuse_foreign_names(make: _Make) -> _Make:
     """Wrap `make` to raise a TypeError with our argument's name if a call uses another library's name for it."""
 
     @functools.wraps(make)
@@ -168,7 +168,7 @@ class Pipeline(StageModule):
         RuntimeError: there is no process group.
     """
 
-    @names_our_arguments
+    @refuse_foreign_names
     def __init__(
         self,
         module: nn.Module,
@@ -243,7 +243,7 @@ class Pipeline(StageModule):
             for part in mine
         ]
         self._tied = TiedGradients(ties, dict(self.named_parameters()), self._wire, self._rank)
-        if not rehearses(self._group):
+        if not is_joining(self._group):
             self._tied.share_values()
         self._statistics = MiniBatchStatistics(own, data_group)
         self._replicas = None if data_group is None else Replicas(data_group, own, self._statistics)

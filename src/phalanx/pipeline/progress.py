@@ -75,7 +75,7 @@ class StepProgress:
         self.at: Action | None = None
         """The action in progress, or in progress when the step failed."""
         self.turn = 0.0
-        """When the action's turn began, in seconds of `time.perf_counter`."""
+        """The begin of the action's turn, in seconds of `time.perf_counter`."""
         self.awaited: int | None = None
         """The stage whose message is awaited, or was when the step failed."""
 

@@ -151,7 +151,7 @@ class StageModule(nn.Module):
         """
         if assign:
             raise ValueError("Pipeline.load_state_dict copies into the stages' tensors; assign=True is not possible")
-        missing, unexpected = require_same_names(state_dict, self._state_names)
+        missing, unexpected = compare_names(state_dict, self._state_names)
         if strict and (missing or unexpected):
             raise RuntimeError(
                 f"Error(s) in loading state_dict for Pipeline of {self._model_name}:"
@@ -387,7 +387,7 @@ def select_own(state: Mapping[str, Any], own: Iterable[str], first: Mapping[str,
     return selected
 
 
-def require_same_names(state: Mapping[str, Any], names: Sequence[str]) -> tuple[list[str], list[str]]:
+def compare_names(state: Mapping[str, Any], names: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the missing and the unexpected keys of `state`, as `load_state_dict` of the whole model finds them."""
     known = set(names)
     return [name for name in names if name not in state], [name for name in state if name not in known]

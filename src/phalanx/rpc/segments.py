@@ -59,8 +59,8 @@ class Segment:
         self.fd = -1
 
 
-class Lender:
-    """A `Lender` owns the segments of this process, and tracks the receiver of each."""
+class SegmentPool:
+    """A `SegmentPool` owns the segments of this process, and tracks the receiver of each."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -151,8 +151,8 @@ class Lender:
             self._free, self._lent, self._free_bytes, self._forget = {}, {}, 0, {}
 
 
-class Borrower:
-    """A `Borrower` maps the segments of the process at the other end of a connection.
+class SegmentMaps:
+    """A `SegmentMaps` maps the segments of the process at the other end of a connection.
 
     `released(number)` is called when the tensor in a segment has died, in any thread: it must neither wait nor lock.
     """

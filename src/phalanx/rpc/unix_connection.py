@@ -25,7 +25,7 @@ import torch
 from phalanx.errors import PhalanxError
 from phalanx.rpc import wire
 from phalanx.rpc.collector import without_collector
-from phalanx.rpc.segments import FROM_BYTES, Borrower, Lender
+from phalanx.rpc.segments import FROM_BYTES, SegmentMaps, SegmentPool
 from phalanx.rpc.wire import BUFFER, HEAD, Frame
 
 _READ_BYTES = 1 << 18
@@ -113,7 +113,7 @@ class UnixConnection:
         self,
         sock: socket.socket,
         fd_sock: socket.socket,
-        lender: Lender,
+        lender: SegmentPool,
         change: Callable[[UnixConnection], None],
         has_release: Callable[[UnixConnection], None],
     ) -> None:
@@ -138,7 +138,7 @@ class UnixConnection:
         self._frames = FrameReader(sock, _READ_BYTES)
         self._is_broken = False
         self.releases: deque[int] = deque()
-        self._borrower = Borrower(self._released)
+        self._borrower = SegmentMaps(self._released)
         self._line_fds: dict[int, int] = {}
         lender.join(self.number, self._forget)
 

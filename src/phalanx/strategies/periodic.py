@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 from phalanx._base.param_groups import MakeOptimizer
 from phalanx.optim import DiLoCo, LocalSGD
 from phalanx.optim.rounds import Rounds
-from phalanx.strategies.each_rank import EachRank
 from phalanx.strategies.mirrored import ReplicatedStrategy
+from phalanx.strategies.per_rank_state import PerRankState
 from phalanx.strategies.recipe import require_parameters_of
 from phalanx.strategies.strategy import may_have_others
 
@@ -51,7 +51,7 @@ class _RoundsStrategy(ReplicatedStrategy):
         Cost: the models and optimizers of all ranks are sent to rank 0, which writes them.
         """
         objects = self.training_objects()
-        return objects if self.rounds is None else {**objects, "rounds": EachRank(objects, self.checkpoint_group)}
+        return objects if self.rounds is None else {**objects, "rounds": PerRankState(objects, self.checkpoint_group)}
 
     def finish(self) -> None:
         """Run the last round, after which all ranks have the same model. All ranks call this."""

@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from phalanx._base.param_groups import MakeOptimizer
 from phalanx._comm.backend import Job, rendezvous
-from phalanx._comm.backend.shared import rehearses
+from phalanx._comm.backend.shared import is_joining
 from phalanx.ddp.replicate import broadcast_tensors
 from phalanx.nn.sync_batchnorm import uncounted_batch
 from phalanx.strategies.current import ReplicaContext, entered
@@ -162,7 +162,7 @@ class Strategy(ABC):
             made = make_iterable_loader(dataset, batch_size, *place, drop_last, options, seed=seed)
             made.on_batch = self._note_stream
             return made
-        if group is not None and rehearses(group):
+        if group is not None and is_joining(group):
             # A rank that joins later finds the batch divided among fewer: elastic.State gives it the others' share.
             own = max(1, batch_size // self.num_replicas_in_sync)
         else:

@@ -21,8 +21,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from phalanx._base.log import get_logger
 from phalanx.data import DistributedSampler
+from phalanx.data.combined_dataset import CombinedDataset, CombinedMember
 from phalanx.data.random_stream import RandomStream, epoch_seed
-from phalanx.data.together import JoinedDataset, Together
 from phalanx.elastic import generator_states
 from phalanx.errors import PhalanxError
 from phalanx.strategies import Strategy
@@ -70,7 +70,7 @@ class FitLoader:
         world_size = dist.get_world_size() if dist.is_initialized() else 1  # several ranks may share a batch
         if isinstance(self.loader, IterableLoader):
             return self.loader.total / world_size
-        is_several = isinstance(getattr(self.loader, "dataset", None), Together)
+        is_several = isinstance(getattr(self.loader, "dataset", None), CombinedDataset)
         count = max(num_samples_or_one(one) for one in (batch.values() if is_several else (batch,)))
         return count * self._strategy.num_replicas_in_sync / world_size
 
@@ -240,7 +240,7 @@ def _call(strategy: Strategy, name: str, function: Callable[[Any], Any]) -> Any:
 
 
 def _divide_together(strategy: Strategy, name: str, given: Mapping[Any, Any]) -> FitLoader:
-    members: dict[str, JoinedDataset] = {}
+    members: dict[str, CombinedMember] = {}
     options: dict[str, Any] = {"num_workers": 0}
     for key, loader in given.items():
         place = f"{name}[{key!r}]"
@@ -260,14 +260,14 @@ def _divide_together(strategy: Strategy, name: str, given: Mapping[Any, Any]) ->
             )
         if len(loader.dataset) == 0:  # type: ignore[arg-type]
             raise ValueError(f"Trainer: {place} has no batch: its dataset is empty")
-        members[key] = JoinedDataset(
+        members[key] = CombinedMember(
             loader.dataset, found["batch_size"], found["shuffle"], 0, loader.collate_fn, found["drop_last"]
         )
         if found["num_workers"] > options["num_workers"]:
             options = {key: found[key] for key in _OF_WORKERS if key in found}
     if not members:
         raise ValueError(f"Trainer: {name} is an empty dict: give it loaders by name")
-    together = Together(members)
+    together = CombinedDataset(members)
     replicas = strategy.num_replicas_in_sync
     uneven = [f"{key}: {one.batch_size}" for key, one in members.items() if one.batch_size % replicas]
     if uneven:

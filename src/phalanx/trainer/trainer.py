@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from phalanx import elastic
 from phalanx._base.log import get_logger
 from phalanx._comm.backend import rendezvous
-from phalanx._comm.backend.shared import rehearses
+from phalanx._comm.backend.shared import is_joining
 from phalanx._job.report import recording
 from phalanx.checkpoint import CheckpointManager, RandomState
 from phalanx.checkpoint.best import KeepBest
@@ -30,8 +30,8 @@ from phalanx.loggers.resolve import resolve
 from phalanx.loggers.tensorboard_logger import TensorBoardLogger
 from phalanx.report import begin as begin_report
 from phalanx.strategies import Strategy, get
-from phalanx.strategies.each_rank import EachRank
 from phalanx.strategies.loss import loss_of_own_step
+from phalanx.strategies.per_rank_state import PerRankState
 from phalanx.strategies.strategy import Precision
 from phalanx.trainer.arguments import Resume, SaveEvery, Saves, find_problems, is_count
 from phalanx.trainer.callbacks import Callback, CallbackCalls, CallbackRecovery, CallbackStates, EarlyStopping
@@ -282,7 +282,7 @@ class Trainer:
             )
         self._validation.check_metrics(val_loader, [self._saves.best, *self.callbacks])
         group = self.strategy.training_group
-        if group is None or not rehearses(group):  # a rank that joins a running job finds them
+        if group is None or not is_joining(group):  # a rank that joins a running job finds them
             folders = {"checkpoint": self._folder, "log_dir": self._log_dir}
             peers = Peers(self.strategy.checkpoint_group, what="Trainer.fit")
             make_folders(peers, folders, only_try=self._dry_run)
@@ -303,7 +303,7 @@ class Trainer:
         group = self.strategy.training_group
         try:
             self._call("on_fit_begin")
-            if group is None or not rehearses(group):
+            if group is None or not is_joining(group):
                 self._stops.vote(state)
             if (self._is_over or state.epoch >= self.max_epochs) and state.step:
                 self._display.show_finished(self, self._manager.folder if self._manager else "")
@@ -447,7 +447,7 @@ class Trainer:
         return {
             **self.strategy.parts(),
             **({} if self.scheduler is None else {"scheduler": self.scheduler}),
-            "callbacks": EachRank({"callbacks": own}, group, differ=self.strategy.ranks_differ),
+            "callbacks": PerRankState({"callbacks": own}, group, differ=self.strategy.ranks_differ),
             "position": TrainingPosition(state, self._scalars),
             "random": RandomState(group),
         }
@@ -471,7 +471,7 @@ class Trainer:
         self._recovery.called_step = state.step
         self.optimizer._opt_called = state.step > 0  # type: ignore[attr-defined]  # otherwise schedulers warn
         group = self.strategy.training_group
-        if group is None or not rehearses(group):  # a rank that joins a running job has nothing to undo
+        if group is None or not is_joining(group):  # a rank that joins a running job has nothing to undo
             params = collect_hyperparameters(self, state.batch_size, self._settings, self._hyperparameters)
             self._scalars.begin(None if self._manager is None else state.step, params)
 

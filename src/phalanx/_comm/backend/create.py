@@ -137,7 +137,7 @@ def open_transport(options: Any, backend_options: Options | None) -> Transport:
             settings = replace(settings, engine="gloo")
         one_host = len({info.host for info in infos}) == 1
         needs_engine = not one_host or bool(reason)
-        if needs_engine and (problem := _wrong_interface(infos, settings) or _exposed(infos, settings)):
+        if needs_engine and (problem := _wrong_interface(infos, settings) or _public_address_problem(infos, settings)):
             bootstrap.acknowledge_failure()
             raise PhalanxError(f"init_process_group of group {name!r} on rank {rank}: {problem}")
         if reason:
@@ -190,7 +190,7 @@ def _wrong_interface(infos: Sequence[RankInfo], settings: Options) -> str:
     return f"no such network interface.\n{lines}\n{advice}"
 
 
-def _exposed(infos: Sequence[RankInfo], settings: Options) -> str:
+def _public_address_problem(infos: Sequence[RankInfo], settings: Options) -> str:
     """Return why an engine must not send tensors between these ranks, or "". All ranks get the same answer."""
     if settings.allow_public_address or settings.engine != "gloo":
         return ""

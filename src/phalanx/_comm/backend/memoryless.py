@@ -79,7 +79,7 @@ def check_memory(tensor: Tensor, operation: str, *, written: bool) -> None:
     )
 
 
-def nothing_done(operation: str, arguments: tuple[Any, ...]) -> CompletedWork:
+def work_of_fake_call(operation: str, arguments: tuple[Any, ...]) -> CompletedWork:
     """Return the work of a call whose tensors are all fake."""
     tensors = list(_tensors_in(arguments))
     if not all(map(is_fake, tensors)):

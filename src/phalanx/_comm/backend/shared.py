@@ -70,7 +70,7 @@ def ranks_by_host(group: dist.ProcessGroup) -> tuple[tuple[int, ...], ...]:
     return () if ours is None else ours.transport.hosts
 
 
-def rehearses(group: dist.ProcessGroup) -> bool:
+def is_joining(group: dist.ProcessGroup) -> bool:
     """Return whether this process is alone in `group`: it replaces a lost rank and has not joined the others yet."""
     ours = phalanx_group(group)
     return ours is not None and isinstance(ours.transport, RehearsalTransport)
@@ -107,7 +107,7 @@ def shared_empty(
         raise RuntimeError("shared_empty needs a process group: call phalanx.init() first")
     ours = sharing_group(group)
     if ours is None:
-        if owner is not None and rehearses(group):
+        if owner is not None and is_joining(group):
             return torch.zeros(shape, dtype=dtype, device="cpu")
         if owner is not None:
             raise ValueError(

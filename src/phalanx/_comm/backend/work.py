@@ -309,8 +309,8 @@ class Closable(Protocol):
         """Complete the queued operations; return whether they ended within `timeout_s`."""
 
 
-class Ledger(Protocol):
-    """A `Ledger` counts queued operations for the core, whose gradient rounds bypass the queue."""
+class QueueCounter(Protocol):
+    """A `QueueCounter` counts queued operations for the core, whose gradient rounds bypass the queue."""
 
     def issue(self) -> None:
         """Record that an action is about to be queued."""
@@ -342,7 +342,7 @@ class SerialExecutor:
         callbacks_first: bool = False,
         interrupted: Callable[[BaseException], None] | None = None,
         linger_s: float | None = None,
-        ledger: Ledger | None = None,
+        ledger: QueueCounter | None = None,
     ) -> None:
         self.name = name
         self.callers: set[int] = set()

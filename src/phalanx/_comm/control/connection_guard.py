@@ -67,7 +67,7 @@ class ConnectionGuard:
             zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
         )
         self._peers: dict[int, _Place | None] = {}  # by descriptor: the address and port of the other end
-        self._young: dict[int, float] = {}  # by descriptor, the oldest first: when it was accepted
+        self._unauthenticated: dict[int, float] = {}  # by descriptor, the oldest first: when it was accepted
         self._unread: set[int] = set()  # descriptors that are no longer young, with their first message still unread
         self._members: dict[int, bytes] = {}  # by descriptor: the identity of the connection's member
         self._current: dict[bytes, int] = {}  # by identity: the descriptor of the newest connection
@@ -81,19 +81,19 @@ class ConnectionGuard:
         return len(self._peers)
 
     @property
-    def num_young(self) -> int:
+    def num_unauthenticated(self) -> int:
         """Return the number of connections that have sent no message yet."""
-        return len(self._young)
+        return len(self._unauthenticated)
 
     @property
     def needs_admission(self) -> bool:
         """Return whether the next message may be the first of its connection, and must be given to `admit`."""
-        return bool(self._young or self._unread)
+        return bool(self._unauthenticated or self._unread)
 
     @property
     def is_watching(self) -> bool:
         """Return whether `read_events` must be called regularly even if nothing has arrived."""
-        return bool(self._young or self._ended)
+        return bool(self._unauthenticated or self._ended)
 
     def admit(self, frame: zmq.Frame, identity: bytes = b"") -> None:
         """Record that the connection of `frame`, a part of a message, belongs to a member.
@@ -107,7 +107,7 @@ class ConnectionGuard:
         while self._peers.get(fd) != place and self._read_event():  # ZeroMQ has queued its event before its message
             pass
         self._ended.pop(identity, None)
-        self._young.pop(fd, None)
+        self._unauthenticated.pop(fd, None)
         self._unread.discard(fd)
         self._members[fd] = identity
         self._current[identity] = fd
@@ -119,9 +119,9 @@ class ConnectionGuard:
         slowed down, and members' messages are read between two calls.
         """
         self._now = now
-        while self._young and now - next(iter(self._young.values())) > _YOUNG_S:
-            fd = next(iter(self._young))
-            del self._young[fd]
+        while self._unauthenticated and now - next(iter(self._unauthenticated.values())) > _YOUNG_S:
+            fd = next(iter(self._unauthenticated))
+            del self._unauthenticated[fd]
             self._unread.add(fd)
         for _ in range(_ROUND_EVENTS):
             if not self._read_event():
@@ -148,12 +148,16 @@ class ConnectionGuard:
             return
         for identity in [who for who, ended in self._ended.items() if ended.host == place[0]]:
             del self._ended[identity]
-        self._young[fd] = self._now
+        self._unauthenticated[fd] = self._now
 
     def _note_end(self, fd: int) -> None:
         place = self._peers.pop(fd, None)
         identity = self._forget(fd)
-        if identity and place is not None and not any(self._is_from(young, place[0]) for young in self._young):
+        if (
+            identity
+            and place is not None
+            and not any(self._is_from(unauthenticated, place[0]) for unauthenticated in self._unauthenticated)
+        ):
             # otherwise a young connection may be the member's next one
             self._ended[identity] = _EndedConnection(place[0], self._now)
         if self._failed:
@@ -162,7 +166,7 @@ class ConnectionGuard:
 
     def _forget(self, fd: int) -> bytes:
         """Forget a descriptor; return the member whose newest connection it was."""
-        self._young.pop(fd, None)
+        self._unauthenticated.pop(fd, None)
         self._unread.discard(fd)
         identity = self._members.pop(fd, b"")
         if self._current.get(identity) != fd:
@@ -192,15 +196,17 @@ class ConnectionGuard:
 
     def make_room(self, now: float) -> None:
         """Close the oldest young connections while there are too many."""
-        while self._young and (len(self._young) > self._max_young or len(self._peers) > self._max_open):
+        while self._unauthenticated and (
+            len(self._unauthenticated) > self._max_young or len(self._peers) > self._max_open
+        ):
             why = f"{self._max_young} newer ones have sent nothing either"
             if len(self._peers) > self._max_open:
                 why = (
                     f"{self._max_open} connections are open, and a process may have no more. If it is a host of the "
                     "job, raise the limit of open files (`ulimit -Hn`, LimitNOFILE= of a service)"
                 )
-            fd = next(iter(self._young))
-            del self._young[fd]
+            fd = next(iter(self._unauthenticated))
+            del self._unauthenticated[fd]
             place = self._peers.pop(fd)
             assert place is not None  # a connection whose end is unknown is not young
             self._close(fd, place)

@@ -64,7 +64,7 @@ class Op(enum.IntEnum):
     FOLLOW = 30  # from a standby: send the whole state, and every later change
     FOLLOWED = 31  # from a standby: the last batch of changes received
     DATAGRAM = 32  # an unreliable message to a member: it may be lost
-    OF_MEMBER = 33  # from a relay: the member that opened it; the relay's clients end with that member's host
+    RELAY_OWNER = 33  # from a relay: the member that opened it; the relay's clients end with that member's host
 
 
 class AnswerStatus(enum.IntEnum):

@@ -33,15 +33,15 @@ def _seconds(number: int) -> timedelta:
     return timedelta(seconds=number)
 
 
-class InTransit(Protocol):
-    """An `InTransit` is a pending message."""
+class PendingMessage(Protocol):
+    """An `PendingMessage` is a pending message."""
 
     def wait(self, timeout: timedelta, /) -> object:
         """Wait until the tensor may be used; raise RuntimeError if that is impossible."""
 
 
-class FromAnybody(InTransit, Protocol):
-    """A `FromAnybody` is a receive from any rank."""
+class PendingAnySourceReceive(PendingMessage, Protocol):
+    """A `PendingAnySourceReceive` is a receive from any rank."""
 
     def _source_rank(self) -> int:  # torch's name
         """Return the rank that sent the message; it is known after the wait."""
@@ -61,13 +61,13 @@ class Engine(Protocol):
     def num_tags(self) -> int:
         """Return the number of tags: the user's messages have tags below this."""
 
-    def send(self, dst: int, tensor: Tensor, tag: int) -> InTransit:
+    def send(self, dst: int, tensor: Tensor, tag: int) -> PendingMessage:
         """Start a send."""
 
-    def recv(self, src: int, tensor: Tensor, tag: int) -> InTransit:
+    def recv(self, src: int, tensor: Tensor, tag: int) -> PendingMessage:
         """Start a receive."""
 
-    def recv_any(self, tensor: Tensor, tag: int) -> FromAnybody:
+    def recv_any(self, tensor: Tensor, tag: int) -> PendingAnySourceReceive:
         """Start a receive from the first rank that sends."""
 
     def wait_for_data(self, timeout_s: float) -> None:

@@ -30,7 +30,7 @@ from torch.distributed import ProcessGroupGloo, Store
 from phalanx._base.deadline import Deadline
 from phalanx._base.torch_names import find
 from phalanx._comm.control.wire import WRITE_ONCE
-from phalanx._comm.engines.engine import DATA, InTransit
+from phalanx._comm.engines.engine import DATA, PendingMessage
 from phalanx._comm.rendezvous.torch_store import base_of
 
 c10d: Any = dist.distributed_c10d  # its stubs lack names used here
@@ -104,13 +104,13 @@ class GlooEngine:
         self.rank = rank
         self.world_size = world_size
 
-    def send(self, dst: int, tensor: Tensor, tag: int) -> InTransit:
-        pending: InTransit = self._group.send([tensor], dst, tag)
+    def send(self, dst: int, tensor: Tensor, tag: int) -> PendingMessage:
+        pending: PendingMessage = self._group.send([tensor], dst, tag)
         return pending
 
-    def recv(self, src: int, tensor: Tensor, tag: int) -> InTransit:
+    def recv(self, src: int, tensor: Tensor, tag: int) -> PendingMessage:
         """Start a receive into a contiguous tensor."""
-        pending: InTransit = self._group.recv([tensor], src, tag)
+        pending: PendingMessage = self._group.recv([tensor], src, tag)
         return pending
 
     def recv_any(self, tensor: Tensor, tag: int) -> Any:

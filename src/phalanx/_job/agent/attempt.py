@@ -70,7 +70,7 @@ class Attempt:
         self.numbers = RankNumbers(plan, host, restart_count, self.link)
         self.ranks = HostRanks(plan, host, self.place, self.state, self.elastic, self.numbers, self)
         self.links = ElasticLinks()
-        self.flights = Flights()
+        self.flights = FlightRecorders()
         self.pages = Pages()
         # by host: the offset of its clock in seconds, and a core's copy speed in bytes per second
         self.report_hosts: dict[str, tuple[float, float]] = {}
@@ -522,8 +522,8 @@ MAX_OBSERVED = 64  # the most groups whose memory the agent keeps alive
 _MAX_ENDED = 64  # the most logs kept of groups whose memory is closed
 
 
-class Flights:
-    """`Flights` owns the flight recorders of at most `MAX_OBSERVED` groups, and keeps the logs of some older groups."""
+class FlightRecorders:
+    """`FlightRecorders` owns the recorders of at most `MAX_OBSERVED` groups, and the logs of some older groups."""
 
     def __init__(self) -> None:
         self._observed: list[Observer] = []

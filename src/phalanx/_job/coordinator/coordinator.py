@@ -33,11 +33,11 @@ from phalanx._comm.control.wire import (
     unpack_text,
 )
 from phalanx._comm.diagnostics.printable import printable
-from phalanx._job.coordinator.followers import Followers
 from phalanx._job.coordinator.journal import EntryKind, JournalEntry
 from phalanx._job.coordinator.key_value import KeyValueStore, RefusedError, Waiter
 from phalanx._job.coordinator.membership import MAX_FACTS_BYTES, MAX_MEMBERS, OUTBOX_BYTES, Member, Membership
 from phalanx._job.coordinator.session import Answer, ClientSession, RelayedRoute, Route
+from phalanx._job.coordinator.standby_replicas import StandbyReplicas
 from phalanx._job.coordinator.store_requests import StoreRequests, barrier_key
 
 # the most bytes of events (members that join and leave) that may wait for one member
@@ -72,7 +72,7 @@ class Coordinator(StoreRequests):
         self.members = Membership(lost_after_s)
         self.sessions: dict[Route, ClientSession] = {}
         self.num_malformed = 0
-        self.followers = Followers()
+        self.followers = StandbyReplicas()
         self._datagrams: list[tuple[ClientSession, list[Answer]]] = []
         self._swept_at = -math.inf  # when all sessions were last checked
         self._handlers: dict[int, Callable[[ClientSession, WireMessage], Answer | None]] = {
@@ -83,7 +83,7 @@ class Coordinator(StoreRequests):
             Op.QUEUE_LEN: self._queue_len, Op.LIST_KEYS: self._list_keys, Op.DELETE_PREFIX: self._delete_prefix,
             Op.CANCEL: self._cancel, Op.JOIN: self._join, Op.LEAVE: self._leave, Op.HEARTBEAT: self._heartbeat,
             Op.MEMBERS: self._list_members, Op.POST: self._post, Op.BARRIER: self._barrier,
-            Op.ADD_ITEMS: self._add_items, Op.OF_MEMBER: self._set_opener,
+            Op.ADD_ITEMS: self._add_items, Op.RELAY_OWNER: self._set_opener,
             Op.FOLLOW: self._follow, Op.FOLLOWED: self._followed, Op.DATAGRAM: self._datagram,
         }  # fmt: skip
 
@@ -206,7 +206,7 @@ class Coordinator(StoreRequests):
             silent_s = now - session.received_at
             if silent_s > UNPARKED_AFTER_S and session.parked:
                 self._unpark_repeatable(session)
-            is_of_member = session.member is not None or self.members.get(session.opened_by) is not None
+            is_of_member = session.member is not None or self.members.get(session.relay_owner) is not None
             if silent_s > FORGOTTEN_AFTER_S and not is_of_member:
                 self.journal.add(EntryKind.FORGET, session.route, 0)
                 self._forget_session(session)
@@ -269,7 +269,7 @@ class Coordinator(StoreRequests):
         session.member, session.gone = None, why
         self._unpark_repeatable(session)
         self._send(session, pack(AnswerStatus.UNKNOWN, 0, why.encode(), pack_number(member.id)))
-        if relays := {one.route for one in self.sessions.values() if one.opened_by == member.id}:
+        if relays := {one.route for one in self.sessions.values() if one.relay_owner == member.id}:
             self.end_clients(one for one in self.sessions.values() if one.route[0] in relays)
         self._send_changes()
         return f"member {member.id} ({self.name_of(member)}) is lost: {why}"
@@ -315,8 +315,8 @@ class Coordinator(StoreRequests):
         member = unpack_number(message.fields[0])
         if self.members.get(member) is None:
             raise WireError("there is no such member")
-        session.opened_by = member
-        self.journal.add(EntryKind.OPENED, session.route, session.opened_by)
+        session.relay_owner = member
+        self.journal.add(EntryKind.OPENED, session.route, session.relay_owner)
 
     def _cancel(self, session: ClientSession, message: WireMessage) -> None:
         number = unpack_number(message.fields[0])
@@ -586,7 +586,7 @@ class Coordinator(StoreRequests):
         elif kind == EntryKind.SESSION:
             session.gone = fields[0].decode()
         elif kind == EntryKind.OPENED:
-            session.opened_by = number
+            session.relay_owner = number
         elif kind == EntryKind.ANSWERS:
             for answered, answer in zip(map(unpack_number, fields[::2]), fields[1::2], strict=True):
                 session.remember(answered, answer)
@@ -613,8 +613,8 @@ def _describe_session(session: ClientSession) -> Iterator[JournalEntry]:
     route = session.route
     if session.gone:
         yield JournalEntry(EntryKind.SESSION, route, 0, [session.gone.encode()])
-    if session.opened_by >= 0:
-        yield JournalEntry(EntryKind.OPENED, route, session.opened_by, [])
+    if session.relay_owner >= 0:
+        yield JournalEntry(EntryKind.OPENED, route, session.relay_owner, [])
     for fields in _grouped(((pack_number(number), answer) for number, answer in session.answers())):
         yield JournalEntry(EntryKind.ANSWERS, route, 0, fields)
     for number, (queue, item) in session.popped.items():

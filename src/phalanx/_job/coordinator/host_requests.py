@@ -44,7 +44,7 @@ _ONCE = WRITE_ONCE.encode()
 _SHARED = frozenset({Op.HELLO, Op.GET, Op.MULTI_GET, Op.WAIT, Op.CHECK, Op.COMPARE_SET, Op.ADD_ITEMS, Op.CANCEL})
 _WAITING = frozenset({Op.GET, Op.MULTI_GET})  # the requests that the coordinator may answer later
 
-Words = tuple[bytes | int, ...]
+RequestKey = tuple[bytes | int, ...]
 Caller = tuple[bytes, int]  # the route of a rank, and the number of its request
 
 
@@ -52,7 +52,7 @@ Caller = tuple[bytes, int]  # the route of a rank, and the number of its request
 class _Question:
     """A `_Question` is a request to the coordinator, which is sent once for all `callers`."""
 
-    words: Words  # questions with the same words are one question
+    words: RequestKey  # questions with the same words are one question
     what: int
     fields: list[bytes]
     callers: dict[Caller, tuple[int, int]] = field(default_factory=dict)  # by caller: the places of its items
@@ -85,9 +85,9 @@ class HostRequests:
         self._number = 1
         self._hello: list[bytes] = []  # the coordinator's answer to a hello
         self._under_way: dict[int, _Question] = {}  # by number
-        self._current: dict[Words, _Question] = {}  # the newest questions under way, by their words
+        self._current: dict[RequestKey, _Question] = {}  # the newest questions under way, by their words
         # questions that are sent when the current one of the same words is answered
-        self._next: dict[Words, _Question] = {}
+        self._next: dict[RequestKey, _Question] = {}
         self._callers: dict[Caller, _Question] = {}
         self._answered: OrderedDict[Caller, bytes] = OrderedDict()
         # by key: when it was cached, and the value
@@ -143,7 +143,7 @@ class HostRequests:
         if found is not None:
             self._answer(caller, pack(AnswerStatus.OK, caller[1], *([found[1]] if what == Op.GET else [])))
             return
-        words: Words = (int(Op.GET), key)
+        words: RequestKey = (int(Op.GET), key)
         question = self._current.get(words)
         if question is None:
             self._ask(caller, words, Op.GET, [key], asked=what)
@@ -157,7 +157,7 @@ class HostRequests:
         if (answered := self._answered.get(caller)) is not None:  # the rank has not received the answer
             self._answer(caller, answered)
             return True
-        words: Words = (int(Op.ADD_ITEMS), *fields[:2])
+        words: RequestKey = (int(Op.ADD_ITEMS), *fields[:2])
         size = _size(fields[2:])
         current = self._current.get(words)
         waiting = self._next.get(words) if current is not None and current.is_sent else current
@@ -166,7 +166,9 @@ class HostRequests:
         self._ask(caller, words, Op.ADD_ITEMS, fields)
         return True
 
-    def _ask(self, caller: Caller, words: Words, what: int, fields: list[bytes], *, asked: int | None = None) -> None:
+    def _ask(
+        self, caller: Caller, words: RequestKey, what: int, fields: list[bytes], *, asked: int | None = None
+    ) -> None:
         """Add the caller to the question with these words that is about to be sent, or to the next one."""
         current = self._current.get(words)
         question = self._next.get(words) if current is not None and current.is_sent else current
@@ -287,7 +289,7 @@ class HostRequests:
             self._answer(caller, answer)
         self._begin_next(question.words)
 
-    def _begin_next(self, words: Words) -> None:
+    def _begin_next(self, words: RequestKey) -> None:
         """Send the next question with these words, if a caller still waits for it."""
         following = self._next.pop(words, None)
         if following is not None and following.callers:

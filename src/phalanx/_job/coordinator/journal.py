@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from phalanx._comm.control.wire import WireError, pack, unpack
-from phalanx._job.coordinator.session import Direct, RelayedRoute, Route
+from phalanx._job.coordinator.session import DirectRoute, RelayedRoute, Route
 
 
 class EntryKind(enum.IntEnum):
@@ -118,7 +118,7 @@ def unpack_route(field: bytes) -> Route | None:
     if len(field) < 2 or len(field) < 2 + field[1] or field[0] > 3:
         raise WireError("not a route")
     end = 2 + field[1]
-    direct = Direct(field[0] // 2, field[2:end])
+    direct = DirectRoute(field[0] // 2, field[2:end])
     if field[0] % 2:
         return RelayedRoute(direct, field[end:])
     if len(field) > end:

@@ -136,7 +136,7 @@ class Relay:
         member = self._member()
         if member not in (-1, self._sent_member) and self._was_connected and not self._is_cut:
             self._sent_member = member
-            self._waiting.append(pack(Op.OF_MEMBER, 0, pack_number(member)))
+            self._waiting.append(pack(Op.RELAY_OWNER, 0, pack_number(member)))
 
     # From the ranks to the coordinator.
 

@@ -33,7 +33,7 @@ from phalanx._job.coordinator.session import (
     THIS_HOST,
     Answer,
     ClientSession,
-    Direct,
+    DirectRoute,
     RelayedRoute,
     split_answers,
 )
@@ -104,7 +104,7 @@ class Service:
         self._stopping = False
         self._unused_memory = UnusedMemory()
         self._relayed: dict[
-            Direct, list[tuple[ClientSession, list[Answer]]]
+            DirectRoute, list[tuple[ClientSession, list[Answer]]]
         ] = {}  # answers for relays that are not sent yet
         self._asked_at = 0.0  # when the last request arrived that is not a heartbeat
         self._local_socket: LocalSocket | None = None
@@ -281,7 +281,7 @@ class Service:
 
     def _lose_disconnected(self, now: float) -> list[str]:
         ended = () if self._guard is None else self._guard.pop_ended(now)
-        routes = [(Direct(OTHER_HOSTS, identity), since - _UNBROKEN_S) for identity, since in ended]
+        routes = [(DirectRoute(OTHER_HOSTS, identity), since - _UNBROKEN_S) for identity, since in ended]
         return [line for route in routes for line in self.coordinator.lose_disconnected(*route)]
 
     def _read(self, listener: int, router: zmq.Socket[bytes], now: float) -> None:
@@ -292,7 +292,7 @@ class Service:
             if time.monotonic() >= ends_at:
                 return
             try:
-                route = Direct(listener, recv(_NOBLOCK))
+                route = DirectRoute(listener, recv(_NOBLOCK))
             except zmq.Again:
                 return
             frame = self._read_frame(listener, router, route.identity)
@@ -349,7 +349,7 @@ class Service:
             if time.monotonic() >= ends_at:  # serve members between the answers to a thousand hosts
                 break
 
-    def _send_to_relay(self, relay: Direct, batch: list[tuple[ClientSession, list[Answer]]]) -> None:
+    def _send_to_relay(self, relay: DirectRoute, batch: list[tuple[ClientSession, list[Answer]]]) -> None:
         """Send answers for several processes of a host, in as few messages as the limits allow."""
         coordinator = self.coordinator
         left = [(session, frame) for session, answers in batch for frame in frames(answers)]

@@ -47,7 +47,7 @@ def split_answers(answers: Iterable[Answer]) -> Iterator[bytes]:
 THIS_HOST, OTHER_HOSTS = 0, 1  # the coordinator's listeners
 
 
-class Direct(NamedTuple):
+class DirectRoute(NamedTuple):
     """The route to a client that is connected to one of the coordinator's listeners."""
 
     listener: int
@@ -57,11 +57,11 @@ class Direct(NamedTuple):
 class RelayedRoute(NamedTuple):
     """The route to a client that is connected to a relay."""
 
-    relay: Direct
+    relay: DirectRoute
     route: bytes
 
 
-Route = Direct | RelayedRoute
+Route = DirectRoute | RelayedRoute
 
 
 @dataclass(eq=False)
@@ -72,7 +72,7 @@ class ClientSession:
     received_at: float
     member: Member | None = None
     gone: str = ""  # why the client is no longer a member
-    opened_by: int = -1  # if this client is a relay: the member that has opened it
+    relay_owner: int = -1  # if this client is a relay: the member that has opened it
     newest: int = 0  # the highest number of a request that has changed something
     parked: dict[int, Waiter] = field(default_factory=dict)
     num_parked_keys: int = 0

@@ -31,8 +31,8 @@ from phalanx._job.agent.host_resources import HostResources
 from phalanx._job.agent.plan import JobPlan
 from phalanx._job.agent.supervision import Action, Kill, Signal, Supervision
 from phalanx._job.hosts.control_channel import Change, ControlChannel, ControlMessage
-from phalanx._job.hosts.forward import Forward
 from phalanx._job.hosts.job_membership import JobMembership
+from phalanx._job.hosts.line_forwarder import LineForwarder
 from phalanx._job.hosts.succession.follower_succession import FollowerSuccession, Leadership
 from phalanx._job.inspect.stacks.report import report_own_stacks
 from phalanx._job.inspect.top.look import read_own_host
@@ -200,7 +200,7 @@ class FollowerLink(HostLink):
         self._channel = channel
         self._number = number
         self._membership = membership
-        assert isinstance(host.pump.viewer, Forward)
+        assert isinstance(host.pump.viewer, LineForwarder)
         self._forward = host.pump.viewer
         self._forward.attempt = number
         self._memory = MemoryReader()

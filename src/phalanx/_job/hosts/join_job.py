@@ -26,9 +26,9 @@ from phalanx._job.coordinator.rendezvous import Rendezvous
 from phalanx._job.hosts.control_channel import Change, ControlChannel, ControlMessage
 from phalanx._job.hosts.first_host import JoinedJob, run_interruptibly
 from phalanx._job.hosts.follower import FollowerLink, is_leader_loss, show_host_lost
-from phalanx._job.hosts.forward import Forward
 from phalanx._job.hosts.job_membership import JobMembership
 from phalanx._job.hosts.job_spec import name_own_address
+from phalanx._job.hosts.line_forwarder import LineForwarder
 from phalanx._job.hosts.node_plan import HostFacts, describe_nnodes
 from phalanx._job.hosts.reach import ReachAnswers, check_own
 from phalanx._job.hosts.succession.host_succession import HostSuccession
@@ -77,7 +77,7 @@ def follow(
         joined.job_spec.settings.run_id,
         "" if rendezvous.max_nodes == 1 else describe_nnodes(rendezvous.min_nodes, rendezvous.max_nodes),
     )  # fmt: skip
-    assert isinstance(host.pump.viewer, Forward)
+    assert isinstance(host.pump.viewer, LineForwarder)
     fields = {**facts.to_json(), "reached": client.address.host}
     try:
         first = run_interruptibly(host, threading.Event(), lambda log: join_as_follower(client, fields))
@@ -193,7 +193,7 @@ class FollowedJob:
 
     def _raise_lost(self, why: str) -> NoReturn:
         self.is_alone = True
-        assert isinstance(self._host.pump.viewer, Forward)
+        assert isinstance(self._host.pump.viewer, LineForwarder)
         self._host.pump.viewer.show_here(self._host.display)
         if not self._has_begun:
             raise LaunchError(f"phalanx run: the first host is lost before the job began: {why}")

@@ -72,7 +72,7 @@ class LeaderLink(HostLink):
         self._elastic = elastic or peers.plan_elastic(plan.settings.max_restarts, restart_count)
         self._swept_hosts: set[int] = set()
         self._started_hosts = set(peers.others)
-        self._late = LateHosts(peers, host.display)
+        self._late = WaitingHosts(peers, host.display)
         self._sweep_limit: float | None = None
         self._records = HostRecords()
         self._stacks_requests = StacksRequests(peers, restart_count)
@@ -428,8 +428,8 @@ class HostRecords:
         return merge_logs([*logs, *self._logs])
 
 
-class LateHosts:
-    """`LateHosts` handles the hosts that wait, which `PeerHosts.late` lists."""
+class WaitingHosts:
+    """`WaitingHosts` handles the hosts that wait, which `PeerHosts.late` lists."""
 
     def __init__(self, peers: PeerHosts, display: Display) -> None:
         self._peers = peers

@@ -22,10 +22,10 @@ from phalanx._job.coordinator.rendezvous import Rendezvous, join_endpoint, split
 from phalanx._job.coordinator.service import Service
 from phalanx._job.hosts.control_channel import ControlChannel, Notices
 from phalanx._job.hosts.first_host import JoinedJob, join_first_host, join_leader
-from phalanx._job.hosts.forward import Forward
 from phalanx._job.hosts.gather import Gathering
 from phalanx._job.hosts.job_spec import KEY, JobSpec
 from phalanx._job.hosts.join_job import follow
+from phalanx._job.hosts.line_forwarder import LineForwarder
 from phalanx._job.hosts.succession.lead_guard import LeadGuard
 from phalanx._job.hosts.succession.moved_job import JobMovedError, point_to
 from phalanx.errors import AuthenticationError, CoordinationError, LaunchError
@@ -49,7 +49,7 @@ def run_with_other_hosts(plan: JobPlan, zygote: ZygoteProcess, signals: int, joi
             if opened is not None:
                 stack.enter_context(opened[0])
                 return _lead(plan, zygote, signals, key, notices, *opened)
-    with opened_host(plan, zygote, signals, lambda display: Forward()) as host:
+    with opened_host(plan, zygote, signals, lambda display: LineForwarder()) as host:
         return _follow(plan, rendezvous, host, joined or join_first_host(plan, rendezvous, host))
 
 
@@ -84,7 +84,7 @@ def _lead(
         host.display.print(
             f"phalanx run: this job already runs, and the host at {leader} leads it: this host joins it there"
         )
-        host.pump.viewer = Forward()
+        host.pump.viewer = LineForwarder()
         joined = join_leader(host, (leader, *endpoints), key, rendezvous.join_timeout_s)
         return _follow(plan, rendezvous, host, joined, lambda address: point_to(service.local, address))
 

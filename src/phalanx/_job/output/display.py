@@ -215,14 +215,14 @@ class FoldedLine:
     order: int
 
 
-class _Twins:
-    """`_Twins` are the pending lines with equal text, in order. Searches are binary: 100,000 lines may be blank."""
+class _EqualLines:
+    """`_EqualLines` are the pending lines of one text, in order. Searches are binary: 100,000 lines may be blank."""
 
     def __init__(self) -> None:
         self.lines: list[FoldedLine] = []
         self._first = 0  # the first line that was not released
 
-    def find_behind(self, order: int) -> FoldedLine | None:
+    def find_after(self, order: int) -> FoldedLine | None:
         """Return the first line after `order`."""
         at = bisect_right(self.lines, order, lo=self._first, key=lambda line: line.order)
         return self.lines[at] if at < len(self.lines) else None
@@ -242,15 +242,15 @@ class Folder:
         self._live = set(ranks)
         self._window_s = window_s
         self._pending: deque[FoldedLine] = deque()
-        self._waiting: dict[tuple[int, bytes], _Twins] = {}
+        self._waiting: dict[tuple[int, bytes], _EqualLines] = {}
         self._last: dict[int, int] = {}  # rank -> order of its latest line; its next line must follow
         self._order = 0
 
     def add(self, rank: int, stream: int, text: bytes, now: float) -> None:
         twins = self._waiting.get((stream, text))
         if twins is None:
-            twins = self._waiting[stream, text] = _Twins()
-        twin = twins.find_behind(self._last.get(rank, -1))
+            twins = self._waiting[stream, text] = _EqualLines()
+        twin = twins.find_after(self._last.get(rank, -1))
         if twin is not None:
             twin.ranks.add(rank)
             self._last[rank] = twin.order

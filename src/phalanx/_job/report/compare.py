@@ -50,8 +50,8 @@ def load(folder: str) -> Measurements:
     path = os.path.join(folder, DATA)
     files = [file for _, file in list_records(folder)]
     job = JobRecord.read(folder)
-    has_said = job is not None and (job.end == "running" or not os.path.exists(path))
-    if has_said or of_ranks(find_job(folder, files), files):
+    has_new_records = job is not None and (job.end == "running" or not os.path.exists(path))
+    if has_new_records or of_ranks(find_job(folder, files), files):
         write_report(folder, keep_records=True)
     if not os.path.exists(path):
         raise ValueError(f"{folder}: no report of a run: `phalanx run --report {folder} ...` leaves one")

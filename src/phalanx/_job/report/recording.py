@@ -94,7 +94,7 @@ def begin(folder: str | os.PathLike[str]) -> StepRecorder:
             return _recorder
         _end()
     if not agent:
-        _make_way(path)
+        _prepare_folder(path)
     recorder = _record(path)
     if not (agent and request_report(agent, path)) and recorder.rank == 0:
         _write_at_end(path, recorder)
@@ -111,7 +111,7 @@ def _record(folder: str) -> StepRecorder:
     name = f"{attempt:03}_{rank:05}_{socket.gethostname()}_{os.getpid()}_{crc32(run.encode()):08x}.steps"
     facts = _facts(environ, rank, attempt) | {"world_size": world_size, "run": run}
     recorder = StepRecorder(os.path.join(ranks, name), facts)
-    recorder.on_first_step = _tell_torch_facts
+    recorder.on_first_step = _add_torch_facts
     recorder.device_memory = _device_memory
     recorder.rank_now = _rank_now
     _recorder, _folder = recorder, folder
@@ -127,7 +127,7 @@ def _see_end_and_forks() -> None:
     atexit.register(_end)
 
 
-def _make_way(folder: str) -> None:
+def _prepare_folder(folder: str) -> None:
     """Prepare the folder, on rank 0 only, because Phalanx's launcher has not prepared it."""
     if _find_place(os.environ)[0]:
         return
@@ -221,7 +221,7 @@ def _facts(environ: Mapping[str, str], rank: int, attempt: int) -> dict[str, Any
     }
 
 
-def _tell_torch_facts(recorder: StepRecorder) -> None:
+def _add_torch_facts(recorder: StepRecorder) -> None:
     torch = sys.modules.get("torch")
     if torch is None:
         return

@@ -29,10 +29,10 @@ def run_of(file: RankFile) -> str:
     return str(file.facts.get("run", ""))
 
 
-def remove_records(folder: str, may_go: Callable[[RankFile], bool]) -> None:
-    """Remove the ranks' files that `may_go` selects; keep their folder: another rank may be about to create a file."""
+def remove_records(folder: str, is_removable: Callable[[RankFile], bool]) -> None:
+    """Remove the ranks' files that `is_removable` selects; keep their folder, where other ranks may create files."""
     for path, file in list_records(folder):
-        if may_go(file):
+        if is_removable(file):
             with suppress(OSError):
                 path.unlink()
 
@@ -42,7 +42,7 @@ def remove_old_records(folder: str, run: str = "") -> None:
     job = JobRecord.read(folder)
     over = job.run if job is not None and not is_running(job) and job.host == socket.gethostname() else ""
 
-    def may_go(file: RankFile) -> bool:
+    def is_removable(file: RankFile) -> bool:
         if run and run_of(file) == run:
             return False
         if over and run_of(file) == over:
@@ -50,7 +50,7 @@ def remove_old_records(folder: str, run: str = "") -> None:
         here = file.facts.get("host") == socket.gethostname()
         return here and not is_alive(int(file.facts.get("pid", 0)), file.begun + file.unix_offset)
 
-    remove_records(folder, may_go)
+    remove_records(folder, is_removable)
 
 
 def find_other_run(folder: str) -> JobRecord | None:

@@ -37,7 +37,7 @@ class Allocation:
         first_host: the host of node 0; empty if unknown.
         port: the port of the rendezvous; 0 if none was chosen.
         local_node, num_local_nodes: the node's number on this host, and the number of nodes here.
-        asks_mpi: the first host, or the job, must be requested from MPI, because no variable has it.
+        needs_mpi_broadcast: the first host, or the job, must be requested from MPI, because no variable has it.
         hint: how to start the command on every host, if it was started on only one host.
     """
 
@@ -50,7 +50,7 @@ class Allocation:
     port: int = 0
     local_node: int = 0
     num_local_nodes: int = 1
-    asks_mpi: bool = False
+    needs_mpi_broadcast: bool = False
     hint: str = ""
 
     @property

@@ -72,7 +72,7 @@ def _find_mpi(environ: Mapping[str, str]) -> Allocation | None:
         _MPI_VARIABLES[launch.launcher],
         first_host=address or ("localhost" if is_on_one_host else ""),
         port=port,
-        asks_mpi=not is_named and not is_on_one_host,
+        needs_mpi_broadcast=not is_named and not is_on_one_host,
         local_node=launch.local_rank,
         num_local_nodes=launch.local_size or launch.world_size,
     )

@@ -49,7 +49,7 @@ def find_rendezvous(
     try:
         if found.is_on_one_host and not found.port:
             return _share_local_path(found, own, deadline), found.job
-        if found.asks_mpi:
+        if found.needs_mpi_broadcast:
             return _broadcast_endpoints(found, own, environ, deadline)
         own = replace(own, key=_find_key(found, key_file, environ))
         host = find_address(found.first_host) if found.scheduler == "Slurm" else found.first_host

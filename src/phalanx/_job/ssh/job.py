@@ -90,7 +90,7 @@ class SshJob:
         # a lost host is started again from here
         self._is_elastic = request.is_elastic and not request.detach
         self._shows_all = False  # whether to show the output of every agent, and not only of the first host's
-        self._has_lost_first = False  # a connection was lost before anything else went wrong
+        self._connection_failed_first = False  # a connection was lost before anything else went wrong
         self._last_code = 1
         self._endpoint = ""
         self._has_started = False
@@ -294,7 +294,7 @@ class SshJob:
         code = self._last_code if self._is_elastic or self._first.code is None else self._first.code
         if self._stopped_by:
             code = 128 + self._stopped_by
-        elif self._has_lost_first:
+        elif self._connection_failed_first:
             code = 1
         if self._out.problem is not None:
             self._show(f"phalanx run: stdout cannot be written: {self._out.problem.strerror}; lines are lost")
@@ -375,7 +375,7 @@ class SshJob:
             self._show(f"phalanx run: the connection to {connection.name} is lost: {what}")
         self._plan_restart(connection)
         if not self._is_elastic and not any(each.code for each in self._connections):
-            self._has_lost_first = True
+            self._connection_failed_first = True
         if connection is self._first:
             self._show_all()
 

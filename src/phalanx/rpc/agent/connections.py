@@ -31,7 +31,7 @@ from phalanx.rpc.collector import without_collector
 from phalanx.rpc.line import LinePool
 from phalanx.rpc.network import Network
 from phalanx.rpc.options import RpcBackendOptions
-from phalanx.rpc.segments import Lender
+from phalanx.rpc.segments import SegmentPool
 from phalanx.rpc.unix_connection import UnixConnection
 from phalanx.rpc.unix_links import Listener, connect
 from phalanx.rpc.wire import Frame
@@ -58,7 +58,7 @@ class Connections:
         self._options = options
         self._reader = reader
         self._on_lost = on_lost
-        self.lender = Lender()
+        self.lender = SegmentPool()
         self.listener = Listener(self._welcome, reader)
         self.me = WorkerAddress.of_self(name, number, host, local=self.listener.address)
         self.membership: Workers

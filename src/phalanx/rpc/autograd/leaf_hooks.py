@@ -33,11 +33,11 @@ _backward_number: Any = find(
 
 Hooks = Mapping[int, Callable[..., Any]]
 _KEY = "phalanx.rpc: hooks"
-_asking = threading.Lock()
+_node_hooks_lock = threading.Lock()
 # Code that sets `.grad` of this process's tensors owns this lock: the hooks of a leaf, a pass, or an optimizer's step.
 # It is reentrant, because a hook may run another pass or step.
 grads_are_ours = threading.RLock()
-_hanging = threading.Lock()
+_register_hook_lock = threading.Lock()
 
 
 class Begin(torch.autograd.Function):
@@ -61,7 +61,7 @@ def node_hooks(node: Any) -> tuple[Hooks, Hooks]:
     """
     found: tuple[Hooks, Hooks] | None = node.metadata.get(_KEY)
     if found is None:
-        with _asking:  # otherwise two threads could create two dictionaries
+        with _node_hooks_lock:  # otherwise two threads could create two dictionaries
             before, after = node.register_prehook(_ignore), node.register_hook(_ignore)
             found = node.metadata[_KEY] = before.hooks_dict_ref(), after.hooks_dict_ref()
             before.remove()
@@ -116,7 +116,7 @@ class LeafHooks:
         return bool(self._leaves)
 
     def __enter__(self) -> LeafHooks:
-        with _hanging:  # register_hook() in two threads at once could lose a hook
+        with _register_hook_lock:  # register_hook() in two threads at once could lose a hook
             for leaf in self._leaves.values():
                 self._handles.append(leaf.variable.register_hook(self._listen(leaf)))  # type: ignore[no-untyped-call]
         return self

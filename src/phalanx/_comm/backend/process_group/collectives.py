@@ -46,7 +46,7 @@ from phalanx._comm.backend.arguments import (
     split_rows,
     timeout_of,
 )
-from phalanx._comm.backend.memoryless import FakeCall, nothing_done
+from phalanx._comm.backend.memoryless import FakeCall, work_of_fake_call
 from phalanx._comm.backend.overloads import arguments_of_allreduce
 from phalanx._comm.backend.process_group.observed import (
     early_modes,
@@ -123,7 +123,7 @@ def allreduce(
     try:
         checked = check_alike(tensors, "all_reduce", written=True)
     except FakeCall:
-        return nothing_done("all_reduce", (tensors,))
+        return work_of_fake_call("all_reduce", (tensors,))
     code, factor = reduction_of(opts.reduceOp, checked[0].dtype, "all_reduce")
     if len(checked) > 1:
         return _all_reduce_several(group, checked, code, factor, opts)

@@ -21,7 +21,7 @@ from phalanx._base.torch_names import find
 from phalanx._comm.backend import splitting
 from phalanx._comm.backend.arguments import ArgumentError, timeout_of
 from phalanx._comm.backend.dynamo import untraced
-from phalanx._comm.backend.memoryless import FakeCall, nothing_done
+from phalanx._comm.backend.memoryless import FakeCall, work_of_fake_call
 from phalanx._comm.backend.overloads import plain_form, resolve
 from phalanx._comm.backend.process_group import collectives, messages
 from phalanx._comm.backend.process_group.messages import GroupMessages
@@ -96,7 +96,7 @@ def _entry_point(method: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return method(self, *args)
         except FakeCall:
-            return nothing_done(name, args)
+            return work_of_fake_call(name, args)
         except ArgumentError:
             resolve(name, args, {})  # raises TypeError if the call matches no overload
             raise

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from phalanx._comm.backend.arguments import device_allowed
 from phalanx._comm.backend.device_backends import no_backend_for
 from phalanx._comm.backend.dynamo import untraced
-from phalanx._comm.backend.memoryless import FakeCall, address_of, check_memory, nothing_done
+from phalanx._comm.backend.memoryless import FakeCall, address_of, check_memory, work_of_fake_call
 from phalanx._comm.backend.process_group import PhalanxProcessGroup
 from phalanx._comm.backend.work import CompletedWork, PhalanxWork
 from phalanx._comm.diagnostics.call_sites import calling_site
@@ -96,7 +96,7 @@ class DeviceStaging:
             staged = _stage(call, group.members.rank, name, device, args)
             return self._carry(group, call, name, device, here, staged)
         except FakeCall:
-            return nothing_done(name, args)
+            return work_of_fake_call(name, args)
         except BaseException:
             call.abandon()
             raise

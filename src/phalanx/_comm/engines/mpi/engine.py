@@ -254,16 +254,16 @@ class MpiEngine:
         """Receive the empty messages of ranks that leave; return False once this rank has left."""
         with self._guard:
             if not self.is_closed:
-                self._receive_goodbyes()
+                self._receive_departures()
             return not self.is_closed
 
-    def _receive_goodbyes(self) -> None:
+    def _receive_departures(self) -> None:
         mpi, status = self.runtime.mpi, self.runtime.mpi.Status()
         while (probed := self.comm.Improbe(mpi.ANY_SOURCE, self._goodbye_tag, status)) is not None:
             probed.Recv([None, 0, mpi.BYTE])
             self.departed.add(int(status.Get_source()))
 
-    def _say_goodbye(self, peer: int) -> PendingOperation:
+    def _notify_departure(self, peer: int) -> PendingOperation:
         mpi = self.runtime.mpi
         return self._begin(lambda: self.comm.Isend([None, 0, mpi.BYTE], peer, self._goodbye_tag), None, peer)
 
@@ -279,7 +279,7 @@ class MpiEngine:
                 self.is_closed = True
                 return
             with contextlib.suppress(RuntimeError):
-                goodbyes = [self._say_goodbye(peer) for peer in range(self.world_size) if peer != self.rank]
+                goodbyes = [self._notify_departure(peer) for peer in range(self.world_size) if peer != self.rank]
                 wait_until(lambda: all([one.test() for one in goodbyes]), lambda: None, _GOODBYE_S)
             self.is_closed = True
             unfinished = [one for one in list(self._underway) if not one.give_up()]
@@ -299,7 +299,7 @@ class MpiEngine:
         """
         mpi, status = self.runtime.mpi, self.runtime.mpi.Status()
         with self._guard:
-            self._receive_goodbyes()
+            self._receive_departures()
             if len(self.departed) < self.world_size - 1:
                 return False
             while (probed := self.comm.Improbe(mpi.ANY_SOURCE, mpi.ANY_TAG, status)) is not None:

@@ -32,7 +32,7 @@ from phalanx._comm.diagnostics.failure_report import (
 )
 from phalanx._comm.diagnostics.failure_store import FailureStore
 from phalanx._comm.diagnostics.flight_recorder import RankPosition
-from phalanx._comm.engines.engine import DELIVERY_S, InTransit, timedelta_of
+from phalanx._comm.engines.engine import DELIVERY_S, PendingMessage, timedelta_of
 from phalanx._comm.engines.gloo import GlooEngine
 from phalanx._comm.transport.background import WHOLE_BYTES, Background, look_at
 from phalanx._comm.transport.base import CallContext
@@ -201,7 +201,7 @@ class GlooSession:
         look = self.reports.watch_peers(self.engine, self.reports.others(), lost)
         self._background.run(carry_out, look, self.reports.interrupted)
 
-    def wait_for(self, messages: Sequence[InTransit], peer: int, num_bytes: int, deadline: Deadline) -> None:
+    def wait_for(self, messages: Sequence[PendingMessage], peer: int, num_bytes: int, deadline: Deadline) -> None:
         """Wait for a message with `peer`; if the message may arrive in parts, wait on another thread, as in `run`."""
 
         def wait() -> None:

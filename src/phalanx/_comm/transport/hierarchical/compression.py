@@ -12,7 +12,7 @@ from torch import Tensor
 
 from phalanx._base.core_numbers import AVG, SUM
 from phalanx._base.log import get_logger, warn_once
-from phalanx._comm.engines.engine import InTransit
+from phalanx._comm.engines.engine import PendingMessage
 
 _logger = get_logger(__name__)
 
@@ -108,7 +108,7 @@ class Compression:
 class Widening:
     """A `Widening` is a receive in the sent type; its wait writes to `view`."""
 
-    def __init__(self, pending: InTransit, short: Tensor, view: Tensor) -> None:
+    def __init__(self, pending: PendingMessage, short: Tensor, view: Tensor) -> None:
         self._pending = pending
         self._short = short
         self._view = view

@@ -85,7 +85,7 @@ class FailureReports(GroupReports):
             or FailureReport("internal", reason=f"the core answered {cause.status}")
         )
 
-    def tell_here(self) -> None:
+    def publish_on_host(self) -> None:
         """Write the report to this host's memory, where ranks can read it even without the store or this rank.
 
         The first report there is kept. The ranks' positions are left out if there is no room.

@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 
 from phalanx._base.deadline import Deadline
-from phalanx._comm.engines.engine import FOR_EVER, Engine, InTransit, timedelta_of
+from phalanx._comm.engines.engine import FOR_EVER, Engine, PendingMessage, timedelta_of
 from phalanx._comm.transport.background import LOOK_EVERY_S, WHOLE_BYTES, Background, get_soon, look_at
 from phalanx._comm.transport.hierarchical.rails import (
     FINGERPRINT,
     ConnectionBroken,
     NotBegun,
-    talking_to,
+    engine_errors_of,
 )
 
 _AHEAD = 4  # operations for which receives are posted; a peer may be one ahead of this host
@@ -48,7 +48,7 @@ class MessageBuffer:
         self.address = self.tensor.data_ptr()
         self.bytes = memoryview((ctypes.c_char * nbytes).from_address(self.address)).cast("B")
         self.first_word = ctypes.c_uint32.from_address(self.address)
-        self.pending: InTransit | None = None
+        self.pending: PendingMessage | None = None
         self._part, self._part_bytes = self.tensor, nbytes
 
     def message(self, nbytes: int, number: int) -> Tensor:
@@ -164,7 +164,7 @@ class Inboxes:
                     raise
         self._background.over(arrived)
         if error is not None:
-            with talking_to(peer):
+            with engine_errors_of(peer):
                 raise error
 
     def done(self) -> None:

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from phalanx._base.deadline import Deadline
-from phalanx._comm.engines.engine import Engine, InTransit
+from phalanx._comm.engines.engine import Engine, PendingMessage
 from phalanx._comm.transport.background import WHOLE_BYTES, Background, look_at
-from phalanx._comm.transport.hierarchical.rails import ConnectionBroken, NotBegun, RailMessage, talking_to
+from phalanx._comm.transport.hierarchical.rails import ConnectionBroken, NotBegun, RailMessage, engine_errors_of
 
 # The tag of a group's first `PrecedingMessages`; each further tag is one less. Collectives' data have lower tags.
 _FIRST_TAG, _NUM_TAGS = 0x7FFFFFFD, 64
@@ -38,7 +38,7 @@ class PrecedingMessages:
         self._tag = tag
         self._background = Background()
         self._outboxes = [_Box(max_bytes) for _ in range(_SENT)]
-        self._underway: list[list[tuple[int, InTransit]]] = [[] for _ in self._outboxes]
+        self._underway: list[list[tuple[int, PendingMessage]]] = [[] for _ in self._outboxes]
         self._number = 0
         self._inboxes = {peer: deque(_Box(max_bytes) for _ in range(_AHEAD)) for peer in senders}
         for peer, boxes in self._inboxes.items():
@@ -63,7 +63,7 @@ class PrecedingMessages:
         box = self._outboxes[slot]
         box.length.value = _PREFIX_BYTES + nbytes
         for peer in receivers:
-            with talking_to(peer):
+            with engine_errors_of(peer):
                 pending = self._engine.send(peer, box.memory[: _PREFIX_BYTES + nbytes], self._tag)
             self._underway[slot].append((peer, pending))
         self._number += 1
@@ -101,7 +101,7 @@ class PrecedingMessages:
         except RuntimeError as error:  # the peer has left, and may have nothing more to send
             box.pending = NotBegun(error)
 
-    def _wait(self, peer: int, pending: InTransit, deadline: Deadline, *, is_soon: bool) -> None:
+    def _wait(self, peer: int, pending: PendingMessage, deadline: Deadline, *, is_soon: bool) -> None:
         """Wait on this thread if the message `is_soon` complete, or the engine handles signals; else on another."""
         message = RailMessage(pending, peer, deadline)
         if is_soon or self._engine.is_interruptible:
@@ -117,7 +117,7 @@ class _Box:
         self.memory = torch.empty(_PREFIX_BYTES + nbytes, dtype=torch.uint8, device="cpu")
         self.payload = self.memory[_PREFIX_BYTES:]
         self.length = ctypes.c_uint64.from_address(self.memory.data_ptr())
-        self.pending: InTransit | None = None
+        self.pending: PendingMessage | None = None
 
 
 class Preceding:

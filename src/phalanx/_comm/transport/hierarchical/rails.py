@@ -16,7 +16,7 @@ from phalanx import _core
 from phalanx._base.deadline import Deadline
 from phalanx._base.dtypes import dtype_of
 from phalanx._base.malloc import keep_freed_memory
-from phalanx._comm.engines.engine import DATA, Engine, InTransit, timedelta_of
+from phalanx._comm.engines.engine import DATA, Engine, PendingMessage, timedelta_of
 from phalanx._comm.schedules import Link, Schedule, Topology, build, play
 from phalanx._comm.schedules.algorithms import find, offering
 from phalanx._comm.schedules.cost import ETHERNET, cheapest
@@ -49,7 +49,7 @@ class NotBegun:
 
 
 @contextlib.contextmanager
-def talking_to(peer: int) -> Iterator[None]:
+def engine_errors_of(peer: int) -> Iterator[None]:
     """Convert an error of the engine in this block to a `ConnectionBroken` of `peer`."""
     try:
         yield
@@ -61,13 +61,13 @@ def talking_to(peer: int) -> Iterator[None]:
 class RailMessage:
     """A `RailMessage` is a pending message with `peer`."""
 
-    pending: InTransit | Widening
+    pending: PendingMessage | Widening
     peer: int
     deadline: Deadline
 
     def wait(self) -> None:
         """Wait until the message is complete; raise ConnectionBroken if it cannot be."""
-        with talking_to(self.peer):
+        with engine_errors_of(self.peer):
             self.pending.wait(timedelta_of(self.deadline))
 
 
@@ -147,12 +147,12 @@ class Rail:
             if shorter:
                 at = (view.data_ptr() - buffer.data_ptr()) // view.element_size()
                 view = self._compression.shorten(view, None if lost is None else lost[at : at + view.numel()])
-            with talking_to(rank):
+            with engine_errors_of(rank):
                 return RailMessage(PendingSend(self._engine.send(rank, view, tag), view), rank, deadline)
 
         def recv(src: int, view: Tensor) -> RailMessage:
             rank = self._ranks[src]
-            with talking_to(rank):
+            with engine_errors_of(rank):
                 if shorter:
                     short = self._compression.staging(view)
                     return RailMessage(Widening(self._engine.recv(rank, short, tag), short, view), rank, deadline)

@@ -23,12 +23,12 @@ from torch import Tensor
 from phalanx import _core
 from phalanx._base.deadline import Deadline, timeout_ns
 from phalanx._base.dtypes import dtype_of
-from phalanx._comm.engines.engine import InTransit
+from phalanx._comm.engines.engine import PendingMessage
 from phalanx._comm.schedules.schedule import Operation, Schedule, chunk_bounds
 from phalanx._comm.transport.base import CallContext
 from phalanx._comm.transport.call import CollectiveCall
 from phalanx._comm.transport.hierarchical.agreement import Agreement
-from phalanx._comm.transport.hierarchical.rails import PendingSend, RailMessage, plan, talking_to
+from phalanx._comm.transport.hierarchical.rails import PendingSend, RailMessage, engine_errors_of, plan
 from phalanx._comm.transport.numerics import divide, sum_of, sum_type
 from phalanx._comm.transport.tensors import dense, is_plain, scaled, write_all_back, write_back
 
@@ -432,13 +432,13 @@ class SegmentedCollectives:
 
     def _post(
         self,
-        begin: Callable[[int, Tensor, int], InTransit],
+        begin: Callable[[int, Tensor, int], PendingMessage],
         peer: int,
         tensor: Tensor,
         tag: int,
         deadline: Deadline,
     ) -> RailMessage:
-        with talking_to(peer):
+        with engine_errors_of(peer):
             return RailMessage(PendingSend(begin(peer, tensor, tag), tensor), peer, deadline)
 
     def _reduce_here(

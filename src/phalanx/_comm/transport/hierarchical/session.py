@@ -223,7 +223,7 @@ class HierarchicalSession:
     def end(self) -> None:
         """Write the report where this host's ranks read it; then wake all ranks that wait on this host, or for it."""
         if not self.closed:
-            self.reports.tell_here()
+            self.reports.publish_on_host()
             self.core.set_poison(PEER_LOST, self.layout.local_rank)
         self.engine.close()
 

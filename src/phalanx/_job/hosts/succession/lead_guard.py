@@ -11,8 +11,8 @@ import time
 from collections.abc import Sequence
 
 from phalanx._comm.control.key import Key
-from phalanx._job.coordinator.followers import Followers
 from phalanx._job.coordinator.rendezvous import Rendezvous
+from phalanx._job.coordinator.standby_replicas import StandbyReplicas
 from phalanx._job.hosts.control_channel import ControlChannel, ControlMessage
 from phalanx._job.hosts.succession.leader_state import KEY, LeaderState
 from phalanx._job.hosts.succession.proposer import FEWEST_VOTERS, Proposer
@@ -35,7 +35,7 @@ class LeadGuard:
     def __init__(
         self,
         channel: ControlChannel,
-        followers: Followers | None,
+        followers: StandbyReplicas | None,
         host_timeout_s: float = 0.0,
         witness: Witness | None = None,
         proposer: Proposer | None = None,
@@ -49,7 +49,7 @@ class LeadGuard:
 
     @classmethod
     def of_first_host(
-        cls, rendezvous: Rendezvous, channel: ControlChannel, followers: Followers, key: Key
+        cls, rendezvous: Rendezvous, channel: ControlChannel, followers: StandbyReplicas, key: Key
     ) -> LeadGuard:
         """Return the guard of a job that begins at this host; it does nothing if all agents are on this host."""
         if rendezvous.is_local:

@@ -21,7 +21,7 @@ from dataclasses import replace
 from typing import Any
 
 from phalanx._base.ipc.wakeup import Mailbox
-from phalanx._job.coordinator.followers import Followers
+from phalanx._job.coordinator.standby_replicas import StandbyReplicas
 from phalanx._job.hosts.control_channel import ControlChannel
 from phalanx._job.hosts.succession.candidate import Candidate
 from phalanx._job.hosts.succession.config import Config, Stamp, Term
@@ -52,7 +52,7 @@ class Proposer:
     def __init__(
         self,
         channel: ControlChannel,
-        followers: Followers,
+        followers: StandbyReplicas,
         witness: WitnessCalls | None = None,
         primary: Primary | None = None,
         voter: Voter | None = None,

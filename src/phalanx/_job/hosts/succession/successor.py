@@ -185,12 +185,12 @@ class Successor:
         for place, (standby, address) in enumerate(config.addresses):
             if standby != member:
                 self._start(self._vote_for, address, over, True)
-            elif is_candidate and self._may_stand(config):
+            elif is_candidate and self._may_be_candidate(config):
                 self._start(self._run_for_leader, config, end, over, _TURN_S * place)
         self._start(self._give_up, end, over)
         return bool(order)
 
-    def _may_stand(self, config: Config) -> bool:
+    def _may_be_candidate(self, config: Config) -> bool:
         return self._standby is not None and self._place is not None and self._standby_term == config.term
 
     def observe_election(self, limit_s: float | None = None) -> bool:

@@ -22,8 +22,8 @@ from phalanx._job.agent.plan import JobPlan
 from phalanx._job.agent.supervision import Supervision
 from phalanx._job.hosts.control_channel import Change, ControlChannel, ControlMessage, decode_lines
 from phalanx._job.hosts.elastic_hosts import ElasticHosts
-from phalanx._job.hosts.forward import Forward
 from phalanx._job.hosts.leader import LeaderLink
+from phalanx._job.hosts.line_forwarder import LineForwarder
 from phalanx._job.hosts.peer_hosts import PeerHosts
 from phalanx._job.hosts.succession.handover import Handover
 from phalanx._job.hosts.succession.host_state import HostState
@@ -103,7 +103,7 @@ class TakeOver:
         guard = LeadGuard(channel, followers, host_timeout_s, witness, proposer)
         link = LeaderLink(plan, host, state.attempt, peers, store, guard, elastic, state.begun)
         attempt.become_leader(plan, link, self._restore_supervision(plan, elastic), elastic)
-        assert isinstance(host.pump.viewer, Forward)
+        assert isinstance(host.pump.viewer, LineForwarder)
         host.pump.viewer.lead(host.display)
         link.begin()
         self._show(handover, host.display)

@@ -34,8 +34,8 @@ _SIGNALS = (signal.SIGWINCH, signal.SIGTERM, signal.SIGINT, signal.SIGTSTP)
 _KEYS = {"\x1b[A": -1, "\x1b[B": 1, "k": -1, "j": 1, "\x1b[5~": -10, "\x1b[6~": 10, "\x1b[H": -(10**9), "g": -(10**9)}
 
 
-class Looker:
-    """A `Looker` samples the job in a thread. When `fileno` is readable, `take` returns views, or why there is none."""
+class JobSampler:
+    """A `JobSampler` samples the job in a thread. When `fileno` is readable, `take` returns views, or error texts."""
 
     def __init__(self, watch: JobWatch, interval_s: float) -> None:
         self._watch = watch
@@ -115,7 +115,7 @@ def show(watch: JobWatch, interval_s: float) -> JobView | None:
         SystemExit: SIGTERM has arrived.
     """
     screen = _Screen(Console(file=sys.stdout, highlight=False))
-    looker = Looker(watch, interval_s)
+    looker = JobSampler(watch, interval_s)
     stdin = sys.stdin.fileno() if sys.stdin is not None and sys.stdin.isatty() else None
     try:
         with caught_signals(_SIGNALS) as signals, _keys(stdin):
@@ -128,7 +128,7 @@ def show(watch: JobWatch, interval_s: float) -> JobView | None:
         looker.close()
 
 
-def _loop(screen: _Screen, looker: Looker, signals: int, stdin: int | None) -> JobView | None:
+def _loop(screen: _Screen, looker: JobSampler, signals: int, stdin: int | None) -> JobView | None:
     screen.draw()
     waited_for = [looker.fileno(), signals, *([stdin] if stdin is not None else [])]
     while True:

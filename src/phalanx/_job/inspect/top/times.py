@@ -53,8 +53,8 @@ class LatenessOfRank:
 
 
 @dataclass(frozen=True)
-class Stuck:
-    """`Stuck` is an operation in which processes wait, the longest for `waited_ns`, for others to enter."""
+class StuckOperation:
+    """`StuckOperation` is an operation in which processes wait, the longest for `waited_ns`, for others to enter."""
 
     group: str
     label: str
@@ -72,7 +72,7 @@ class OperationTimes:
     times: dict[HostPid, Times]
     lateness: dict[HostPid, LatenessOfRank]
     num_operations: int
-    stuck: Stuck | None
+    stuck: StuckOperation | None
 
 
 @dataclass
@@ -114,7 +114,7 @@ def measure(
     lateness: dict[HostPid, LatenessOfRank] = {}
     num_operations = 0
     for call in calls:
-        come_ns = _everybody_there(call)
+        come_ns = _last_entry_ns(call)
         for who, operation in call.operations.items():
             leave_ns = operation.leave_ns or now_ns
             # A process that is still inside waits for others; for a finished operation their arrival is unknown.
@@ -215,7 +215,7 @@ def _is_of(operation: RankOperation, who: HostPid, call: _Call) -> bool:
     )
 
 
-def _everybody_there(call: _Call) -> int | None:
+def _last_entry_ns(call: _Call) -> int | None:
     """Return when the last required process entered; None if one has not entered yet, or it is unknown."""
     if call.kind in _FROM_ROOT:
         for who, operation in call.operations.items():
@@ -244,10 +244,10 @@ def _length(intervals: Iterable[tuple[int, int]], begin_ns: int, end_ns: int) ->
     return total
 
 
-def _find_stuck(hosts: Sequence[HostSnapshot], calls: Sequence[_Call], now_ns: int) -> Stuck | None:
+def _find_stuck(hosts: Sequence[HostSnapshot], calls: Sequence[_Call], now_ns: int) -> StuckOperation | None:
     """Return the operation in which a process waits longest for others."""
     living = {(host.node, rank.pid) for host in hosts for rank in host.ranks}
-    longest: Stuck | None = None
+    longest: StuckOperation | None = None
     for call in calls:
         inside = {who: o for who, o in call.operations.items() if o.leave_ns == 0 and who in living}
         if not inside or len(call.operations) >= call.world_size:
@@ -264,5 +264,7 @@ def _find_stuck(hosts: Sequence[HostSnapshot], calls: Sequence[_Call], now_ns: i
         } - set(call.operations)
         label = next((o.label for o in inside.values() if o.label), "")
         num_unknown = call.world_size - len(call.operations) - len(missing)
-        longest = Stuck(call.group, label, tuple(sorted(inside)), tuple(sorted(missing)), num_unknown, waited_ns)
+        longest = StuckOperation(
+            call.group, label, tuple(sorted(inside)), tuple(sorted(missing)), num_unknown, waited_ns
+        )
     return longest

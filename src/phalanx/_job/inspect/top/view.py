@@ -57,8 +57,8 @@ class RankView:
 
 
 @dataclass(frozen=True)
-class Slowest:
-    """`Slowest` is the rank that enters most operations last; the others wait for it for `share` of the time."""
+class SlowestRank:
+    """`SlowestRank` is the rank that enters most operations last; the others wait for it for `share` of the time."""
 
     rank: int
     host: str
@@ -104,7 +104,7 @@ class JobView:
     ended: tuple[tuple[int, int], ...]
     lost: tuple[LostView, ...]
     pace: Pace | None
-    slowest: Slowest | None
+    slowest: SlowestRank | None
     stuck: StuckView | None
     span_s: float
     ranks: tuple[RankView, ...]
@@ -268,7 +268,9 @@ def left_s(pace: Pace | None) -> float | None:
     return max(0, pace.total_steps - pace.step) / pace.steps_per_s
 
 
-def _find_slowest(measured: OperationTimes | None, who: dict[HostPid, int], names: dict[int, str]) -> Slowest | None:
+def _find_slowest(
+    measured: OperationTimes | None, who: dict[HostPid, int], names: dict[int, str]
+) -> SlowestRank | None:
     if measured is None or measured.span_ns <= 0 or measured.num_operations < _FEW:
         return None
     known = [(late.lead_ns, member, late) for member, late in measured.lateness.items() if member in who]
@@ -278,7 +280,7 @@ def _find_slowest(measured: OperationTimes | None, who: dict[HostPid, int], name
     share = lead_ns / measured.span_ns
     if late.times < _OFTEN * measured.num_operations or share < _COSTLY:
         return None
-    return Slowest(who[member], names[member[0]], late.times, measured.num_operations, share)
+    return SlowestRank(who[member], names[member[0]], late.times, measured.num_operations, share)
 
 
 def _view_stuck(measured: OperationTimes | None, who: dict[HostPid, int]) -> StuckView | None:

@@ -24,8 +24,8 @@ from phalanx.data.permutation import Indices, Permutation
 
 
 @dataclass(frozen=True)
-class JoinedDataset:
-    """`JoinedDataset` is a dataset with `batch_size` samples in each step of all ranks together."""
+class CombinedMember:
+    """`CombinedMember` is a dataset with `batch_size` samples in each step of all ranks together."""
 
     dataset: Any
     batch_size: int
@@ -36,14 +36,14 @@ class JoinedDataset:
     """Whether each of its batches must be full."""
 
 
-class Together(OrderedDataset):
-    """`Together` is a dataset of units: a unit has a list of samples of each of `members`, by name.
+class CombinedDataset(OrderedDataset):
+    """`CombinedDataset` is a dataset of units: a unit has a list of samples of each of `members`, by name.
 
     `collate` turns the units of a DataLoader's batch into a dict with a batch of each member. If a member drops an
     incomplete last batch, an epoch has only complete steps: all batches are full.
     """
 
-    def __init__(self, members: Mapping[str, JoinedDataset]) -> None:
+    def __init__(self, members: Mapping[str, CombinedMember]) -> None:
         self.members = dict(members)
         self.units_per_step = math.gcd(*(one.batch_size for one in self.members.values()))
         self._sizes = {name: one.batch_size // self.units_per_step for name, one in self.members.items()}

@@ -1,4 +1,4 @@
-"""`Followers` sends a coordinator's journal to its standbys, and delays answers until the standbys have it.
+"""`StandbyReplicas` sends a coordinator's journal to its standbys, and delays answers until the standbys have it.
 
     requests ──► journal ──cut──► batch n ──► every standby ──FOLLOWED n──┐
         └──────► answers ──delayed with n─────────────────────────────────┴──► released, to the clients
@@ -33,8 +33,8 @@ class _Stream:
     acknowledged: int = -1
 
 
-class Followers:
-    """`Followers` tracks the standbys, the batches that each of them has, and the answers that wait for them.
+class StandbyReplicas:
+    """`StandbyReplicas` tracks the standbys, the batches that each of them has, and the answers that wait for them.
 
     Another thread may set `required`, `leader` and `confirmed_members`.
 

@@ -1,4 +1,4 @@
-"""`EachRank` saves each rank's own state in one checkpoint."""
+"""`PerRankState` saves each rank's own state in one checkpoint."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch.distributed as dist
 from phalanx.checkpoint.peers import Peers
 
 
-class EachRank:
-    """`EachRank` is a checkpoint part with each rank's own state, from which that rank resumes with the same bits.
+class PerRankState:
+    """`PerRankState` is a checkpoint part with each rank's own state, from which that rank resumes with the same bits.
 
     If another number of ranks loads it, all resume from rank 0's state. With `differ=False` the states are equal: only
     rank 0's is saved, and all ranks resume from it.

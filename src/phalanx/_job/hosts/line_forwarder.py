@@ -1,4 +1,4 @@
-"""`Forward` sends the lines of this host's ranks to the leader, or shows them here if this host leads."""
+"""`LineForwarder` sends the lines of this host's ranks to the leader, or shows them here if this host leads."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from phalanx._job.hosts.control_channel import ControlChannel, decode_lines, enc
 from phalanx._job.output.display import Display
 
 
-class Forward:
-    """`Forward` is the viewer of a follower's pump: the leader shows the lines of the follower's ranks."""
+class LineForwarder:
+    """`LineForwarder` is the viewer of a follower's pump: the leader shows the lines of the follower's ranks."""
 
     def __init__(self) -> None:
         self._channel: ControlChannel | None = None
