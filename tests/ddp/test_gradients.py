@@ -513,6 +513,35 @@ def test_an_interrupted_backward_before_any_bucket_was_sent_is_forgotten(rank, w
     _assert_gradients(ddp, _mean_gradients(mlp(), _plain, world_size))
 
 
+@on_ranks(2)
+def test_after_an_interrupted_backward_a_loop_may_go_on_accumulating(rank):
+    """The interrupted backward decided for the next one, although that was inside no_sync."""
+    model = DistributedDataParallel(mlp(), check=False)
+
+    def loss_of():
+        return model(batch_of(rank)).square().mean()
+
+    for _ in range(2):
+        loss_of().backward()
+    handle = list(model.parameters())[-1].register_post_accumulate_grad_hook(_out_of_memory)  # the first to come
+    with pytest.raises(MemoryError):
+        loss_of().backward()
+    handle.remove()
+    model.zero_grad()
+    with model.no_sync():
+        loss_of().backward()
+    own = [parameter.grad.clone() for parameter in model.parameters()]
+    loss_of().backward()
+    for parameter, mine in zip(model.parameters(), own, strict=True):
+        expected = 2 * mine
+        dist.all_reduce(expected)
+        torch.testing.assert_close(parameter.grad, expected / 2)
+
+
+def _out_of_memory(parameter):
+    raise MemoryError
+
+
 @on_ranks(2, backend="gloo")
 def test_a_backward_interrupted_between_buckets_is_an_error_of_the_next_forward(rank):
     def explode(_parameter):

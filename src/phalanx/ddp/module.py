@@ -253,6 +253,8 @@ class DistributedDataParallel(JoinInterface, TorchInterface):
             if newcomers:
                 raise RuntimeError(explain_newcomers(newcomers, self.process_group.rank()))
             self._inspect_batch(inputs)
+        elif grad_enabled and _backward_number() == -1:
+            reducer.end_interrupted_backward()
         if self.broadcast_buffers and self._buffers_stale:
             if self._join_config.enable:
                 broadcast_tensors(self._synced_buffers(), self.process_group, source)

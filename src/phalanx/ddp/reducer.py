@@ -222,16 +222,20 @@ class Reducer:
         Raises:
             RuntimeError: some parameters got no gradient, or backward was interrupted by an exception.
         """
+        self.end_interrupted_backward()
+        if self._round.is_interrupted:
+            raise interrupted(self._group.rank(), self._round.num_launched, len(self._set.buckets))
+        if self._round.started:
+            raise self._missing_gradients()
+
+    def end_interrupted_backward(self) -> None:
+        """End the latest backward if an exception has ended it: its gradients are not averaged."""
         if self._backward is not None:  # its last callback did not run, or failed
             self._end_backward()
             if self._round.num_launched and (self._group.size() > 1 or self._set.has_own_exchange):
                 self._round.is_interrupted = True
             else:
                 self._begin_round()
-        if self._round.is_interrupted:
-            raise interrupted(self._group.rank(), self._round.num_launched, len(self._set.buckets))
-        if self._round.started:
-            raise self._missing_gradients()
 
     def prepare_backward(self, outputs: Iterable[Tensor], *, sync: bool) -> None:
         """Record whether a backward from `outputs` syncs or only accumulates."""
