@@ -52,7 +52,27 @@ def test_what_is_no_archive_or_is_cut_off_is_said(tmp_path):
         member.size = 2000
         tar.addfile(member, io.BytesIO(b"x" * 2000))
     os.truncate(path, 1000)
-    with pytest.raises(tarfile.ReadError, match="it ends 1512 bytes before the end of a file in it"):
+    with pytest.raises(tarfile.ReadError, match="it is truncated: 1512 bytes of a member are missing"):
         files_of(path)
     path.write_bytes(b"")
     assert files_of(path) == []
+
+
+@pytest.mark.parametrize("format", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT])
+@pytest.mark.parametrize("damage", ["magic", "cut"])
+def test_a_damaged_header_is_not_the_end_of_the_archive(tmp_path, format, damage):
+    """The samples behind it were lost without a word."""
+    path = tmp_path / "a.tar"
+    with tarfile.open(path, "w", format=format) as tar:
+        for number in range(4):
+            member = tarfile.TarInfo(f"{number}.txt")
+            member.size = 100
+            tar.addfile(member, io.BytesIO(b"x" * 100))
+    with path.open("r+b") as file:
+        if damage == "cut":
+            file.truncate(2 * 1024 + 200)
+        else:
+            file.seek(2 * 1024 + 257)
+            file.write(b"?????")
+    with pytest.raises(tarfile.ReadError, match="bad header at byte 2048"):
+        files_of(path)

@@ -24,9 +24,10 @@ def from_webdataset(urls: str | Sequence[str], **options: Any) -> Stream:
         stream = from_webdataset("data/{000..999}.tar", index="index.json", transform=decode)
 
     Arguments:
-        urls: a list, or a string in webdataset's notation. fsspec opens addresses; webdataset opens what is neither a
-            file nor an address (`pipe:...`).
-        options: of `Stream`. Without `lengths`, samples are counted: local files by their headers, others read whole.
+        urls: a list, or a string in webdataset's notation. fsspec opens URLs; webdataset opens everything that is
+            neither a file nor a URL (`pipe:...`).
+        options: of `Stream`. Without `lengths`, samples are counted: from the headers of an uncompressed local file;
+            any other file is read in full.
 
     Cost: an uncompressed local tar file is read by index, from its headers. All others are read in sequence.
 
@@ -85,7 +86,7 @@ class IndexedTar:
         while len(data) < size:
             more = os.pread(self._fd, size - len(data), offset + len(data))
             if not more:
-                raise tarfile.ReadError(f"it ends {size - len(data)} bytes before the end of a file in it")
+                raise tarfile.ReadError(f"it is truncated: {size - len(data)} bytes of a member are missing")
             data += more
         return data
 
@@ -148,7 +149,7 @@ def list_files(fd: int) -> Iterator[tuple[str, int, int]]:
         size = int(records.get("size", size))
         begin = offset + BLOCK
         if begin + size > size_of_all:
-            raise tarfile.ReadError(f"it ends {begin + size - size_of_all} bytes before the end of a file in it")
+            raise tarfile.ReadError(f"it is truncated: {begin + size - size_of_all} bytes of a member are missing")
         if kind == b"x":
             records = _records(os.pread(fd, size, begin))
         else:
@@ -183,3 +184,6 @@ def _list_rest(fd: int, offset: int) -> Iterator[tuple[str, int, int]]:
                 if member.isreg():
                     yield member.name, member.offset_data, member.size
                 tar.members = []  # type: ignore[attr-defined]  # otherwise it keeps all members
+            end = tar.offset  # type: ignore[attr-defined]
+    if any(os.pread(fd, BLOCK, end)):  # tarfile takes a damaged header for the end of the archive
+        raise tarfile.ReadError(f"bad header at byte {end}")

@@ -1,4 +1,4 @@
-"""Log a run's curves to Weights & Biases, MLflow, TensorBoard, a CSV file, or any logger with Lightning's interface.
+"""Log a run's metrics to Weights & Biases, MLflow, TensorBoard, a CSV file, or any logger with Lightning's interface.
 
     from phalanx.loggers import WandbLogger
     phalanx.Trainer(..., logger=WandbLogger(project="digits"))       # or logger="wandb", or several in a list

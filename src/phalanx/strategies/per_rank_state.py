@@ -11,7 +11,7 @@ from phalanx.checkpoint.peers import Peers
 
 
 class PerRankState:
-    """`PerRankState` is a checkpoint part with each rank's own state, from which that rank resumes with the same bits.
+    """`PerRankState` is a checkpoint part with each rank's own state, from which that rank resumes bit for bit.
 
     If another number of ranks loads it, all resume from rank 0's state. With `differ=False` the states are equal: only
     rank 0's is saved, and all ranks resume from it.
@@ -26,8 +26,8 @@ class PerRankState:
     def state_dict(self) -> dict[str, Any]:
         """Return the states of all ranks, on rank 0.
 
-        Rank 0's own state is included although "model" and "optimizer" are parts of the checkpoint: if each rank writes
-        its shards, those parts may come from any rank.
+        Rank 0's state is included, too, even if the checkpoint also has "model" and "optimizer" parts: when every rank
+        writes shards, those parts may hold another rank's values.
         """
         own = {name: one.state_dict() for name, one in self._objects.items()}
         everyone = Peers(self._process_group).gather(own) if self._differ else [own]

@@ -54,10 +54,10 @@ def run_ranks(
         fn: any function: of a module, of `__main__` or of a notebook, a closure, or a lambda.
         timeout: seconds or a timedelta for the whole run, to end hangs; long enough for a busy machine.
         init: False leaves the process group to `fn`. A group that `fn` does not destroy is not destroyed.
-        lost: ranks that the test itself kills or stops. They must not return. The call does not wait for them once
-            all others have ended; their result is None.
+        lost: ranks that the test itself kills or stops. They must not return, and must end or be stopped within
+            `timeout`; their result is None.
         start: "fork" costs milliseconds and is the default on Linux; a caller with threads gets "spawn", which imports
-            torch again in each rank, and sends functions that a rank cannot import by value, as `phalanx.launch` does.
+            torch again in each rank, and sends by value the functions that a rank cannot import, as `phalanx.launch` does.
 
     Raises:
         RankFailed: some rank raised, died, or was still running when time was up: one message with every traceback.
@@ -102,7 +102,7 @@ def run_ranks(
 
 
 class RankFailed(PhalanxError):
-    """Some ranks of a `run_ranks` did not return. The message has each such rank's traceback or last known place.
+    """Some ranks of a `run_ranks` call did not return. The message has the traceback or the last known stack of each.
 
     `errors` maps a rank to the exception that it raised, if the exception can be pickled; `results` maps the ranks that
     returned to their results; `running` has the ranks that were still running when time was up.
@@ -215,7 +215,7 @@ def _outcome(task: _RankTask, process: BaseProcess, lost: Collection[int]) -> Ra
 
 
 def _stack(task: _RankTask, process: BaseProcess) -> str:
-    """Return the stacks of a running rank's threads; a stopped rank is continued to write them."""
+    """Return the stacks of a running rank's threads; a stopped rank is resumed so that it can write them."""
     assert process.pid is not None
     with contextlib.suppress(ProcessLookupError):
         os.kill(process.pid, _SHOW_STACK)
@@ -263,8 +263,8 @@ class _RankTask:
 def _work(task: _RankTask) -> None:
     """Join the group, call the function, leave the group, and write the outcome."""
     die_with_parent(task.parent)
-    # Garbage collections of this rank skip the parent's objects: visiting each would copy all of their pages, and
-    # destroy objects still in use there (a store's thread that is not in this process cannot be joined: SIGABRT).
+    # Exclude the parent's objects from this rank's garbage collection. Traversing them would copy their pages, and
+    # collecting one may abort: a store's destructor, for example, joins a thread that this process does not have.
     gc.freeze()
     os.setpgrp()  # so that the parent can end this rank together with its children
     with task.stack_path.open("w") as stack:

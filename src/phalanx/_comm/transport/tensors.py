@@ -15,7 +15,9 @@ from phalanx._base.torch_names import find
 tree_map: Any = find("torch.utils._pytree.tree_map", loses="nested batches are not moved to a device")
 
 is_zero_tensor: Any = find(
-    "torch.Tensor._is_zerotensor", loses="tensors of zeros without memory are not known", instead=lambda tensor: False
+    "torch.Tensor._is_zerotensor",
+    loses="zero tensors that have no memory are not recognized",
+    instead=lambda tensor: False,
 )
 """Whether a tensor represents zeros without memory, as autograd creates them."""
 
@@ -54,9 +56,9 @@ def move_batch(batch: Any, device: torch.device) -> Any:
 
 
 def alias(tensor: Tensor) -> Tensor:
-    """Return a tensor of the same memory, detached from autograd, to which any thread may write.
+    """Return a tensor that shares this memory, detached from autograd, and that any thread may write to.
 
-    Inference tensors can only be written in inference mode, which belongs to a thread. A collective may run in another
+    Inference tensors can only be written in inference mode, which is thread-local. A collective may run in another
     thread than its caller.
     """
     if not tensor.is_inference() or is_zero_tensor(tensor) or tensor.is_neg() or tensor.is_conj():
@@ -81,7 +83,7 @@ def dense(tensor: Tensor) -> Tensor:
 
 
 def scaled(tensor: Tensor, factor: Any) -> Tensor:
-    """Return `tensor` itself without a factor; else its product with `factor`, in the dtype of `tensor`."""
+    """Return `tensor` itself if `factor` is None; otherwise their product, in the dtype of `tensor`."""
     if factor is None:
         return tensor
     with torch.no_grad():
@@ -93,7 +95,7 @@ def write_back(tensor: Tensor, data: Tensor) -> None:
     """Copy `data` into a tensor whose own memory could not be used; do nothing if `data` is the tensor."""
     if data is tensor:
         return
-    # Inference tensors can only be written in inference mode, which belongs to a thread: this may not be the caller's.
+    # Inference mode is thread-local, and this may run in another thread than the caller's.
     with torch.inference_mode() if tensor.is_inference() else torch.no_grad():
         tensor.copy_(data)
 
@@ -110,7 +112,7 @@ def nbytes(tensor: Tensor) -> int:
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Return whether the strides visit each element of one block exactly once, in some order of dimensions."""
+    """Return whether the elements fill one block of memory, without gaps or overlaps."""
     expected = 1
     for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: (pair[1], pair[0])):
         if size != 1:
@@ -121,12 +123,12 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """Return a contiguous tensor's elements in one dimension of stride 1; one element may have any other stride."""
+    """Return a contiguous tensor as one dimension with stride 1; `view(-1)` may keep another stride of one element."""
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def memory_order(tensor: Tensor) -> tuple[int, ...]:
-    """Return the strides of a block with the elements in the tensor's memory order, on which ranks must agree.
+    """Return the strides of a dense copy in the tensor's memory order. Ranks must agree on these.
 
     They are the tensor's own strides if it is dense, else a contiguous tensor's. A dimension of size 1 has stride 1.
     """

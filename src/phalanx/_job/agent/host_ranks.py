@@ -52,7 +52,7 @@ class ProcessListener(Protocol):
 
 
 class HostRanks:
-    """`HostRanks` manages the processes of the ranks of `place`, by the rank that each was started with."""
+    """`HostRanks` manages the processes of the ranks of `place`; each is identified by the rank it was started with."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class HostRanks:
         self.zygote_killed = False  # this process has killed the zygote itself
 
     def exchange_deciders(self, state: Supervision, elastic: Elastic) -> None:
-        """Use other deciders from now on."""
+        """Use this `state` and `elastic` from now on."""
         self._state, self._elastic = state, elastic
 
     @property
@@ -171,7 +171,7 @@ class HostRanks:
         if zygote.has_forked and not zygote.control.gone:
             zygote.wake()
             zygote.sweep()
-        else:  # it is still importing, and has no children
+        else:  # it is still importing and has no children, or it has exited
             self.is_swept = True
         return True
 
@@ -229,7 +229,7 @@ class HostRanks:
             self._listener.on_own_report(report)
 
     def receive_events(self, ready: set[int]) -> None:
-        """Process the zygote's events and exit."""
+        """Handle the zygote's events, and notice when it has exited."""
         control = self._host.zygote.control
         if control.fileno() not in ready:
             return
@@ -265,7 +265,10 @@ class HostRanks:
             self._host.adopted.signal(event["signum"], event["ranks"], group=event["group"])
 
     def _replace_zygote(self) -> None:
-        """Replace a zygote that has exited if the ranks survive it; otherwise set `zygote_lost`, which ends the job."""
+        """Try to replace a zygote that has exited if the ranks survive it; otherwise set `zygote_lost`, which ends the job.
+
+        While the job is stopping and all ranks are adopted, do neither.
+        """
         zygote, adopted = self._host.zygote, self._host.adopted
         ranks = {pid: rank for rank, pid in self.processes.pids.items() if self._state.is_running(rank)}
         # A lost rank counts as started even if its replacement is not decided yet.
@@ -291,7 +294,7 @@ class HostRanks:
         zygote.control.close()
         try:
             if self._num_failed_zygotes == _MAX_FAILED_ZYGOTES:
-                raise OSError(f"{self._num_failed_zygotes} in a row have exited like this")
+                raise OSError(f"{self._num_failed_zygotes} zygotes in a row have exited without forking a rank")
             self._host.zygote = zygote.start_another(adopted.sessions)
             self._zygote_is_new = True
         except OSError as error:

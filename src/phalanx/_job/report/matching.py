@@ -171,7 +171,7 @@ def _summarise(whole: _Calls, scales: _Scales) -> tuple[CollectiveTimes, ...]:
 
 
 def _bus_factor(kind: int, num_ranks: int) -> float:
-    """Return the bytes on the bus per byte of a rank's input (reduce_scatter: output), as in NCCL's tests."""
+    """Return the bytes on the bus per byte of a rank's input (scatter, reduce_scatter: output), as in nccl-tests."""
     if kind in (ALL_REDUCE, GRADIENTS):
         return 2 * (num_ranks - 1) / num_ranks
     if kind in (ALL_GATHER, REDUCE_SCATTER, GATHER, SCATTER):

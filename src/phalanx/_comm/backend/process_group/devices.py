@@ -6,8 +6,9 @@
     barrier, objects         ──▶  as CPU tensors, unless a device is given
 
 The first tensor of a device creates the inner group. In the first collective on the device the ranks exchange their
-devices over the CPU's transport: so a missing rank is named at once, and all ranks choose the same engine for that
-device. Collectives through the host are CPU collectives: in the same order, with the same fingerprint, errors and bits.
+devices over the CPU's transport, so that a missing rank is reported at once and all ranks choose the same engine for
+that device. Collectives through host memory are CPU collectives: same order, fingerprint and errors, and bitwise the
+same results.
 """
 
 from __future__ import annotations
@@ -124,7 +125,7 @@ class RoutedProcessGroup(PhalanxProcessGroup):
         compares = self.shares_memory and not (self._is_staged(device.type) or device.type in self._agreed)
         if compares:
             self._publish_device(device)
-            # NCCL cannot receive from any rank, so such a message goes through the host.
+            # NCCL has no any-source receive, so this receive goes through host memory.
             if operation == "recv_anysource" or self._use_one_device(device, args[1]):
                 return None
         return self._route(device, operation, collective=False)
@@ -176,8 +177,8 @@ class RoutedProcessGroup(PhalanxProcessGroup):
                 warn_once(
                     _logger,
                     f"group {self.group_name!r}: {obstacle}\nTensors on {device.type} go through memory that these "
-                    "ranks share. If that is not meant, call torch.cuda.set_device(local_rank) first, or start no more "
-                    "ranks than GPUs; if it is, `phalanx run --ranks-per-gpu` says so.",
+                    "ranks share. If this is not intended, call torch.cuda.set_device(local_rank) first, or start at most "
+                    "one rank for each GPU. If it is, pass --ranks-per-gpu to `phalanx run`.",
                 )
             self._staging.open_host_memory(self, device.type)
             self._staged.add(device.type)
@@ -216,7 +217,10 @@ class RoutedProcessGroup(PhalanxProcessGroup):
         self._staging.close()
 
     def barrier(self, *args: Any, **kwargs: Any) -> dist.Work:
-        """Return a work that completes when every rank has called this; with `device_ids`, also the device's work."""
+        """Return a work that completes when every rank has called this.
+
+        With `device_ids`, the work that is queued on the device has completed, too.
+        """
         (opts,) = first_form("barrier", args, kwargs)
         device = getattr(opts, "device", None)
         if device is None or torch.device(device).type not in self._device_backends:

@@ -1,4 +1,6 @@
-"""The hosts' leaders begin every operation with one message: the heads of their ranks' calls, with small tensors.
+"""In every operation the hosts' leaders first exchange one message: the headers ("heads") of their ranks' calls.
+
+If the tensors are small, the message contains their data, too.
 
     leader of host A  ──heads of A's ranks, payload──>  leader of host B      (and the other way, at the same time)
 
@@ -34,7 +36,7 @@ _ALIGNED = 64
 
 
 class HostMessage(NamedTuple):
-    """A `HostMessage` has another host's `heads`, in rank order, and its payload, until the next operation."""
+    """A `HostMessage` holds another host's `heads`, in rank order, and its payload; valid until the next operation."""
 
     heads: Sequence[bytes]
     address: int
@@ -56,14 +58,14 @@ class LeaderExchange(abc.ABC):
         self._engine = engine
         self.hosts = tuple(host for host in range(layout.num_hosts) if host != layout.host)
         self._scratch = MessageBuffer(SMALL_BYTES)
-        self.scratch = self._scratch.address  # for the leader's results from its host's payloads
+        self.scratch = self._scratch.address  # where the leader combines the payloads of its own host
         self.inboxes = inboxes
         self._outboxes = outboxes
         self._number = 0
 
     @abc.abstractmethod
     def send(self, heads: Sequence[bytes], payloads: Mapping[int, Sequence[tuple[int, int]]]) -> None:
-        """Start to send to each other host the heads of this host's ranks, and payloads[host]: addresses and bytes."""
+        """Start sending to every other host the heads of this host's ranks and `payloads[host]`: (address, length)."""
 
     @abc.abstractmethod
     def receive(self, deadline: Deadline) -> dict[int, HostMessage]:
@@ -88,7 +90,7 @@ class LeaderExchange(abc.ABC):
                     outbox.pending = None
 
     def close(self) -> None:
-        """Release the messages after the engine is closed: nothing else ends receives without a sender."""
+        """Release the messages. Close the engine first: only that ends a receive to which no peer has sent."""
         self.inboxes.close()
         for outboxes in self._outboxes.values():
             for outbox in outboxes:
@@ -143,7 +145,7 @@ class DirectExchange(LeaderExchange):
 
 
 def all_agree(mine: bytes, *hosts: Sequence[bytes]) -> bool:
-    """Return whether all ranks of these hosts made the call of `mine`."""
+    """Return whether every rank of these hosts made the same call as `mine`."""
     return all([head is mine or agree(mine, head) for heads in hosts for head in heads])
 
 
