@@ -12,6 +12,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tests.data.streams import KINDS, Shards, draw_case, read_case
@@ -260,6 +261,14 @@ def test_counted_lengths_are_kept_in_an_index_file_and_only_new_shards_are_count
     assert counted == ["a", "bb", "ccc"]
     assert json.loads(index.read_text()) == {"phalanx_index": 1, "shards": {"a": 1, "bb": 2, "ccc": 3}}
     assert os.listdir(tmp_path) == ["index.json"]
+
+
+def test_a_length_that_is_none_is_not_kept_and_numpys_are_numbers(tmp_path):
+    """The index file kept the wrong ones for ever; NumPy's ended in a TypeError after the count."""
+    index = tmp_path / "index.json"
+    with pytest.raises(ValueError, match="the length of shard a must be 0 samples or more, got 1.5"):
+        Stream(["a"], str, index=index, count=lambda shard: 1.5)
+    assert Stream(["a"], str, index=index, count=lambda shard: np.int64(3)).lengths.tolist() == [3]
 
 
 def test_an_index_may_lie_at_an_address():

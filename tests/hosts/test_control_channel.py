@@ -259,6 +259,22 @@ def test_long_lines_of_several_ranks_arrive_though_together_they_are_longer_than
         assert [(rank, decode_lines(lines)) for rank, _, lines, _, _ in items] == [(0, [line]), (1, [line])]
 
 
+def test_a_message_that_is_printed_once_is_sent_once() -> None:
+    """A full disk at a follower filled the first host's terminal."""
+    with _two() as (channel, other):
+        forward = LineForwarder()
+        forward.connect(channel)
+        channel.first = other.member
+        for text in ("the log is full", "the log is still full"):
+            forward.print_once("logs", text)
+        forward.print_once("other", "the end")
+        texts: list[str] = []
+        while "the end" not in texts:
+            assert select.select([other.fileno()], [], [], 30.0)[0], "they do not come"
+            texts += [message.body["text"] for message in _taken(other)]
+        assert texts == ["the log is full", "the end"]
+
+
 def test_records_of_many_groups_are_a_message_for_each_group() -> None:
     """They were one message, which the coordinator refused if it was long: the report lacked that host's ranks."""
     with _two() as (channel, other):

@@ -193,3 +193,28 @@ def test_no_run_however_odd_is_without_words_or_an_end():
             assert finding.text[0] == finding.text[0].upper()
             assert finding.text.endswith((".", "?"))
             assert "nan" not in finding.text
+
+
+def test_the_failure_that_ended_the_job_is_named_and_not_one_before_a_restart():
+    events = (
+        RunEvent(1.0, "failure", "ValueError: the first", 1, ""),
+        RunEvent(2.0, "restart", "all ranks are restarted", None, ""),
+        RunEvent(3.0, "failure", "KeyError: the last", 0, ""),
+    )
+    told = " ".join(texts(dataclasses.replace(measured(rank(0), rank(1)), events=events, end="failed")))
+    assert "Rank 0 failed first: KeyError: the last" in told
+    assert "the first" not in told
+
+
+def test_a_host_whose_loss_ended_the_job_was_not_survived():
+    """Its ranks were lost, and "the others continued"."""
+    events = tuple(RunEvent(1.0, "host lost", "lost with b", number, "") for number in (2, 3))
+    told = " ".join(texts(dataclasses.replace(measured(rank(0), rank(1)), events=events, end="failed")))
+    assert "The job ended because ranks 2, 3 of the host were lost: lost with b." in told
+    assert "continued" not in told
+
+
+def test_the_memory_of_the_others_is_theirs():
+    ranks = [rank(0, peak_bytes=GIB), rank(1, peak_bytes=4 * GIB)]
+    told = " ".join(texts(measured(*ranks)))
+    assert "Rank 1 takes 4.00 GiB of memory, and the median of the others is 1.00 GiB" in told

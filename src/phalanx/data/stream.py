@@ -228,7 +228,8 @@ def find_lengths(
             missing = [shard for shard in shards if name_of(shard) not in known]
             if missing:
                 counted = _count_all(missing, count, f"they are kept in {name}")
-                known |= {name_of(shard): length for shard, length in zip(missing, counted, strict=True)}
+                lengths = _check(missing, counted).tolist()  # before they are kept
+                known |= {name_of(shard): length for shard, length in zip(missing, lengths, strict=True)}
                 _write_index(name, known)
     return _check(shards, [known[name_of(shard)] for shard in shards])
 

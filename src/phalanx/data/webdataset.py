@@ -184,6 +184,6 @@ def _list_rest(fd: int, offset: int) -> Iterator[tuple[str, int, int]]:
                 if member.isreg():
                     yield member.name, member.offset_data, member.size
                 tar.members = []  # type: ignore[attr-defined]  # otherwise it keeps all members
-            end = tar.offset  # type: ignore[attr-defined]
+            end = tar.offset
     if any(os.pread(fd, BLOCK, end)):  # tarfile takes a damaged header for the end of the archive
         raise tarfile.ReadError(f"bad header at byte {end}")

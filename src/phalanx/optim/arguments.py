@@ -70,7 +70,9 @@ def refuse(overlap_with_ddp: bool, defaults: Mapping[str, Any]) -> None:
 def check_parameters(
     parameters: Iterable[Tensor], group: dist.ProcessGroup, *, offload: bool = False, others: Iterable[Tensor] = ()
 ) -> None:
-    """Check that all ranks pass the same, valid parameters. All ranks call it, and all raise or none.
+    """Check that all ranks pass the same, valid parameters. All ranks call it.
+
+    A ValueError about one parameter is raised on the ranks that have it; other errors on all ranks.
 
     `others` are the parameters of other groups; they may include `parameters`.
 

@@ -51,7 +51,8 @@ class MasterParameters(SharedBlock):
     ) -> None:
         super().__init__(parameters, [master_dtype(p.dtype) for p in parameters], group, in_pages=True)
         self._stagings = stagings
-        self._is_half = [p.dtype in _HALF for p in parameters]
+        self._own_dtypes = [p.dtype for p in parameters]
+        self._is_half = [dtype in _HALF for dtype in self._own_dtypes]
         self._rounded: SharedBlock | None = None
         if any(self._is_half) and group.size() > 1:
             self._rounded = SharedBlock(parameters, [p.dtype for p in parameters], group, in_pages=True)
@@ -236,6 +237,8 @@ class MasterParameters(SharedBlock):
             if parameter.device not in self._stagings or master_dtype(parameter.dtype) != self.dtypes[number]:
                 return number
             if self._is_half[number] != (parameter.dtype in _HALF):
+                return number
+            if self._rounded is not None and parameter.dtype != self._own_dtypes[number]:  # its block has the old dtype
                 return number
         return None
 

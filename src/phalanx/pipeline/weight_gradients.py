@@ -337,7 +337,8 @@ def _held_bytes(tensors: Sequence[Tensor]) -> int:
     """Return the bytes under the tensors; shared memory counts once, and only the viewed part."""
     views: dict[tuple[int, int], int] = {}
     for tensor in tensors:
-        views[tensor.untyped_storage().data_ptr(), tensor.data_ptr()] = _nbytes(tensor)
+        place = tensor.untyped_storage().data_ptr(), tensor.data_ptr()
+        views[place] = max(views.get(place, 0), _nbytes(tensor))
     sizes = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(min(size, sum(n for (base, _), n in views.items() if base == at)) for at, size in sizes.items())
 

@@ -57,7 +57,7 @@ def run_ranks(
         lost: ranks that the test itself kills or stops. They must not return, and must end or be stopped within
             `timeout`; their result is None.
         start: "fork" costs milliseconds and is the default on Linux; a caller with threads gets "spawn", which imports
-            torch again in each rank, and sends by value the functions that a rank cannot import, as `phalanx.launch` does.
+            torch again in each rank, and sends functions that a rank cannot import as code, as `phalanx.launch` does.
 
     Raises:
         RankFailed: some rank raised, died, or was still running when time was up: one message with every traceback.

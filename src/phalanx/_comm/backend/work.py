@@ -438,7 +438,7 @@ class SerialExecutor:
 
     def _carry_out_up_to(self, work: PhalanxWork) -> None:
         """Run the queue in its order until `work` has completed; no other thread can during this one's callback."""
-        while not work.is_completed():
+        while not work._done.is_set():
             with self._changed:
                 if not self.items:
                     return

@@ -449,7 +449,11 @@ class Connection:
         self._reset()
         self.member = -1
         self._given_context = None
-        self._connect(deadline)
+        try:
+            self._connect(deadline)
+        except BaseException:
+            self._pid = -1  # the next call tries again
+            raise
 
 
 class CallSlots:

@@ -265,7 +265,7 @@ class HostRanks:
             self._host.adopted.signal(event["signum"], event["ranks"], group=event["group"])
 
     def _replace_zygote(self) -> None:
-        """Try to replace a zygote that has exited if the ranks survive it; otherwise set `zygote_lost`, which ends the job.
+        """Replace a zygote that has exited, if the ranks survive it; otherwise set `zygote_lost`, which ends the job.
 
         While the job is stopping and all ranks are adopted, do neither.
         """

@@ -24,7 +24,7 @@ _READ_ONCE = (
 )
 
 _ELASTIC = re.compile(rb"phalanx\.(elastic|Trainer)\b|from phalanx import [^#\n]*\b(elastic|Trainer)\b")
-_NEAR = 0.75  # a ratio of difflib: two swapped letters in a name of five
+_NEAR = 0.75  # the least difflib ratio for a suggestion: two swapped letters in a name of four
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ def _find_script_problem(path: str) -> str | None:
             import zipimport
 
             if zipimport.zipimporter(path).find_spec("__main__") is None:
-                return f"script {path!r}: is a ZIP archive without __main__.py. `python -m zipapp -m` adds one."
+                return f"script {path!r}: is a ZIP archive without __main__.py. Build it again from its folder: `python -m zipapp FOLDER -m MODULE:FUNCTION`."
             return None
         if form == "bytecode":
             with open(path, "rb") as file:
@@ -213,7 +213,10 @@ def _suggest_neighbour(path: str) -> str:
     import difflib
 
     folder = os.path.dirname(path) or "."
-    names = os.listdir(folder) if os.path.isdir(folder) else []
+    try:
+        names = os.listdir(folder)
+    except OSError:  # it is not there, or may not be read
+        return ""
     stems = [name.removesuffix(".py") for name in names if name.endswith(".py")]
     near = difflib.get_close_matches(os.path.basename(path).removesuffix(".py"), stems, n=1, cutoff=_NEAR)
     return f" Did you mean {os.path.join(os.path.dirname(path), f'{near[0]}.py')!r}?" if near else ""

@@ -18,6 +18,7 @@ class LineForwarder:
         self.attempt = 0
         self._items: list[list[Any]] = []  # rank, stream, lines, status, whether the rank prints nothing more
         self._shown: dict[tuple[int, int], bytes] = {}
+        self._printed: set[str] = set()  # the messages that were sent and are not sent again
 
     def connect(self, channel: ControlChannel) -> None:
         self._channel = channel
@@ -63,7 +64,8 @@ class LineForwarder:
     def print_once(self, what: str, text: str) -> None:
         if self._display is not None:
             self._display.print_once(what, text)
-        elif self._channel is not None:
+        elif self._channel is not None and what not in self._printed:
+            self._printed.add(what)
             self._channel.put(self._channel.first, "print", attempt=self.attempt, text=text)
 
     def show_here(self, display: Display) -> None:

@@ -70,11 +70,17 @@ def _how_it_ended(run: Measurements) -> Iterator[ReportFinding]:
             "resumes from its last checkpoint.",
             9,
         )
-    failures = [event for event in run.events if event.kind == "failure"]
-    for event in failures[:1] if run.end == "failed" else ():
-        where = _where_it_was(run, event.rank)
-        yield ReportFinding("bad", f"Rank {event.rank} failed first: {event.text}{where}. Start with its log.", 8)
-    losses = [event for event in run.events if event.kind in ("loss", "host lost")]
+    last_begin = max((n + 1 for n, event in enumerate(run.events) if event.kind == "restart"), default=0)
+    failures = [event for event in run.events[last_begin:] if event.kind in ("failure", "host lost")]
+    if failures and run.end == "failed":
+        first = failures[0]
+        if first.kind == "host lost":
+            whom = name_ranks(sorted({e.rank for e in failures if e.text == first.text and e.rank is not None}))
+            yield ReportFinding("bad", f"The job ended because {whom} of the host were lost: {first.text}.", 8)
+        else:
+            where = _where_it_was(run, first.rank)
+            yield ReportFinding("bad", f"Rank {first.rank} failed first: {first.text}{where}. Start with its log.", 8)
+    losses = [event for event in run.events if event.kind == "loss"]
     if losses:
         lost = {event.rank for event in losses if event.rank is not None}
         whom = name_ranks(sorted(lost))
@@ -222,13 +228,15 @@ def _memory(run: Measurements) -> Iterator[ReportFinding]:
                 0.6,
             )
             return
-    if len(peaks) > 1 and max(peaks.values()) > 1.5 * median(peaks.values()) and max(peaks.values()) > 2**30:
+    if len(peaks) > 1:
         most = max(peaks, key=lambda rank: peaks[rank])
-        yield ReportFinding(
-            "note",
-            f"Rank {most} takes {size(peaks[most])} of memory, the others {size(median(peaks.values()))}: what it "
-            "alone holds decides how large a batch may be.",
-        )
+        others = median(peak for rank, peak in peaks.items() if rank != most)
+        if peaks[most] > 1.5 * others and peaks[most] > 2**30:
+            yield ReportFinding(
+                "note",
+                f"Rank {most} takes {size(peaks[most])} of memory, and the median of the others is {size(others)}: "
+                "what it alone holds decides how large a batch may be.",
+            )
 
 
 def _slow_start(run: Measurements) -> Iterator[ReportFinding]:

@@ -180,6 +180,13 @@ class StagedWork(PhalanxWork):
         self._call.order_caller()
         return over
 
+    def is_completed(self) -> bool:
+        """Return whether the operation has ended; what the caller queues afterwards sees the results."""
+        over = super().is_completed()
+        if over:
+            self._call.order_caller()
+        return over
+
     def new_future(self) -> torch.futures.Future[Any]:
         return torch.futures.Future(devices=self._call.stream.future_devices)
 
@@ -200,6 +207,10 @@ class StagedCompletedWork(CompletedWork):
         """Return True, and make the calling thread's current stream wait for the copies."""
         self._call.order_caller()
         return True
+
+    def is_completed(self) -> bool:
+        """Return True, and make the calling thread's current stream wait for the copies."""
+        return self.wait()
 
     def get_future(self) -> torch.futures.Future[Any]:
         future: torch.futures.Future[Any] = torch.futures.Future(devices=self._call.stream.future_devices)
@@ -236,6 +247,7 @@ class StagedReceive(dist.Work):
         over: bool = self._work.is_completed()
         if over and self._work.is_success():
             self._copy()
+            self._call.order_caller()  # who polls uses the tensor without a wait
         return over
 
     def is_success(self) -> bool:
