@@ -130,7 +130,8 @@ def test_what_a_checkpoint_lacks_is_said(tmp_path):
     assert steps == 1.0
     fresh, some, frozen, lacking, plain = said
     assert fresh == [
-        "'optimizer' has no state in it: it was saved before its first step, or without its state, and starts anew."
+        "'optimizer' has no state in the checkpoint, which was saved before its first step or without its state. It "
+        "starts from scratch."
     ]
     assert some == [
         "'optimizer' has no state for 2 of 4 parameters ('1.weight', '1.bias'), which start anew: they had no "

@@ -118,14 +118,12 @@ def test_a_coordinator_that_was_started_again_is_told_from_the_one_before():
         client.set("a", "1")
         service.close()
         stack.enter_context(Service(place, KEY))
-        with pytest.raises(
-            CoordinationError, match="was started again, and the job's keys, members and queues"
-        ) as error:
+        with pytest.raises(CoordinationError, match="was restarted, and the job's keys, members and queues") as error:
             client.get("a")
         assert error.value.reason == "lost"
         (event,) = client.wait_event()
         assert event.kind == "expelled"
-        assert "started again" in event.why
+        assert "was restarted" in event.why
 
 
 def test_a_coordinator_that_has_ended_is_told_to_members_at_once():

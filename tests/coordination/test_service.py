@@ -185,7 +185,7 @@ def test_a_client_with_another_key_hears_so_and_the_coordinator_says_from_where(
     with service() as (running, connect, said):
         with pytest.raises(AuthenticationError, match=rf"at {running.address} .* does not accept our key"):
             connect(key=Key.generate())
-        with pytest.raises(AuthenticationError, match="there is none here"):
+        with pytest.raises(AuthenticationError, match="there is no key here"):
             connect(key=None)
         connect().set("a", "1")
     assert any("refused a connection from 127.0.0.1: it does not know the job's key" in line for line in said)

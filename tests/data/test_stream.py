@@ -72,7 +72,7 @@ def test_samples_are_those_of_their_numbers_whatever_order_they_are_asked_for_in
     assert list(DataLoader(stream, batch_size=None, sampler=order, num_workers=workers)) == order
     assert stream[-1] == 14
     assert stream.__getitems__([3, 3, 12, 0]) == [3, 3, 12, 0]
-    with pytest.raises(IndexError, match=r"there are samples 0 to 14, and one of \[15\] is requested"):
+    with pytest.raises(IndexError, match="sample 15 was requested, and the samples are 0 to 14"):
         stream[15]
 
 
@@ -266,7 +266,7 @@ def test_counted_lengths_are_kept_in_an_index_file_and_only_new_shards_are_count
 def test_a_length_that_is_none_is_not_kept_and_numpys_are_numbers(tmp_path):
     """The index file kept the wrong ones for ever; NumPy's ended in a TypeError after the count."""
     index = tmp_path / "index.json"
-    with pytest.raises(ValueError, match="the length of shard a must be 0 samples or more, got 1.5"):
+    with pytest.raises(ValueError, match=r"the length of shard a must be 0 samples or more, got 1\.5"):
         Stream(["a"], str, index=index, count=lambda shard: 1.5)
     assert Stream(["a"], str, index=index, count=lambda shard: np.int64(3)).lengths.tolist() == [3]
 

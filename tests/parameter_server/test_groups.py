@@ -149,7 +149,7 @@ def _sets(rank, folder):
             ):
                 server.load_state_dict({**older, "groups": {"dense": [{"params": ["a"]}, {"params": []}]}})
             adams = {"dense": [{"params": ["a"], "lr": 0.1, "betas": (0.9, 0.999), "eps": 1e-8}]}
-            with pytest.raises(ValueError, match=r"the state of another class of optimizer .* it has betas, eps"):
+            with pytest.raises(ValueError, match=r"the state of another optimizer class: it has betas, eps"):
                 server.load_state_dict({**older, "groups": adams})
             meet(name, "older")
         _check_asynchronous(name, rank)

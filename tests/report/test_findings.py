@@ -96,7 +96,7 @@ def test_moving_data_takes_long(rows, hosts, advice):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"loss": ((1.0, 1.0), (2.0, math.nan))}, "not a number from step 2 on"),
+        ({"loss": ((1.0, 1.0), (2.0, math.nan))}, "not finite from step 2 on"),
         ({"loss": tuple((i, 1.0 + i) for i in range(40))}, "The loss rises"),
         ({"throughput": tuple((i, 640.0 - 8 * i) for i in range(60))}, "The run became slower"),
         ({"end": "killed"}, "was killed"),
@@ -117,7 +117,7 @@ def test_the_same_cause_on_many_hosts_is_told_once():
     starved = {"cpu_share": 0.3, "preemptions_per_s": 90.0}
     found = texts(measured(*(rank(n, f"host-{n}", **(crowded if n < 5 else starved)) for n in range(7))))
     assert [text for text in found if "threads" in text] == [
-        "On host-0, host-1 and 3 hosts more 16 threads each compute on 8 cores: set OMP_NUM_THREADS=8, or start fewer "
+        "On host-0, host-1 and 3 more hosts 16 threads each compute on 8 cores: set OMP_NUM_THREADS=8, or start fewer "
         "ranks."
     ]
     (one,) = (text for text in found if "take the cores" in text)
@@ -127,7 +127,7 @@ def test_the_same_cause_on_many_hosts_is_told_once():
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"parts": {"update": 0.06}}, "in the optimizer: take the fused optimizer"),
+        ({"parts": {"update": 0.06}}, "in the optimizer: use the fused optimizer"),
         ({"parts": {"other": 0.05}}, "outside of the steps"),
         ({"facts": {"cores": 8, "threads": 8, "cpus": []}}, "16 threads compute on 8 cores: set OMP_NUM_THREADS=4"),
         ({"cpu_share": 0.3, "preemptions_per_s": 90.0}, "other programs take the cores: ranks 0, 1"),
@@ -155,7 +155,7 @@ def test_only_another_backend_keeps_no_record_of_what_ranks_sent():
 
 @pytest.mark.parametrize(
     ("broken", "stays", "said"),
-    [(1500, False, "not a number at step 1,500:"), (1500, True, "not a number from step 1,500 on:")],
+    [(1500, False, "not finite at step 1,500:"), (1500, True, "not finite from step 1,500 on:")],
 )
 def test_the_step_whose_loss_broke_is_named(broken, stays, said):
     loss = ((1496.0, 1.0), (1504.0, math.nan), (1512.0, 1.0))

@@ -230,7 +230,7 @@ def test_a_restart_goes_on_with_the_loss_where_it_says_that_it_began():
     lost = combine(JOB, [resumed(0, 1, 31), resumed(0, 30, 31, attempt=1, knows=False)])
     assert lost.loss == tuple((step, 100.0 - step - 29) for step in range(1, 32))
     assert lost.final_loss == 40.0
-    assert "Steps and loss are the last attempt's, from its own first step on" in find(lost)[0].text
+    assert "Steps and loss cover only the last attempt, counted from 1" in find(lost)[0].text
     other = combine(JOB, [resumed(0, 1, 31, loss=lambda step: -1.0), resumed(0, 11, 5, attempt=1)])
     assert [loss for _, loss in other.loss] == [-1.0] * 10 + [100.0 - step for step in range(11, 16)]
 

@@ -113,7 +113,7 @@ def test_its_report_tells_the_whole_time_and_says_what_went_with_the_host(lost: 
     assert (loss.kind, loss.rank, loss.pid, loss.host) == ("loss", 0, lost.pids[0], "node-0 (10.77.0.1)")
     assert "is lost: the coordinator at 10.77.0.1:29479 has ended" in loss.text
     page = (report / "report.html").read_text()
-    assert "What rank 0 had recorded went with the host node-0 (10.77.0.1)" in page
+    assert "The records of rank 0 were lost with the host node-0 (10.77.0.1)" in page
     assert "Rank 0 was lost, and the others continued" in page
     assert f"the report is in {lost.folder / 'disk' / 'report' / 'report.html'}" in lost.ends[lost.leader].out
     assert "the report is in" not in lost.ends[3 - lost.leader].out

@@ -68,7 +68,7 @@ def find_other_class(name: str, optimizer: torch.optim.Optimizer, saved: str) ->
     here = _class_of(optimizer)
     if not saved or not here or saved == here:
         return []
-    return [f"{name}: the state of another class of optimizer in the checkpoint: {saved} (here {here})"]
+    return [f"{name}: the checkpoint has the state of another optimizer class: {saved} (here {here})"]
 
 
 def _class_of(optimizer: torch.optim.Optimizer) -> str:
@@ -122,7 +122,7 @@ def find_misfits(name: str, optimizer: torch.optim.Optimizer, saved: Any) -> lis
 
 
 def find_other_order(name: str, saved: Sequence[str], here: Sequence[Sequence[str]]) -> list[str]:
-    """Describe the first parameter that has another number than when it was saved."""
+    """Describe the first parameter whose number differs from its number in the checkpoint."""
     for number, (theirs, mine) in enumerate(zip(saved, here, strict=False)):
         if theirs and any(mine) and theirs not in mine:
             return [f"{name}: parameter {number} is {theirs!r} in the checkpoint, {mine[0]!r} here"]
@@ -137,7 +137,7 @@ def _compare_options(saved: Sequence[Mapping[str, Any]], here: Sequence[Mapping[
             words = [f"it has {', '.join(unknown)}"] * bool(unknown) + [f"it lacks {', '.join(missing)}"] * bool(
                 missing
             )
-            return f"the state of another class of optimizer in the checkpoint: {' and '.join(words)}"
+            return f"the checkpoint has the state of another optimizer class: {' and '.join(words)}"
     return ""
 
 
@@ -171,7 +171,10 @@ def describe_missing_state(optimizer: torch.optim.Optimizer, saved: Mapping[str,
     if not missing or (len(missing) == len(trained) and not _is_of_torch(optimizer)):
         return ""  # an optimizer of another library may keep no state
     if len(missing) == len(trained):
-        return "has no state in it: it was saved before its first step, or without its state, and starts anew."
+        return (
+            "has no state in the checkpoint, which was saved before its first step or without its state. It starts "
+            "from scratch."
+        )
     shown = ", ".join(map(repr, missing[:_SHOWN])) + (", …" if len(missing) > _SHOWN else "")
     return (
         f"has no state for {len(missing)} of {len(trained)} parameters ({shown}), which start anew: they had no "

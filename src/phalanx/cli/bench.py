@@ -25,16 +25,18 @@ class _Benches(click.Group):
         return super().resolve_command(ctx, args)
 
 
-@click.group("bench", cls=_Benches, invoke_without_command=True, short_help="Measure and compare on this machine.")
+@click.group("bench", cls=_Benches, invoke_without_command=True, short_help="Benchmark collectives and links.")
 @click.pass_context
 def command(ctx: click.Context) -> None:
-    """Measure on this machine."""
+    """Benchmark collectives and links."""
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())
 
 
 @command.command("collectives", short_help="Measure collectives between ranks of this host.")
-@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Their device.")
+@click.option(
+    "--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="The device of the tensors."
+)
 @click.option("--world-size", type=click.IntRange(1, _MOST_RANKS), default=2, show_default=True, help="Ranks.")
 @click.option("--rounds", type=click.IntRange(1, 1000), default=5, show_default=True, help="The median is printed.")
 @click.option("--json", "in_json", is_flag=True, help="Print every figure as JSON.")

@@ -43,11 +43,11 @@ class Stream(OrderedDataset):
     defines the order of an epoch. The order depends only on the lengths of the shards, the seed, the epoch and the
     four numbers below. A position in the order is two numbers.
 
-    Cost: at the start of an epoch some numbers for each shard (10,000 shards take milliseconds); `window` samples in
-    memory for each open shard without an index. Resuming inside a shard costs nothing with an index; otherwise the
-    shard's beginning is read again, or skipped if its iterator has `skip`. One worker of one rank reads each shard
-    if the number of ranks divides `interleave`, the number of workers per rank divides `readers`, and a step has
-    `block` samples in all. Otherwise up to all workers read a shard, and each uses a part of its samples.
+    Cost: each epoch begins with a few computations for each shard (milliseconds for 10,000). An open shard that cannot
+    be read by index keeps up to `window` samples in memory. Resuming inside a shard costs nothing with an index;
+    otherwise the shard's beginning is read again, or skipped if its iterator has `skip`. Each shard is read by exactly
+    one worker if the number of ranks divides `interleave`, the number of workers per rank divides `readers`, and a step
+    has `block` samples in all. Otherwise several workers, possibly all, read a shard, and each uses a part of it.
 
     Arguments:
         shards: names, addresses, numbers, or any other arguments of `read`.
@@ -118,10 +118,8 @@ class Stream(OrderedDataset):
         """Return several samples: PyTorch's DataLoader calls this for a batch."""
         wanted = np.asarray(indices, dtype=np.int64)
         wanted = np.where(wanted < 0, wanted + len(self), wanted)
-        if wanted.size and not (wanted.min() >= 0 and wanted.max() < len(self)):
-            raise IndexError(
-                f"Stream: there are samples 0 to {len(self) - 1}, and one of {list(indices)[:4]} is requested"
-            )
+        if (wrong := wanted[(wanted < 0) | (wanted >= len(self))]).size:
+            raise IndexError(f"Stream: sample {wrong[0]} was requested, and the samples are 0 to {len(self) - 1}")
         shards = np.searchsorted(self._ends, wanted.astype(np.uint64), side="right")
         samples: list[Any] = [None] * len(wanted)
         for shard in dict.fromkeys(shards.tolist()):
@@ -198,8 +196,8 @@ def name_of(shard: Any) -> str:
     kind: Any = type(shard)
     if (kind.__str__, kind.__repr__) == (object.__str__, object.__repr__):
         raise ValueError(
-            f"Stream: a shard is a {kind.__name__}, and its text is its address in memory, by which nothing finds it "
-            "in another process. Give the class a __repr__ that names the shard."
+            f"Stream: a shard is a {kind.__name__}, and its text is only its memory address, which does not "
+            "identify it in another process. Give the class a __repr__ that names the shard."
         )
     return str(shard)
 
@@ -228,8 +226,8 @@ def find_lengths(
             missing = [shard for shard in shards if name_of(shard) not in known]
             if missing:
                 counted = _count_all(missing, count, f"they are kept in {name}")
-                lengths = _check(missing, counted).tolist()  # before they are kept
-                known |= {name_of(shard): length for shard, length in zip(missing, lengths, strict=True)}
+                checked = _check(missing, counted).tolist()  # before they are kept
+                known |= {name_of(shard): length for shard, length in zip(missing, checked, strict=True)}
                 _write_index(name, known)
     return _check(shards, [known[name_of(shard)] for shard in shards])
 
@@ -303,7 +301,7 @@ def _write_index(name: str, lengths: Mapping[str, int]) -> None:
 
 @contextlib.contextmanager
 def _alone(name: str) -> Iterator[None]:
-    """Exclude other processes of this machine that count for the same index file. An address excludes none."""
+    """Exclude other processes of this machine that count for the same index file; none if it has an address."""
     if is_address(name):
         yield
         return

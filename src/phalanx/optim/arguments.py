@@ -105,7 +105,7 @@ def check_parameters(
         if shapes is not None:
             raise ValueError(
                 f"ZeroRedundancyOptimizer: two parameters, of shapes {shapes[0]} and {shapes[1]}, lie in the same "
-                f"memory on rank {rank}. Each would be updated apart from the other, and one update be lost. Use one "
+                f"memory on rank {rank}. One of their updates would be lost. Use one "
                 "nn.Parameter in both places (b = a, not nn.Parameter(a.data)), or clone one."
             )
     everyone = [theirs for theirs, _ in gathered]
@@ -120,7 +120,7 @@ def check_parameters(
 
 
 def find_overlap(parameters: Iterable[Tensor]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Return the shapes of two parameters whose memory overlaps, or None; all are dense, without gaps."""
+    """Return the shapes of two dense parameters whose memory overlaps, or None. Other parameters are ignored."""
     blocks = []
     for parameter in {id(parameter): parameter for parameter in parameters}.values():
         strided = parameter.layout is torch.strided and not parameter.is_meta

@@ -23,7 +23,7 @@ _NOTED_BYTES = 64 << 20  # the most bytes of parameters in one note, which costs
 
 @dataclass(frozen=True, eq=False)
 class _Note:
-    """A `_Note` has the bits of slices of some parameters, as `HostStaging` recorded them together."""
+    """A `_Note` has the result of `HostStaging.note` for slices of some parameters: a checksum, or host values."""
 
     numbers: tuple[int, ...]
     bits: Any
@@ -34,11 +34,11 @@ class MasterParameters(SharedBlock):
 
     The parameters stay on their devices. Masters of float16 and bfloat16 are float32, all others have the parameter's
     dtype. All ranks' parameters get the values of rank `source`. If rank `source` passes its earlier masters as
-    `previous`, the new masters keep the precision of these wherever the parameter was not written since. Room for the
+    `previous`, the new masters keep their precision where the parameter has not been written to since. Room for the
     master of a frozen parameter is reserved, but untouched until the parameter trains. All ranks create it together.
 
-        rounded   the masters in the parameters' own dtype, if that differs and several ranks share them: each rank
-                  rounds its slices, and all copy half the bytes; the device of a single rank rounds by itself
+    `_rounded` has the masters in the parameters' own dtype. It exists if several ranks share masters of float16 or
+    bfloat16: each rank rounds its slices, and all copy half the bytes. With a single rank the device rounds.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class MasterParameters(SharedBlock):
             register_shared_update(self.parameters, self)
 
     def move_to(self, memory: Tensor) -> None:
-        """Replace the block by `memory`, this rank's own with the same layout; copy its values to the devices."""
+        """Replace the block with `memory`, a private block with the same layout; copy its values to the devices."""
         self.synchronize()
         super().move_to(memory)
         self._masters = [self.shaped(number) for number in range(len(self.parameters))]
@@ -116,7 +116,7 @@ class MasterParameters(SharedBlock):
         return self if self._rounded is None or not self._is_half[number] else self._rounded
 
     def values(self, number: int) -> Tensor:
-        """Return a parameter's current values on the host, or the master's values where these round to the former."""
+        """Return a parameter's current values on the host, and the master's value where it rounds to the same."""
         parameter, master = self.parameters[number], self._masters[number]
         now = parameter.detach().cpu()
         if not self._is_half[number] or not self._live[number]:
@@ -232,7 +232,7 @@ class MasterParameters(SharedBlock):
         return self._sent(number).flats[number].detach()[self._parts[number].start : self._parts[number].stop]
 
     def find_moved(self) -> int | None:
-        """Return the number of the first parameter that was moved to another device or dtype, or None."""
+        """Return the number of the first parameter that was moved to a device or dtype that has no masters, or None."""
         for number, parameter in enumerate(self.parameters):
             if parameter.device not in self._stagings or master_dtype(parameter.dtype) != self.dtypes[number]:
                 return number

@@ -31,7 +31,7 @@ class StepWork:
     """`StepWork` has a step's input and results on this rank. The first stage has `inputs`, the last stage `finish`."""
 
     training: bool
-    """Whether the modules are in training. Then random states are sent along, because dropout needs them."""
+    """Whether the modules are in training mode. If so, random states are sent with the values, for dropout."""
     grad: bool
     recompute: str
     statistics: MiniBatchStatistics
@@ -250,7 +250,7 @@ class Executor:
     # -- failure -------------------------------------------------------------------------------------------------
 
     def refuse(self, error: BaseException) -> BaseException:
-        """Notify the ranks that wait for this rank of an error outside all actions; return the error to raise."""
+        """Notify the ranks that wait for this one of an error outside of its actions; return the error to raise."""
         self._step.forget_action()
         return self._fail(error)
 
@@ -271,7 +271,9 @@ class Executor:
             text = "\n".join([f"{where}: {summary_of(error)}", *drawn])
             raised = with_note(error, "\n".join([where, *drawn]))
         leaves = not isinstance(error, Exception) or isinstance(error, (PeerLostError, DeadlineError))
-        if self._step.phase is StepPhase.WAITING:  # the group has failed, unless it has delivered a notice
+        if (
+            self._step.phase is StepPhase.WAITING
+        ):  # then any error but another stage's notice means that the group has failed
             leaves = leaves or not isinstance(error, StageFailedError)
         self._step.fail(raised, leaves=leaves)
         self._wire.notify_failure(self._edges(), text, lost=isinstance(error, PeerLostError), waits=leaves)

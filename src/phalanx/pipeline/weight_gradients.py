@@ -9,8 +9,8 @@ computed after the gradients of the inputs are sent:
     autograd    every layer: grad_input = grad_output @ weight, weight.grad += grad_output.T @ input; send
     here        every layer: grad_input = grad_output @ weight; send; weight.grad.addmm_(grad_output.T, input)
 
-Gradients are those of autograd up to the rounding of sums. Other consumers of a gradient (a hook on the parameter, a
-custom function in the graph, activations saved elsewhere) get it from autograd.
+Gradients are those of autograd up to the rounding of sums. Autograd computes a weight's gradient itself if the
+parameter has a hook, if the graph contains a custom function, or if saved-tensor hooks move activations elsewhere.
 
 Source: Narayanan et al. (2021), Megatron-LM, whose kernels fuse the addition; Qi et al. (2023), Zero Bubble.
 """
@@ -44,7 +44,7 @@ class _Product:
     grad: Tensor | None = None
     """The gradient of the output, once autograd has computed it."""
     at_once: bool = False
-    """Whether the product is added as soon as possible, and not later."""
+    """Whether the product is added during the backward, and not deferred to `run`."""
 
     def add(self) -> None:
         """Add the product to `weight.grad`, and release its factors."""
@@ -82,7 +82,7 @@ class WeightGradients:
         self._later: list[_Product] = []
 
     def backward(self, roots: list[Tensor], grads: list[Tensor | None]) -> None:
-        """Run `torch.autograd.backward`, except for the weights whose gradients are left for `run`."""
+        """Run `torch.autograd.backward` without these weights; hooks add their products, or keep them for `run`."""
         handles = []
         try:
             for node, product in self._products:
@@ -119,7 +119,7 @@ class Weights:
         self._known: dict[Any, Tensor] = {}
         """The parameters, by their nodes in graphs."""
         self._fruitless: set[bool] = set()
-        """Whether convolutions were included in a search that found nothing in this step's graphs."""
+        """The values of `convolutions` for which a search of this step's graphs found nothing."""
 
     def begin(self) -> None:
         """Begin a step, whose graphs may differ."""
@@ -128,8 +128,8 @@ class Weights:
     def find(self, roots: Sequence[Tensor], room: float, *, convolutions: bool = True) -> WeightGradients | None:
         """Return the weight gradients of `roots` to compute outside of autograd; None if there are none.
 
-        The gradients that the backward reaches last are deferred, as many as have factors that fit into `room` bytes:
-        by then the backward has freed the memory of the others. The others are accumulated in place at once. Gradients
+        Gradients that the backward reaches last are deferred, as many as their factors fit into `room` bytes: by then
+        the activations of the other layers have been freed. The others are accumulated in place at once. Gradients
         of convolutions cannot be accumulated in place: autograd computes those that are not deferred, and without
         `convolutions` all of them.
         """
@@ -149,7 +149,7 @@ class Weights:
             if root.grad_fn is None:
                 return None
             if root.grad_fn not in uses:
-                uses[root.grad_fn] = 1  # its consumer; each further use has its own gradient
+                uses[root.grad_fn] = 1  # the root's own gradient counts as a use; each edge to it adds another
                 todo.append(root.grad_fn)
         ends = []
         while todo:
@@ -297,7 +297,7 @@ def _plan_deferral(products: list[Any], room: float) -> list[Any]:
     if room < float("inf"):
         room += max(
             _nbytes(product.weight) for _, product, _ in products
-        )  # autograd would allocate separate memory for it
+        )  # autograd would need a temporary of this size
         products.sort(key=lambda item: item[0]._sequence_nr())  # the products of the first layers are computed last
         kept: set[int] = set()
         for node, product, _ in products:
@@ -334,7 +334,7 @@ def saved_bytes(roots: Sequence[Tensor]) -> int:
 
 
 def _held_bytes(tensors: Sequence[Tensor]) -> int:
-    """Return the bytes under the tensors; shared memory counts once, and only the viewed part."""
+    """Return the bytes of storage that the tensors view; storage with several views counts once."""
     views: dict[tuple[int, int], int] = {}
     for tensor in tensors:
         place = tensor.untyped_storage().data_ptr(), tensor.data_ptr()

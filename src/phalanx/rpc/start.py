@@ -138,15 +138,15 @@ def _open_network(agent: Agent, store: Any) -> WorkerAddress:
     if key is None:
         raise AuthenticationError(
             f"init_rpc of {agent.me}: workers of the job are on several hosts, and there is no key to "
-            "authenticate them: a call runs code.\nMake one with `phalanx key` and copy it to all hosts, or start the "
-            "script with `phalanx run`. `phalanx docs security` prints where that is explained."
+            "authenticate them. A call can run any code.\nMake one with `phalanx key` and copy it to all hosts, or "
+            "start the script with `phalanx run`. `phalanx docs security` prints where that is explained."
         )
     address = network_address(store)
     if is_public(address) and not may_be_public():
         raise PhalanxError(
             f"init_rpc of {agent.me}: {address} is a public address, to which everybody on the internet can send.\n"
-            "Use a private network between the hosts; or set PHALANX_ALLOW_PUBLIC_ADDRESS=1 if a firewall accepts only "
-            "these hosts: strangers are rejected, but see the port."
+            "Use a private network between the hosts; or set PHALANX_ALLOW_PUBLIC_ADDRESS=1 if a firewall admits only "
+            "these hosts: without one, others can reach the port, although they cannot authenticate."
         )
     agent.open_network(address, key)
     return agent.me

@@ -51,7 +51,7 @@ Timeout = float | timedelta | None
 
 
 class Connection:
-    """A `Connection` finds, tries and authenticates the coordinator at `address` on construction.
+    """A `Connection` is a client of the coordinator. Its constructor finds a route, connects and authenticates.
 
     Arguments:
         address: HOST:PORT, or the path of the coordinator's socket on this host.
@@ -258,7 +258,7 @@ class Connection:
         if self._is_closed:
             raise ClosedError(f"{self._where}: this client was closed")
         if not self._slots.acquire(len(requests), deadline.left_s):
-            raise DeadlineError(f"{self._where}: {_MAX_CALLS} calls of this process wait already.")
+            raise DeadlineError(f"{self._where}: this process has too many calls waiting (at most {_MAX_CALLS}).")
         try:
             with self._lock:
                 if self._socket is None:
@@ -302,8 +302,8 @@ class Connection:
         silent_s, is_cut = time.monotonic() - self._received_at, self._cut_at is not None
         return late(self._where, deadline.timeout_s, list(waits_for), silent_s, is_cut=is_cut)
 
-    # ZeroMQ's descriptor becomes readable once for everything that has arrived, and a send resets it for the thread
-    # that polls it: so call `_read` after each send, before releasing the lock.
+    # ZeroMQ's descriptor is edge-triggered, and a send may clear the edge that another thread polls for: call `_read`
+    # after each send, before releasing the lock.
 
     def _transmit(self, *calls: PendingCall) -> None:
         now = time.monotonic()
@@ -415,7 +415,7 @@ class Connection:
                 self._suspect = self._route
 
     def _diagnose(self, route: Route, limit_s: float) -> None:
-        """Find out why a connection cannot be established. This takes long, so it runs without the lock."""
+        """Find out why a connection cannot be established. This may take seconds, so it runs without the lock."""
         error = explain_refusal(self.address, route, self.key, min(limit_s, _DIAGNOSIS_S))
         with self._lock:
             self._suspect, self._failed = None, 0
@@ -640,14 +640,14 @@ def explain_refusal(
     answer, refuses = who_answers(route.address, timeout_s, lambda deadline: _hangs_up(route, key, deadline))
     if refuses:
         return AuthenticationError(
-            f"the coordinator at {address} ({route.address}) does not accept our key: it has another one than ours "
-            f"(fingerprint {key.fingerprint}).\n`phalanx key --fingerprint` shows that of a host; "
-            "copy the key from the coordinator's host."
+            f"the coordinator at {address} ({route.address}) does not accept our key (fingerprint "
+            f"{key.fingerprint}): it has a different one.\nCompare with `phalanx key --fingerprint` on its host, and "
+            "copy the key from there."
         )
     if answer in ("", "coordinator"):
         return None
     return CoordinationError(
-        f"at {address} ({route.address}) is no coordinator, but {answer}.\nCheck the port.", reason="stranger"
+        f"there is no coordinator at {address} ({route.address}), but {answer}.\nCheck the port.", reason="stranger"
     )
 
 
@@ -676,7 +676,7 @@ def _hangs_up(route: Route, key: Key, deadline: Deadline) -> bool:
 def without_key(address: Address) -> AuthenticationError:
     """Return the error for a client without a key."""
     return AuthenticationError(
-        f"the coordinator at {address} lets in who knows the job's key, and there is none here.\n"
+        f"the coordinator at {address} accepts only clients that have the job's key, and there is no key here.\n"
         "Give the key of the host where it runs: a file (PHALANX_KEY_FILE, or ~/.config/phalanx/key), or "
         "PHALANX_KEY."
     )
@@ -703,7 +703,7 @@ def cut_off(where: str, for_s: float) -> CoordinationError:
 def started_again(where: str) -> CoordinationError:
     """Return the error for a coordinator that was restarted and no longer has the job's state."""
     return CoordinationError(
-        f"{where} is another one than before: it was started again, and the job's keys, members and queues are gone.\n"
+        f"{where} is not the same as before: it was restarted, and the job's keys, members and queues are gone.\n"
         "Start the job again.",
         reason="lost",
     )

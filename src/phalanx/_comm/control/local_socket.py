@@ -18,7 +18,7 @@ BACKLOG = 4096
 class LocalSocket:
     """A `LocalSocket` is an address of this host at which `router` listens; on Linux a killed process leaves no file.
 
-    The kernel identifies the user who connects, so no key is needed.
+    No key is needed: on Linux the kernel identifies the user who connects; elsewhere the folder is private.
     """
 
     def __init__(self, router: zmq.Socket[bytes]) -> None:

@@ -11,7 +11,7 @@ the ranks of a host copy the finished slices from each other.
     hosts (0 1 2) (3)          across: 0 ↔ 3 on x, 1 ↔ 3 on y, 2 ↔ 3 on z
 
 Steps: 2 inside, and 2(H-1) across with a ring. Bytes that leave a host: 2S(H-1)/H (S bytes), however many ranks it has.
-Order: each host's ranks in their order; then the hosts as the algorithm between them.
+Order: first the ranks of each host, in their order; then the hosts, in the order of the algorithm between them.
 
 Source: Cho, Finkler, Kung and Hunter (2019), BlueConnect: decomposing all-reduce for deep learning on heterogeneous
 network hierarchy; here with shared memory for the innermost level and hosts of unequal size.
@@ -49,7 +49,9 @@ class _Slices:
 
 
 def _inside(name: str, slices: _Slices, kind: Kind) -> SchedulePhase:
-    """Return one step in each host at once: all read the slices that they (reduce) or others (copy) drive."""
+    """Return one step in all hosts at once: each rank reads from the others the slices that it drives (reduce), or that
+    they drive (copy).
+    """
     topology = slices.topology
     local_rank = _local_ranks(topology)
 

@@ -1,7 +1,7 @@
 """In a ring every rank sends only to the next rank, one chunk at a time.
 
-P ranks, P chunks. Scatter-reduce, step s: rank r sends chunk r-1-s, combined with all data received so far, to rank
-r+1. After P-1 steps rank r holds the reduction of chunk r. All-gather, step s: rank r forwards chunk r-s unchanged.
+P ranks, P chunks. Scatter-reduce, step s: rank r sends chunk r-1-s, reduced with what it has received for that chunk,
+to rank r+1. After P-1 steps rank r holds the reduction of chunk r. All-gather, step s: rank r forwards chunk r-s.
 
     P = 3   before      step 0           step 1                step 0, 1 of all-gather
     rank 0  a0 b0 c0    sends c0         sends b0+b2           Σa Σb Σc

@@ -60,11 +60,12 @@ def find_local_rank_flag(target: JobTarget) -> str:
 
 
 def may_train(target: JobTarget) -> bool:
-    """Return whether the script mentions an optimizer, a class that creates one, or `phalanx.elastic`.
+    """Return whether the zygote should import the dependencies of torch's optimizers before it forks the ranks.
 
-    Each rank of such a script imports the dependencies of torch's optimizers, which takes nearly as long as torch
-    itself. Optimizers in other files of the program are not detected. A script that mentions a variable that this
-    import reads may set the variable, so its ranks import for themselves: return False.
+    That import takes nearly as long as torch itself, and each rank that trains needs it. The answer is whether the
+    script mentions an optimizer, DistributedDataParallel, a Trainer or `phalanx.elastic`; other files of the program
+    are not read. It is False if the script mentions an environment variable that the import reads: the script may set
+    it first.
     """
     source = read_source(target)
     trains = any(word in source for word in (b"optim", b"DistributedDataParallel", b"Trainer", b"elastic"))
@@ -145,7 +146,10 @@ def _find_script_problem(path: str) -> str | None:
             import zipimport
 
             if zipimport.zipimporter(path).find_spec("__main__") is None:
-                return f"script {path!r}: is a ZIP archive without __main__.py. Build it again from its folder: `python -m zipapp FOLDER -m MODULE:FUNCTION`."
+                return (
+                    f"script {path!r}: is a ZIP archive without __main__.py. Build it from its folder: `python -m "
+                    "zipapp FOLDER -m MODULE:FUNCTION`."
+                )
             return None
         if form == "bytecode":
             with open(path, "rb") as file:

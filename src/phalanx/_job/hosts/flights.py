@@ -31,7 +31,10 @@ def _shift(record: Record, offset_ns: int) -> Record:
 
 
 def merge_logs(logs: Sequence[GroupLog]) -> list[GroupLog]:
-    """Return one log for each group, with the ranks of all hosts."""
+    """Return one log for each group, with the ranks of all hosts.
+
+    If the name of a group is used again, the logs of the later group stay separate, one for each host.
+    """
     merged: dict[tuple[str, int], GroupLog] = {}
     apart: list[GroupLog] = []
     for log in logs:

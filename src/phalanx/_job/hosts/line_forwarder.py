@@ -10,7 +10,7 @@ from phalanx._job.output.display import Display
 
 
 class LineForwarder:
-    """`LineForwarder` is the viewer of a follower's pump: the leader shows the lines of the follower's ranks."""
+    """A `LineForwarder` sends the output lines of a follower's ranks to the leader, which prints them."""
 
     def __init__(self) -> None:
         self._channel: ControlChannel | None = None
@@ -41,7 +41,7 @@ class LineForwarder:
         self._items = []
 
     def begin(self, ranks: Sequence[int]) -> None:
-        """Expect lines of these ranks, if this host leads; another leader knows the ranks."""
+        """Expect lines of these ranks, if this host leads; a leader on another host knows them already."""
         if self._display is not None:
             self._display.begin(ranks)
 

@@ -26,7 +26,7 @@ _FEW_STEPS = 10  # runs with fewer steps do not show the speed
 
 @dataclass(frozen=True)
 class ReportFinding:
-    """A `ReportFinding` is a sentence, its importance, and its cost: a share of the run's time, or of a step."""
+    """A `ReportFinding` is a sentence, its severity, and its weight among others: a share of time, if one is known."""
 
     severity: Severity
     text: str
@@ -34,7 +34,7 @@ class ReportFinding:
 
 
 def find(run: Measurements) -> list[ReportFinding]:
-    """Return the findings on a run, at least one."""
+    """Return the findings on a run; a short run may have none."""
     found = [finding for check in _CHECKS for finding in check(run)]
     if not any(finding.severity in ("bad", "warn") for finding in found) and run.steps >= _FEW_STEPS:
         found.append(ReportFinding("good", _nothing_wrong(run)))
@@ -57,8 +57,8 @@ def _how_it_ended(run: Measurements) -> Iterator[ReportFinding]:
     if run.end == "killed":
         yield ReportFinding(
             "bad",
-            "`phalanx run` itself was killed, and could not say how the job ended: read the system's log (`dmesg`) for "
-            "the reason, memory first.",
+            "`phalanx run` itself was killed, and could not say how the job ended: look in the system log (`dmesg`) "
+            "for the reason, most often that memory ran out.",
             9,
         )
     elif run.end == "running":
@@ -93,12 +93,12 @@ def _how_it_ended(run: Measurements) -> Iterator[ReportFinding]:
     restarts = max((rank.attempt for rank in run.ranks), default=0)
     if restarts:
         counted = "" if any(rank.first_number != 1 for rank in run.newest) else (
-            " Steps and loss are the last attempt's, from its own first step on: it has not reported where it resumed."
+            " Steps and loss cover only the last attempt, counted from 1: it did not report where it resumed."
         )  # fmt: skip
         yield ReportFinding(
             "warn",
             f"The job was restarted {_times(restarts)}; a restart repeats the steps since the last "
-            "checkpoint: save more often, or survive the loss without one (phalanx.elastic)."
+            "checkpoint: save more often, or use phalanx.elastic, which survives a lost rank without a restart."
             f"{counted}",
             6,
         )
@@ -114,8 +114,8 @@ def _lost_records(run: Measurements) -> Iterator[ReportFinding]:
     for host, ranks in missing.items():
         yield ReportFinding(
             "note",
-            f"What {name_ranks(sorted(ranks))} had recorded went with the host {host}: numbers and curves are those of "
-            "the other processes. If that host is there again, `phalanx report` shows the rest from the folder there.",
+            f"The records of {name_ranks(sorted(ranks))} were lost with the host {host}: numbers and curves cover the "
+            "other processes. Once that host is back, `phalanx report` shows the rest from its copy of the folder.",
             7,
         )
 
@@ -154,7 +154,7 @@ def _loss(run: Measurements) -> Iterator[ReportFinding]:
         when = f"from step {broken:,.0f} on" if stays else f"at step {broken:,.0f}"
         yield ReportFinding(
             "bad",
-            f"The loss is not a number {when}: lower the learning rate, clip the gradients "
+            f"The loss is not finite {when}: lower the learning rate, clip the gradients "
             "(max_norm), and look at the batch of that step.",
             5,
         )
@@ -165,7 +165,7 @@ def _loss(run: Measurements) -> Iterator[ReportFinding]:
         best = min(median(losses[i : i + tenth]) for i in range(0, len(losses) - tenth + 1, tenth))
         # near its minimum, noise alone can raise the loss by half
         gained_back = last - best > 0.1 * (first - best)
-        # Three times the difference of two such medians by chance, estimated from the differences of successive losses.
+        # Three times the chance difference of two such medians, estimated from the differences of successive losses.
         noise = 4.5 * median(abs(a - b) for a, b in pairwise(losses)) / math.sqrt(tenth)
         if last - best <= noise:
             return
@@ -223,8 +223,8 @@ def _memory(run: Measurements) -> Iterator[ReportFinding]:
         if there and total.get(rank.host, 0.0) > 0.9 * there:
             yield ReportFinding(
                 "warn",
-                f"The ranks of {rank.host} have taken {percent(total[rank.host] / there)} of its memory: a smaller "
-                "batch, or phalanx.ZeroRedundancyOptimizer, before the system kills one.",
+                f"The ranks of {rank.host} have taken {percent(total[rank.host] / there)} of its memory: use a "
+                "smaller batch or phalanx.ZeroRedundancyOptimizer before the kernel kills a rank.",
                 0.6,
             )
             return
@@ -245,7 +245,7 @@ def _slow_start(run: Measurements) -> Iterator[ReportFinding]:
         yield ReportFinding(
             "note",
             f"The script took {seconds(max(waits))} to its first step, {percent(max(waits) / run.duration_s)} of the "
-            "run: data that is prepared before it can be prepared once and kept (a memory-mapped file).",
+            "run: if it prepares data first, do that once, and keep the result (in a memory-mapped file).",
         )
 
 
@@ -256,7 +256,10 @@ _OTHER_SHARE = 0.15
 _UPDATE_SHARE = 0.30
 _COMMUNICATION_SHARE = 0.20
 _WAITING_SHARE = 0.20
-_LATE_OFTEN, _LATE_SHARE = 0.6, 0.05  # a late rank has at least these shares of collectives and of step time
+_LATE_OFTEN, _LATE_SHARE = (
+    0.6,
+    0.05,
+)  # a late rank is last in this share of collectives, and delays by this share of a step
 _SLICE_S = 0.004  # how long a preempted rank usually waits for its core
 _MOST_NOISE = 0.2  # the largest share of a step by which preemption can explain a late rank
 
@@ -413,16 +416,18 @@ def _parts_of_one(run: Measurements) -> Iterator[ReportFinding]:
     chosen, who, share = _grouped(ranks, "update", _UPDATE_SHARE)
     if chosen:
         verb = "spend" if who.startswith("Ranks") else "spends"
-        advice = "take the fused optimizer (fused=True)"
+        advice = "use the fused optimizer (fused=True)"
         if len(ranks) > 1:
             advice += ", or share the work (phalanx.ZeroRedundancyOptimizer)"
-        yield ReportFinding("warn", f"{who} {verb} {percent(share)} of each step in the optimizer: {advice}.", share)
+        yield ReportFinding(
+            "warn", f"{who} {verb} up to {percent(share)} of each step in the optimizer: {advice}.", share
+        )
     chosen, who, share = _grouped(ranks, "other", _OTHER_SHARE)
     if chosen:
         verb = "spend" if who.startswith("Ranks") else "spends"
         yield ReportFinding(
             "warn",
-            f"{who} {verb} {percent(share)} of the time outside of the steps: evaluation, callbacks, logging, "
+            f"{who} {verb} up to {percent(share)} of the time outside of the steps: evaluation, callbacks, logging, "
             "saving. Do these less often; torch.save can go to the background (phalanx.CheckpointManager).",
             share,
         )
@@ -468,10 +473,10 @@ def _processors(run: Measurements) -> Iterator[ReportFinding]:
 
 
 def _name_hosts(hosts: Sequence[str]) -> str:
-    """Return `a`, `a and b`, or `a, b and 6 hosts more`."""
+    """Return `a`, `a and b`, or `a, b and 6 more hosts`."""
     if len(hosts) <= 2:
         return " and ".join(hosts)
-    return f"{hosts[0]}, {hosts[1]} and {len(hosts) - 2} host{'s' * (len(hosts) > 3)} more"
+    return f"{hosts[0]}, {hosts[1]} and {len(hosts) - 2} more host{'s' * (len(hosts) > 3)}"
 
 
 def _computing_share(rank: RankRun) -> float:

@@ -259,7 +259,7 @@ class StagedReceive(dist.Work):
         return self._work.exception()
 
     def result(self) -> list[torch.Tensor]:
-        """Wait for the message, and return the tensor."""
+        """Wait for the message, and return a list with the tensor."""
         self.wait()
         return self._outputs
 
@@ -270,7 +270,7 @@ class StagedReceive(dist.Work):
     _source_rank = source_rank
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Return a future whose value is the tensor on its device."""
+        """Return a future whose value is a list with the tensor, on its device."""
         future: torch.futures.Future[Any] = torch.futures.Future(devices=self._call.stream.future_devices)
 
         def on_complete(received: torch.futures.Future[Any]) -> None:
