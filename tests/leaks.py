@@ -28,8 +28,8 @@ _KEPT_PROGRAMS = ("multiprocessing.resource_tracker", "multiprocessing.forkserve
 _KEPT_THREADS = ("pt_", "pin_memory")
 # The first import of these starts thread pools (OpenMP, OpenBLAS) and sets variables that stay for good.
 _POOLS = ("torch", "numpy", "scipy", "sklearn")
-# pytest rewrites these for each phase of a test.
-_KEPT_VARIABLES = ("PYTEST_CURRENT_TEST", MARK)
+# pytest rewrites the first for each phase of a test; the first import of torch._inductor sets the last.
+_KEPT_VARIABLES = ("PYTEST_CURRENT_TEST", MARK, "TORCHINDUCTOR_CACHE_DIR")
 
 _Inode = str
 
