@@ -95,7 +95,8 @@ def test_a_host_without_a_key_ends_and_says_what_to_do(tmp_path: Path) -> None:
 def test_a_job_begins_with_the_hosts_that_it_needs_when_the_time_to_join_is_over(tmp_path: Path) -> None:
     """It failed with "1 of 1 hosts joined": the wait for further hosts lasted longer than the time to join."""
     script = write_script(tmp_path, "print('begun')")
-    words = ("--nnodes", "1:4", "--rdzv-conf", "join_timeout=0.5", "--nproc-per-node", "1", "--no-preload", script)
+    where = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--rdzv-conf", "join_timeout=0.5")
+    words = ("--nnodes", "1:4", *where, "--nproc-per-node", "1", "--no-preload", script)
     with start("run", *words, env={"XDG_CONFIG_HOME": str(tmp_path)}) as running:
         end = running.finish()
     assert (end.code, end.out.endswith("begun\n")) == (0, True), end.out + end.err
