@@ -132,7 +132,7 @@ def test_classes_with_the_same_options_are_told_apart(tmp_path, sharded):
         manager = CheckpointManager(tmp_path / kind, sharded=sharded)
         path, before = manager.save(1, saved), states(here)
         for load in (lambda: manager.load(here), lambda: load_checkpoint(path, into=here)):  # noqa: B023
-            with pytest.raises(CheckpointError, match=rf"another class of optimizer.*: {kind} \(here {other}\)"):
+            with pytest.raises(CheckpointError, match=rf"another optimizer class: {kind} \(here {other}\)"):
                 load()
             assert_equal(states(here), before)
     saved, here = build(1, "AdamW"), build(2, "AdamW")
