@@ -51,6 +51,7 @@ def test_two_hosts_with_one_number_are_named() -> None:
     assert find_conflict([host(0), host(1, node_rank=2)], 2) == "n1 (10.0.0.1) came as --node-rank 2 of --nnodes 2"
     assert find_conflict([host(0), host(1, node_rank=1)], 2) == ""
     assert find_conflict([host(0, node_rank=0), host(1)], 2) == ""
+    assert find_conflict([host(1, node_rank=1), host(0, node_rank=0)], 2) == "", "the successor of a lost first host"
     assert "n1 (10.0.0.1) came as --node-rank 0, which is" in find_conflict([host(0), host(1, node_rank=0)], 2)
 
 

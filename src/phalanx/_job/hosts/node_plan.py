@@ -100,7 +100,7 @@ def find_conflict(hosts: Sequence[HostFacts], max_nodes: int) -> str:
     for host in hosts:
         if host.node_rank is None:
             continue
-        if host.node_rank == 0 and host is not first:
+        if host.node_rank == 0 and first.node_rank is None:  # a successor that leads has its own number
             return (
                 f"{host.name} ({host.address}) came as --node-rank 0, which is the host that the others join, "
                 f"{first.name} ({first.address}): its address is MASTER_ADDR, where rank 0 serves. Start {host.name} "
