@@ -54,7 +54,7 @@ def test_etcd_by_tls_with_certificates_of_its_own_and_of_its_clients(
         assert register.write(NAME, b"", b"1")
         assert register.read(NAME) == b"1"
         # The server closes the connection; a reset follows if it has not read all of the request by then.
-        with pytest.raises(CoordinationError, match="etcd does not answer: .*(closed connection|reset by peer)"):
+        with pytest.raises(CoordinationError, match=r"etcd does not answer: .*(closed connection|reset by peer)"):
             EtcdRegister(address.replace("etcds", "etcd")).read(NAME)  # without TLS
         monkeypatch.setenv("ETCDCTL_KEY", str(tmp_path / "no file"))
         with pytest.raises(CoordinationError, match=r"cannot be read \(ETCDCTL_CACERT=.*no file\)"):
