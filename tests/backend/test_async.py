@@ -57,7 +57,7 @@ def test_futures_carry_the_tensors_through_then(rank, world_size):
 
 @on_ranks(2)
 def test_a_callback_may_wait_for_an_operation_that_is_queued_behind_its_own(rank):
-    """It waited for ever: the thread that runs the queue was the one that waited."""
+    """It hung: the thread that runs the queue was the thread that waited."""
     first, second = torch.full((50_000,), float(rank)), torch.full((50_000,), 2.0 * rank)
     held = dist.all_reduce(torch.ones(1_000_000), async_op=True)
     one = dist.all_reduce(first, async_op=True)

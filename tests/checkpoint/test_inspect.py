@@ -1,6 +1,9 @@
 """`phalanx checkpoint inspect` says what is in a checkpoint, of every form, and what is damaged."""
 
+import contextlib
 import json
+import os
+import pty
 import subprocess
 import sys
 
@@ -109,6 +112,21 @@ def test_what_is_damaged_is_named_and_the_exit_code_tells(tmp_path, sharded):
     result = run(path, "--verify")
     assert result.exit_code == 1
     assert f"{file} does not match its checksum" in result.stderr
+
+
+def test_a_terminal_shows_that_the_checksums_match(tmp_path):
+    """It was shown in a pipe only."""
+    path = CheckpointManager(tmp_path / "run").save(1, STATE)
+    ours, theirs = pty.openpty()
+    words = [sys.executable, "-m", "phalanx", "checkpoint", "inspect", "--verify", str(path)]
+    with open(ours, "rb", buffering=0) as terminal:
+        subprocess.run(words, stdout=theirs, check=True, timeout=600)
+        os.close(theirs)
+        shown = b""
+        with contextlib.suppress(OSError):  # EIO: all who held the terminal have gone
+            while chunk := terminal.read(65536):
+                shown += chunk
+    assert b"all checksums match" in shown
 
 
 def test_what_is_no_checkpoint_is_told_in_a_line(tmp_path):

@@ -134,7 +134,7 @@ def test_frames_that_are_half_sent_cost_little_memory(served, announced):
 
 
 def test_the_oldest_connections_of_strangers_go_first(monkeypatch):
-    monkeypatch.setattr(service_module, "_MAX_YOUNG", 8)
+    monkeypatch.setattr(service_module, "_MAX_UNAUTHENTICATED", 8)
     with Service("127.0.0.1:0", KEY) as service, contextlib.ExitStack() as stack:
         crowd = [stack.enter_context(come(service.address.port)) for _ in range(100)]
         while sum(map(is_open, crowd)) > 8:
@@ -171,7 +171,7 @@ context = zmq.Context()
 router = context.socket(zmq.ROUTER)
 listener = listen(Address("127.0.0.1", 0), 4096)
 port = listener.getsockname()[1]
-guard = ConnectionGuard(router, listener.fileno(), RateLimitedLog(print), max_young=8, max_open=8)
+guard = ConnectionGuard(router, listener.fileno(), RateLimitedLog(print), max_unauthenticated=8, max_open=8)
 router.use_fd = listener.fileno()
 router.bind(f"tcp://127.0.0.1:{port}")
 listener.detach()
@@ -199,14 +199,14 @@ def test_a_flood_in_the_last_moment_does_not_hold_up_the_end():
     assert done.stdout == "closed\n"
 
 
-def test_who_has_spoken_before_its_coming_was_read_is_never_young():
+def test_a_connection_whose_message_is_read_first_is_never_unauthenticated():
     """Events and messages come in two queues: the first message was read, then the event, and a member was closed."""
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router, context.socket(zmq.DEALER) as member:
         member.linger = 0
         with listen(Address("127.0.0.1", 0), 10) as listener:
             port = listener.getsockname()[1]
             guard = ConnectionGuard(
-                router, listener.fileno(), RateLimitedLog(lambda line: None), max_young=0, max_open=8
+                router, listener.fileno(), RateLimitedLog(lambda line: None), max_unauthenticated=0, max_open=8
             )
             router.use_fd = listener.fileno()
             router.bind(f"tcp://127.0.0.1:{port}")

@@ -101,7 +101,7 @@ class Job:
             beat = (pack_number(rng.randrange(5)), b"0")
             coordinator.handle(route, pack(Op.HEARTBEAT, rng.randrange(5), *beat), self.now)
         elif chance < 0.95:
-            coordinator.followers.confirmed_members = frozenset(rng.sample(range(8), rng.randrange(8)))
+            coordinator.replicas.confirmed_members = frozenset(rng.sample(range(8), rng.randrange(8)))
             self.now += rng.choice([0.0, 4.0, 8.0, 70.0, 700.0])
             coordinator.tick(self.now)
         elif chance < 0.96 and len(self.copies) < 3:

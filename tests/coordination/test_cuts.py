@@ -197,7 +197,7 @@ def test_a_member_that_was_killed_is_lost_though_nobody_says_so_and_its_heartbea
     """
     with Service("127.0.0.1:0", KEY, lost_after_s=600.0) as service, Client(service.local) as near:
         if is_late:  # at the next look
-            monkeypatch.setattr(connection_guard, "_YOUNG_S", -1.0)
+            monkeypatch.setattr(connection_guard, "_UNAUTHENTICATED_S", -1.0)
         near.join({"host": "near"})
 
         def follow(writer):

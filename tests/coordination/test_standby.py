@@ -35,7 +35,7 @@ def follow(service: Service) -> Standby:
     whole = threading.Event()
     standby = Standby(service.address.endpoint, KEY, TICKET, whole.set)
     assert whole.wait(60.0)
-    service.coordinator.followers.required = frozenset([TICKET])
+    service.coordinator.replicas.required = frozenset([TICKET])
     return standby
 
 
@@ -67,7 +67,7 @@ def test_a_standby_has_every_key_whose_set_was_answered(service: Service) -> Non
 def test_nothing_is_answered_that_a_required_standby_does_not_have_and_all_is_when_it_is_not_required(
     service: Service,
 ) -> None:
-    followers = service.coordinator.followers
+    replicas = service.coordinator.replicas
     stalled: list[bytes] = []
     told = threading.Event()
 
@@ -75,9 +75,9 @@ def test_nothing_is_answered_that_a_required_standby_does_not_have_and_all_is_wh
         stalled.append(ticket)
         told.set()
 
-    followers.on_stalled = on_stalled
+    replicas.on_stalled = on_stalled
     with Client(str(service.address), KEY) as client, Client(service.local) as leader:
-        followers.leader = leader.join({"host": "leader"})
+        replicas.leader = leader.join({"host": "leader"})
         standby = follow(service)
         client.set("a", "1")
         standby.stop()
@@ -86,7 +86,7 @@ def test_nothing_is_answered_that_a_required_standby_does_not_have_and_all_is_wh
         assert stalled == [TICKET]
         assert not call.is_over
         assert leader.get("b", 60.0) == b"2"  # the leader's own agent is lost with the coordinator
-        followers.required = frozenset()
+        replicas.required = frozenset()
         client._await(call, client._deadline(60.0))
         client._release_call(call)
         assert client.get("b") == b"2"
@@ -95,9 +95,9 @@ def test_nothing_is_answered_that_a_required_standby_does_not_have_and_all_is_wh
 def test_a_datagram_reaches_a_member_although_all_answers_are_held_back(service: Service) -> None:
     with Client(str(service.address), KEY) as client, Client(service.local) as leader:
         client.join({"host": "other"})
-        service.coordinator.followers.leader = leader.join({"host": "leader"})
+        service.coordinator.replicas.leader = leader.join({"host": "leader"})
         assert [event.kind for event in client.wait_event(60.0)] == ["joined"]
-        service.coordinator.followers.required = frozenset([b"nobody"])
+        service.coordinator.replicas.required = frozenset([b"nobody"])
         leader.set("changed", "1")
         leader.send_datagram(client.member, b"propose")
         (event,) = client.wait_event(60.0)
@@ -134,7 +134,7 @@ def test_a_member_that_hosts_vote_on_is_lost_to_its_watchers_only_until_they_hav
     with Client(str(service.address), KEY) as silent, Client(service.local) as first:
         leader, lost = first.join({"host": "first"}), silent.join({"host": "silent"}, watch=())
         assert [event.kind for event in first.wait_event(60.0)] == ["joined"]
-        coordinator.followers.confirmed_members = frozenset([leader, lost])
+        coordinator.replicas.confirmed_members = frozenset([leader, lost])
         standby = follow(service)
         silent._stop.set()  # its heart
         member = coordinator.members.get(lost)
@@ -145,10 +145,10 @@ def test_a_member_that_hosts_vote_on_is_lost_to_its_watchers_only_until_they_hav
         assert set(first.members()) == {leader, lost}
         assert not silent.check(["key"])  # it is served
         copy = standby.stop()
-        coordinator.followers.required = frozenset()
+        coordinator.replicas.required = frozenset()
         assert copy is not None
         assert {member.id for member in copy.members} == {leader, lost}
-        coordinator.followers.confirmed_members = frozenset([leader])
+        coordinator.replicas.confirmed_members = frozenset([leader])
         while set(first.members()) != {leader}:
             pass
         assert first.receive_events() == []  # it has heard that once

@@ -89,27 +89,33 @@ def test_what_is_asked_for_of_an_index_is_asked_for_together():
     assert asked == [[1, 2], [3, 4]]
 
 
+class Skips:
+    """An iterator over numbers with `skip`, which notes how many were skipped."""
+
+    def __init__(self, length: int, skipped: list[int]) -> None:
+        self.length, self.skipped, self.at = length, skipped, 0
+
+    def skip(self, count: int) -> None:
+        self.skipped.append(count)
+        self.at += count
+
+    def __iter__(self):
+        return self
+
+    def __next__(self) -> int:
+        self.at += 1
+        if self.at > self.length:
+            raise StopIteration
+        return self.at - 1
+
+
 def test_an_iterator_is_asked_to_skip_what_comes_before_the_window():
     skipped: list[int] = []
 
-    class Skips:
-        def __init__(self) -> None:
-            self.at = 0
+    def begin() -> Skips:
+        return Skips(100, skipped)
 
-        def skip(self, count: int) -> None:
-            skipped.append(count)
-            self.at += count
-
-        def __iter__(self):
-            return self
-
-        def __next__(self) -> int:
-            self.at += 1
-            if self.at > 100:
-                raise StopIteration
-            return self.at - 1
-
-    shard = IteratedShard("s", Skips, Skips(), 100, window=10)
+    shard = IteratedShard("s", begin, begin(), 100, window=10)
     assert shard.get([57, 52]) == [57, 52]
     assert shard.get([51, 59]) == [51, 59]
     assert shard.get([80]) == [80]
@@ -264,7 +270,7 @@ def test_counted_lengths_are_kept_in_an_index_file_and_only_new_shards_are_count
 
 
 def test_a_length_that_is_none_is_not_kept_and_numpys_are_numbers(tmp_path):
-    """The index file kept the wrong ones for ever; NumPy's ended in a TypeError after the count."""
+    """The index file kept wrong lengths, and NumPy's integers raised a TypeError after the count."""
     index = tmp_path / "index.json"
     with pytest.raises(ValueError, match=r"the length of shard a must be 0 samples or more, got 1\.5"):
         Stream(["a"], str, index=index, count=lambda shard: 1.5)
@@ -320,24 +326,11 @@ def test_shards_without_a_name_cannot_be_found_again(tmp_path):
 
 
 def test_what_is_said_of_a_shard_that_was_skipped_past_its_end_is_true():
-    class Skips:
-        def __init__(self) -> None:
-            self.at = 0
-
-        def skip(self, count: int) -> None:
-            self.at += count
-
-        def __iter__(self):
-            return self
-
-        def __next__(self) -> int:
-            self.at += 1
-            if self.at > 10:
-                raise StopIteration
-            return self.at - 1
+    def begin() -> Skips:
+        return Skips(10, [])
 
     with pytest.raises(DataError, match="shard s has at most 50 samples, but its length was given as 100"):
-        IteratedShard("s", Skips, Skips(), 100, window=10).get([57])
+        IteratedShard("s", begin, begin(), 100, window=10).get([57])
 
 
 # -- with a sampler ----------------------------------------------------------------------------------------------------

@@ -61,7 +61,7 @@ def test_what_is_no_archive_or_is_cut_off_is_said(tmp_path):
 @pytest.mark.parametrize("format", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT])
 @pytest.mark.parametrize("damage", ["magic", "cut"])
 def test_a_damaged_header_is_not_the_end_of_the_archive(tmp_path, format, damage):
-    """The samples behind it were lost without a word."""
+    """The samples behind it were lost silently."""
     path = tmp_path / "a.tar"
     with tarfile.open(path, "w", format=format) as tar:
         for number in range(4):

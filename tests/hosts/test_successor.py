@@ -31,7 +31,7 @@ class Agents:
             client.join({"host": f"host{number}"})
             self.channels.append(ControlChannel(client))
             stack.callback(self.channels[-1].close)
-        self.proposer = Proposer(self.channels[0], self.service.coordinator.followers)
+        self.proposer = Proposer(self.channels[0], self.service.coordinator.replicas)
         stack.callback(self.proposer.close)
         self.is_leader_deaf = False
         self.successors = {}

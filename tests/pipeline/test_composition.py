@@ -580,7 +580,7 @@ def test_the_random_state_travels_from_where_numbers_are_drawn():
     assert [tensors for tensors, _ in found] == [0, 1, 2, 2]
 
 
-class Tells(nn.Module):
+class ConstantSource(nn.Module):
     """A layer that returns another constant in each step: equal ones, of other types."""
 
     def __init__(self):
@@ -591,36 +591,36 @@ class Tells(nn.Module):
         return self.layer(x), self.constants.pop(0)
 
 
-class Hears(nn.Module):
+class ConstantRecorder(nn.Module):
     def __init__(self):
         super().__init__()
-        self.layer, self.heard = nn.Linear(4, 1), []
+        self.layer, self.received = nn.Linear(4, 1), []
 
     def forward(self, x, constant):
-        self.heard.append(repr(constant))
+        self.received.append(repr(constant))
         return self.layer(x)
 
 
-class TellsAndHears(nn.Module):
+class PassesConstant(nn.Module):
     def __init__(self):
         super().__init__()
-        self.tells, self.hears = Tells(), Hears()
+        self.source, self.recorder = ConstantSource(), ConstantRecorder()
 
     def forward(self, x):
-        x, constant = self.tells(x)
-        return self.hears(x, constant)
+        x, constant = self.source(x)
+        return self.recorder(x, constant)
 
 
 def test_a_constant_that_equals_the_one_before_arrives_with_its_own_type():
     """`1`, then `True`: the later stage kept the first."""
 
     def train(rank, world_size):
-        model = TellsAndHears()
+        model = PassesConstant()
         pipe = phalanx.Pipeline(
-            model, micro_batches=1, schedule="gpipe", loss_fn=functional.mse_loss, balance=["hears"]
+            model, micro_batches=1, schedule="gpipe", loss_fn=functional.mse_loss, balance=["recorder"]
         )
         for _ in range(5):
             pipe.step(torch.ones(2, 4), target=torch.ones(2, 1))
-        return model.hears.heard
+        return model.recorder.received
 
     assert run_ranks(train, 2)[1] == ["1", "True", "1.0", "0.0", "-0.0"]

@@ -210,7 +210,7 @@ def test_a_host_whose_loss_ended_the_job_was_not_survived():
     """Its ranks were lost, and "the others continued"."""
     events = tuple(RunEvent(1.0, "host lost", "lost with b", number, "") for number in (2, 3))
     told = " ".join(texts(dataclasses.replace(measured(rank(0), rank(1)), events=events, end="failed")))
-    assert "The job ended because ranks 2, 3 of the host were lost: lost with b." in told
+    assert "Ranks 2, 3 were lost, which ended the job: lost with b." in told
     assert "continued" not in told
 
 

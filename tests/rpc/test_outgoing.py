@@ -101,14 +101,14 @@ def test_frames_sent_before_the_answer_to_the_hello_are_sent_once_and_in_order(
     monkeypatch: pytest.MonkeyPatch, taken: set[tuple[DealerState, DealerState]]
 ) -> None:
     """The port rejects everybody at first, as when it has enough strangers: connections are made again and again."""
-    monkeypatch.setattr(network_module, "_MAX_YOUNG", 0)
+    monkeypatch.setattr(network_module, "_MAX_UNAUTHENTICATED", 0)
     closed = []
     close = network_module.ConnectionGuard._close
 
     def count(guard: network_module.ConnectionGuard, *args: object) -> None:
         closed.append(1)
         if len(closed) == 5:
-            guard._max_young = 64
+            guard._max_unauthenticated = 64
         close(guard, *args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(network_module.ConnectionGuard, "_close", count)

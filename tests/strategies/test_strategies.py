@@ -487,6 +487,20 @@ strategies.get("mirrored", devices=2)
     assert "this process is a job of one rank already, perhaps by an earlier strategy" in done.stderr, done.stderr
 
 
+@pytest.mark.slow
+def test_the_ranks_of_a_restarted_script_have_pythons_options(tmp_path):
+    """`python -O train.py` ran its asserts in the ranks."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import sys\nfrom phalanx import strategies\nstrategies.get('mirrored', devices=2)\n"
+        "print('optimize', sys.flags.optimize)\n"
+    )
+    environ = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    done = subprocess.run([sys.executable, "-O", script], env=environ, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert {line.partition("] ")[2] for line in done.stdout.splitlines()} == {"optimize 1"}
+
+
 def test_who_was_launched_is_not_launched_again():
     assert not is_launched({})
     assert is_launched({"RANK": "0", "WORLD_SIZE": "1"})

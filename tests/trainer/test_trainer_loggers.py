@@ -110,6 +110,17 @@ def test_a_logger_that_fails_ends_no_training(tmp_path, caplog):
     assert [int(row["step"]) for row in rows_of(tmp_path) if row["train/loss"]] == list(range(1, 9))
 
 
+def test_a_batch_size_that_nobody_knows_is_not_logged(tmp_path):
+    """A function's own batches were logged as batches of one sample."""
+    model = nn.Linear(3, 1)
+    trainer = phalanx.Trainer(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), F.mse_loss, max_epochs=1, show_progress=False,
+        strategy="single_device", logger=CSVLogger(tmp_path),
+    )  # fmt: skip
+    trainer.fit(lambda context: [(torch.ones(4, 3), torch.ones(4, 1))])
+    assert "batch_size" not in json.loads((tmp_path / "hyperparameters.json").read_text())
+
+
 def test_a_logger_hears_how_a_fit_ends(tmp_path):
     class Noting:
         def __init__(self):

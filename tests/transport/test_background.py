@@ -106,7 +106,7 @@ def test_close_waits_for_what_was_interrupted():
 
 
 def test_an_exception_of_a_signal_handler_interrupts_as_ctrl_c_does():
-    """It was taken for a look's own: the operation went on, and nobody was told."""
+    """It passed for an exception of `look`: the operation continued, and the peers were not notified."""
     group, go_on, told = Background(), threading.Event(), []
 
     def interrupted(error):

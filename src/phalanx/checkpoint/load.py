@@ -159,7 +159,7 @@ def _load_into(path: Path, state: object, notes: OptimizerNotes, into: Mapping[s
             f"{', '.join(map(repr, state)) or 'nothing'}. Nothing was loaded. Leave out of `into` the objects "
             "that should start from scratch, or load a checkpoint that has their states."
         )
-    stages = fit_stages(into, state, is_collective=False)
+    stages = fit_stages(into, state, with_layout=False)
     if report := describe_misfits(into, state, stages, notes):
         raise CheckpointError(f"load_checkpoint: {path} does not fit:\n{report}\nNothing was loaded.")
     for name, part in into.items():

@@ -75,7 +75,6 @@ def is_collective(part: Any) -> bool:
         isinstance(part, PartOwner)
         or (isinstance(part, torch.optim.Optimizer) and owner_of(part) is not None)
         or hasattr(part, "consolidate_state_dict")
-        or getattr(part, "ranks_differ", False)
         or getattr(part, "is_collective", False)
     )
 
@@ -141,16 +140,16 @@ def module_state(module: nn.Module) -> dict[str, Any]:
 
 
 def fit_stages(
-    parts: Mapping[str, Any], state: Mapping[str, Any], *, is_collective: bool = True
+    parts: Mapping[str, Any], state: Mapping[str, Any], *, with_layout: bool = True
 ) -> dict[str, tuple[dict[str, Any], list[str]]]:
     """Return, for each optimizer of a split model, its part of the whole state, and the entries that do not fit.
 
-    All ranks call this, unless `is_collective` is False: then only states without a layout fit.
+    All ranks call this, unless `with_layout` is False: then only states without a layout fit.
     """
     found = {}
     for name, part in parts.items():
         if name in state and isinstance(part, torch.optim.Optimizer) and (owner := owner_of(part)) is not None:
-            layout = owner.optimizer_layout(part) if is_collective else None
+            layout = owner.optimizer_layout(part) if with_layout else None
             if isinstance(state[name], Mapping) and isinstance(state[name].get("param_groups"), list):
                 found[name] = owner.fit_optimizer_state(part, state[name], layout)
             else:

@@ -114,8 +114,10 @@ class Peers:
         if problem is not None:
             raise CheckpointError(problem) from cause
 
-    def agree(self, problem: str | None, cause: Exception | None = None) -> None:
-        """Raise if any rank has a problem.
+    def agree(
+        self, problem: str | None, cause: Exception | None = None, *, kind: type[CheckpointError] = CheckpointError
+    ) -> None:
+        """Raise `kind` if any rank has a problem.
 
         Raises:
             CheckpointError: the problem of the first such rank; on every rank.
@@ -123,7 +125,7 @@ class Peers:
         problems = [(rank, text) for rank, text in enumerate(self.all_gather(problem)) if text is not None]
         if problems:
             also = f" Other ranks have a problem, too: {len(problems) - 1}." if len(problems) > 1 else ""
-            raise CheckpointError(problems[0][1] + also) from cause
+            raise kind(problems[0][1] + also) from cause
 
     @property
     def device(self) -> torch.device:

@@ -231,9 +231,8 @@ class RemoteHistory:
             if not (shared / MANIFEST).exists():  # ranks of one host may have different folders for temporary files
                 folders.append(shared := _make_folder(name, manifest))
                 files = list(manifest.files)
-            problems = peers.all_gather(self._download(name, files, shared))
-            if problem := next(filter(None, problems), None):
-                raise DownloadError(f"{peers.what}: {problem}.")
+            problem = self._download(name, files, shared)
+            peers.agree(problem and f"{peers.what}: {problem}.", kind=DownloadError)
             yield shared
             peers.all_gather(None)  # all ranks have finished reading
         finally:

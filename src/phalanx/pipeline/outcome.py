@@ -26,7 +26,7 @@ from phalanx.pipeline.progress import StepProgress
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _COMPLETED_ALONE = "Pipeline: this rank has completed its part of the step; another rank was lost before. Read its log."
 _LOST, _INTERRUPTED = 1e6, 1e12  # each is larger than the sum of all smaller numbers over all ranks
-_NAMED = -1.0  # in the place of the loss's dtype: the place of the loss has the number of the lost rank
+_NAMED = -1.0  # instead of the loss's dtype: the field of the loss then has the number of the lost rank
 
 
 class StepOutcome:

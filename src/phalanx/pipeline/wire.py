@@ -257,7 +257,8 @@ class Wire:
             else:
                 described.append(leaf)
         encoded = b""
-        constants = [repr(leaf) for leaf in described if type(leaf) in (bool, int, float)]  # 1 == True, and 0.0 == -0.0
+        # 1 == True, and 0.0 == -0.0
+        constants = [] if plain else [repr(leaf) for leaf in described if type(leaf) in (bool, int, float)]
         if self._sent.get(edge) != (tree, described, constants):
             self._sent[edge] = (tree, described, constants)
             form = Form("" if tree is None else treespec_dumps(tree), tuple(described))

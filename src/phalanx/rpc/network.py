@@ -56,7 +56,7 @@ from phalanx.rpc.worker_info import WorkerAddress
 _LINGER_S = 1.0
 _PIECE_BYTES = 1 << 16  # parts travel in pieces of this size
 _OPEN_FILES = 4096  # the limit of open files to request, if the system allows it: strangers may flood the port
-_MAX_YOUNG = 256  # connections that have not sent a message yet
+_MAX_UNAUTHENTICATED = 256  # connections that have not sent a message yet
 _COPY_BYTES = 1 << 14  # below this a copy is cheaper than tracking who uses the memory
 _logger = get_logger(__name__)
 
@@ -116,7 +116,7 @@ class Network:
                 self._router,
                 listener.fileno(),
                 self._log,
-                max_young=_MAX_YOUNG,
+                max_unauthenticated=_MAX_UNAUTHENTICATED,
                 max_open=connections_allowed(_OPEN_FILES),
             )
             self._router.use_fd = listener.fileno()

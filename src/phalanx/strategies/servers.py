@@ -136,7 +136,7 @@ class ParameterServerStrategy(Strategy):
         if getattr(sys, "last_type", None) is None:
             self.close()
         else:
-            rpc.shutdown(graceful=False)
+            self._abandon()
 
     def _abandon(self) -> None:
         if self._num_setups >= 0:

@@ -460,8 +460,8 @@ class Strategy(ABC):
             self._abandon()
 
     def _abandon(self) -> None:
-        """Release the resources after an error on this rank, without waiting for the other ranks."""
-        self._model = self._optimizer = None
+        """Close after an error on this rank, without waiting for the other ranks."""
+        Strategy.close(self)
 
     def __repr__(self) -> str:
         return f"{self._called}({self.num_replicas_in_sync} replicas, {self.device})"

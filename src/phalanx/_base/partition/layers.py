@@ -260,24 +260,21 @@ def _refused_changes(module: nn.Module) -> Iterator[None]:
     ]
     before: list[dict[str, Any]] = [dict(values) for _, values in places]
     changed: list[str] = []
-
-    def undo(*, also_new: bool) -> None:
+    is_traced = False
+    try:
+        yield
+        is_traced = True
+    finally:
         for (name, values), was in zip(places, before, strict=True):
             for key, value in was.items():
                 if values.get(key) is not value:
                     values[key] = value
                     changed.append(f"{name}.{key}" if name else key)
-            for key in values.keys() - was.keys() if also_new else ():
-                del values[key]
-
-    try:
-        yield
-    except BaseException:
-        undo(also_new=True)
-        raise
-    undo(also_new=False)
+        if changed or not is_traced:  # else the graph uses the tensors that forward has created
+            for (_, values), was in zip(places, before, strict=True):
+                for key in values.keys() - was.keys():
+                    del values[key]
     if changed:
-        undo(also_new=True)
         raise ValueError(
             f"{type(module).__name__} cannot be cut: its forward sets self.{changed[0]}, which would happen once only; "
             "let a child module do that."

@@ -342,13 +342,13 @@ class SerialExecutor:
         callbacks_first: bool = False,
         interrupted: Callable[[BaseException], None] | None = None,
         linger_s: float | None = None,
-        ledger: QueueCounter | None = None,
+        counter: QueueCounter | None = None,
     ) -> None:
         self.name = name
         self.callers: set[int] = set()
         """The threads that run an operation or wait for one. In them, only a signal handler can call another."""
         self.interrupted = interrupted
-        self._ledger = ledger
+        self._counter = counter
         self._linger_s = linger_s
         self._callbacks_first = callbacks_first
         self.is_bypassed = False  # a thread is in a `bypass` block
@@ -387,8 +387,8 @@ class SerialExecutor:
                 return work
             if self._thread is None:
                 self._thread = start_thread(self._run, self.name)
-            if self._ledger is not None:
-                self._ledger.issue()
+            if self._counter is not None:
+                self._counter.issue()
             self.items.append((action, work))
             self._changed.notify_all()
         return work
@@ -444,8 +444,8 @@ class SerialExecutor:
                     return
                 item = self.items.popleft()
             self.run_here(partial(self._carry_out, item, nested=True))
-            if self._ledger is not None:
-                self._ledger.carried_out()
+            if self._counter is not None:
+                self._counter.carried_out()
 
     def _carry_out_next(self, work: PhalanxWork) -> None:
         with self._changed:
@@ -487,8 +487,8 @@ class SerialExecutor:
         # Clear `busy` before waking the waiting thread, or its next call would be queued.
         if not nested:
             self._in_callbacks = -1
-            if self._ledger is not None:
-                self._ledger.carried_out()
+            if self._counter is not None:
+                self._counter.carried_out()
             with self._changed:
                 self.busy = False
                 self._changed.notify_all()

@@ -1,8 +1,8 @@
 """Prevent strangers from occupying the connections of a listening ZeroMQ socket.
 
-    accepted ──► young ──a member's message──► admitted
+    accepted ──► unauthenticated ──a member's message──► admitted
                    ├── not authenticated within HANDSHAKE_S ──► closed by ZeroMQ
-                   ╰── too many are young, or too many open ──► the oldest young one is closed
+                   ╰── too many are unauthenticated, or too many open ──► the oldest unauthenticated one is closed
 
 ZeroMQ accepts every connection and has no limit, so the guard closes individual connections. A member whose connection
 is closed reconnects automatically.
@@ -26,7 +26,7 @@ from phalanx._base.loss_detection import CONNECTION_ENDED_S
 from phalanx._comm.control.admission import RateLimitedLog, recent_peers
 
 HANDSHAKE_S = 5.0
-_YOUNG_S = HANDSHAKE_S + 1.0  # by then a connection is authenticated, or ZeroMQ has closed it
+_UNAUTHENTICATED_S = HANDSHAKE_S + 1.0  # by then a connection is authenticated, or ZeroMQ has closed it
 PIECE_BYTES = 1 << 14  # the most that ZeroMQ allocates at once for a connection that is not authenticated
 _CURVE_BYTES = 64  # the most bytes that encryption adds to a piece
 _EVENT_BYTES = 6
@@ -51,24 +51,30 @@ class ConnectionGuard:
 
     Arguments:
         listening: the descriptor of the socket from which ZeroMQ accepts.
-        max_young: the most connections that may be open before their first message.
+        max_unauthenticated: the most connections that may be open before their first message.
         max_open: the most connections that may be open in all.
     """
 
     def __init__(
-        self, watched: zmq.Socket[bytes], listening: int, log: RateLimitedLog, *, max_young: int, max_open: int
+        self,
+        watched: zmq.Socket[bytes],
+        listening: int,
+        log: RateLimitedLog,
+        *,
+        max_unauthenticated: int,
+        max_open: int,
     ) -> None:
         with contextlib.closing(socket.socket(fileno=os.dup(listening))) as listener:
             self._port = int(listener.getsockname()[1])
         self._read_at = -_READ_S
         self._log = log
-        self._max_young, self._max_open = max_young, max_open
+        self._max_unauthenticated, self._max_open = max_unauthenticated, max_open
         self.socket = watched.get_monitor_socket(
             zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
         )
         self._peers: dict[int, _Place | None] = {}  # by descriptor: the address and port of the other end
         self._unauthenticated: dict[int, float] = {}  # by descriptor, the oldest first: when it was accepted
-        self._unread: set[int] = set()  # descriptors that are no longer young, with their first message still unread
+        self._unread: set[int] = set()  # authenticated, with their first message still unread
         self._members: dict[int, bytes] = {}  # by descriptor: the identity of the connection's member
         self._current: dict[bytes, int] = {}  # by identity: the descriptor of the newest connection
         self._ended: dict[bytes, _EndedConnection] = {}  # by identity
@@ -119,7 +125,7 @@ class ConnectionGuard:
         slowed down, and members' messages are read between two calls.
         """
         self._now = now
-        while self._unauthenticated and now - next(iter(self._unauthenticated.values())) > _YOUNG_S:
+        while self._unauthenticated and now - next(iter(self._unauthenticated.values())) > _UNAUTHENTICATED_S:
             fd = next(iter(self._unauthenticated))
             del self._unauthenticated[fd]
             self._unread.add(fd)
@@ -156,9 +162,9 @@ class ConnectionGuard:
         if (
             identity
             and place is not None
-            and not any(self._is_from(unauthenticated, place[0]) for unauthenticated in self._unauthenticated)
+            and not any(self._is_from(other, place[0]) for other in self._unauthenticated)
         ):
-            # otherwise a young connection may be the member's next one
+            # otherwise an unauthenticated connection may be the member's next one
             self._ended[identity] = _EndedConnection(place[0], self._now)
         if self._failed:
             self._failed = False
@@ -195,11 +201,11 @@ class ConnectionGuard:
         self._ended = {who: ended._replace(at=min(now, ended.at + pause_s)) for who, ended in self._ended.items()}
 
     def make_room(self, now: float) -> None:
-        """Close the oldest young connections while there are too many."""
+        """Close the oldest unauthenticated connections while there are too many."""
         while self._unauthenticated and (
-            len(self._unauthenticated) > self._max_young or len(self._peers) > self._max_open
+            len(self._unauthenticated) > self._max_unauthenticated or len(self._peers) > self._max_open
         ):
-            why = f"{self._max_young} newer ones have sent nothing either"
+            why = f"{self._max_unauthenticated} newer ones have sent nothing either"
             if len(self._peers) > self._max_open:
                 why = (
                     f"{self._max_open} connections are open, and a process may have no more. If it is a host of the "
@@ -208,7 +214,7 @@ class ConnectionGuard:
             fd = next(iter(self._unauthenticated))
             del self._unauthenticated[fd]
             place = self._peers.pop(fd)
-            assert place is not None  # a connection whose end is unknown is not young
+            assert place is not None  # a connection whose end is unknown is no unauthenticated one
             self._close(fd, place)
             self._log.report_refusal(place[0], why, now)
 

@@ -72,7 +72,7 @@ class Coordinator(StoreRequests):
         self.members = Membership(lost_after_s)
         self.sessions: dict[Route, ClientSession] = {}
         self.num_malformed = 0
-        self.followers = StandbyReplicas()
+        self.replicas = StandbyReplicas()
         self._datagrams: list[tuple[ClientSession, list[Answer]]] = []
         self._swept_at = -math.inf  # when all sessions were last checked
         self._handlers: dict[int, Callable[[ClientSession, WireMessage], Answer | None]] = {
@@ -182,7 +182,7 @@ class Coordinator(StoreRequests):
 
     def tick(self, now: float) -> list[str]:
         """Find lost members and late standbys, and forget sessions that have ended. Return lines for the log."""
-        self.followers.check(now)
+        self.replicas.check(now)
         lines = []
         for member in self.members.silent(now):
             silence_s = now - member.received_at
@@ -255,7 +255,7 @@ class Coordinator(StoreRequests):
 
         Otherwise the standbys of an isolated coordinator would lose all members, including themselves.
         """
-        return member.id in self.followers.confirmed_members and member.id != self.followers.leader
+        return member.id in self.replicas.confirmed_members and member.id != self.replicas.leader
 
     def lose(self, member: Member, why: str) -> str:
         """Declare a member lost, and notify the others and the member of the reason. Return a line for the log."""
@@ -414,24 +414,24 @@ class Coordinator(StoreRequests):
         """Yield the answers that may be sent, by session; others wait until the required standbys have acknowledged."""
         datagrams, self._datagrams = self._datagrams, []
         yield from datagrams
-        followers = self.followers
-        if not followers.is_active:
+        replicas = self.replicas
+        if not replicas.is_active:
             yield from super().pop_outgoing()
             return
         self._cut()
-        yield from followers.release()
+        yield from replicas.release()
         for session, answers in super().pop_outgoing():
-            if not followers.delay(session, answers):
+            if not replicas.delay(session, answers):
                 yield session, answers
 
     def _cut(self) -> None:
         """Send the changes since the last call to the standbys."""
-        for session, messages in self.followers.cut(self.journal.drain()):
+        for session, messages in self.replicas.cut(self.journal.drain()):
             for message in messages:
                 self._send(session, message)
 
     def undelivered(self, session: ClientSession, answers: Iterable[Answer]) -> None:
-        if self.followers.lose(session) and not self.followers.is_followed:
+        if self.replicas.lose(session) and not self.replicas.is_followed:
             self.journal.stop()
         super().undelivered(session, answers)
 
@@ -439,12 +439,12 @@ class Coordinator(StoreRequests):
         (ticket,) = message.fields
         self._cut()  # the changes so far are in the state already
         self.journal.is_kept = True
-        for part in self.followers.begin(ticket, session, self.snapshot()):
+        for part in self.replicas.begin(ticket, session, self.snapshot()):
             self._send(session, part)
 
     def _followed(self, session: ClientSession, message: WireMessage) -> None:
         ticket, batch = message.fields
-        self.followers.acknowledge(ticket, session, unpack_number(batch))
+        self.replicas.acknowledge(ticket, session, unpack_number(batch))
 
     def _datagram(self, session: ClientSession, message: WireMessage) -> None:
         to, body = message.fields

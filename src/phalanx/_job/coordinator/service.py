@@ -56,7 +56,7 @@ _VERY_MANY_MEMBERS, _REQUESTS_S = 256, 0.01
 _HEARTBEAT = bytes((Op.HEARTBEAT,))
 _MAX_RELAYED = 1024  # the most frames in one message to a relay
 _UNBROKEN_S = 3.5  # a connection that received something more recently was not closed for silence
-_MAX_YOUNG = 2048  # connections without a message yet; each of a thousand hosts opens two
+_MAX_UNAUTHENTICATED = 2048  # connections without a message yet; each of a thousand hosts opens two
 
 
 class Service:
@@ -195,7 +195,11 @@ class Service:
         port = listener.getsockname()[1]
         self.address = Address(place.host, port)
         self._guard = ConnectionGuard(
-            router, listener.fileno(), self._log, max_young=_MAX_YOUNG, max_open=connections_allowed()
+            router,
+            listener.fileno(),
+            self._log,
+            max_unauthenticated=_MAX_UNAUTHENTICATED,
+            max_open=connections_allowed(),
         )
         host = "[::]" if listener.family == socket.AF_INET6 else "0.0.0.0"
         with listener:  # ZeroMQ owns the descriptor once `bind` returns

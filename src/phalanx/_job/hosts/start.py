@@ -75,7 +75,7 @@ def _lead(
     endpoints = _endpoints(rendezvous, advertised, port)
     with opened_host(plan, zygote, signals) as host:
         with _first_member(plan, rendezvous, service, notices, endpoints) as channel:
-            guard = LeadGuard.of_first_host(rendezvous, channel, service.coordinator.followers, key)
+            guard = LeadGuard.of_first_host(rendezvous, channel, service.coordinator.replicas, key)
             gathering = Gathering(plan, rendezvous, host, channel, key, advertised, port, guard)
             try:
                 return gathering.lead(service.local)

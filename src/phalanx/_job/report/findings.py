@@ -13,7 +13,7 @@ from statistics import median
 from typing import Literal
 
 from phalanx._comm.diagnostics.rank_list import name_ranks
-from phalanx._job.report.measurements import Measurements, RankRun
+from phalanx._job.report.measurements import Measurements, RankRun, RunEvent
 from phalanx._job.report.units import percent, seconds, size, three_digits
 
 _ORDER: dict[Severity, int] = {"bad": 0, "warn": 1, "note": 2, "good": 3}
@@ -75,19 +75,16 @@ def _how_it_ended(run: Measurements) -> Iterator[ReportFinding]:
     if failures and run.end == "failed":
         first = failures[0]
         if first.kind == "host lost":
-            whom = name_ranks(sorted({e.rank for e in failures if e.text == first.text and e.rank is not None}))
-            yield ReportFinding("bad", f"The job ended because {whom} of the host were lost: {first.text}.", 8)
+            lost = _lost_ranks([event for event in failures if event.text == first.text])
+            yield ReportFinding("bad", f"{lost} lost, which ended the job: {first.text}.", 8)
         else:
             where = _where_it_was(run, first.rank)
             yield ReportFinding("bad", f"Rank {first.rank} failed first: {first.text}{where}. Start with its log.", 8)
     losses = [event for event in run.events if event.kind == "loss"]
     if losses:
-        lost = {event.rank for event in losses if event.rank is not None}
-        whom = name_ranks(sorted(lost))
-        whom = whom[:1].upper() + whom[1:]
         times = f" ({len(losses)} losses)" if len(losses) > 1 else ""
         yield ReportFinding(
-            "warn", f"{whom} {'was' if len(lost) == 1 else 'were'} lost, and the others continued{times}: "
+            "warn", f"{_lost_ranks(losses)} lost, and the others continued{times}: "
             f"{losses[0].text}.", 7,
         )  # fmt: skip
     restarts = max((rank.attempt for rank in run.ranks), default=0)
@@ -102,6 +99,13 @@ def _how_it_ended(run: Measurements) -> Iterator[ReportFinding]:
             f"{counted}",
             6,
         )
+
+
+def _lost_ranks(events: Sequence[RunEvent]) -> str:
+    """Return, for example, `Ranks 2, 3 were`."""
+    ranks = sorted({event.rank for event in events if event.rank is not None})
+    who = name_ranks(ranks)
+    return f"{who[:1].upper()}{who[1:]} {'was' if len(ranks) == 1 else 'were'}"
 
 
 def _lost_records(run: Measurements) -> Iterator[ReportFinding]:

@@ -110,7 +110,7 @@ def choose_address(
     problems = []
     for host, answers in reached.items():
         if not answers:
-            problems.append(Problem(host, "its connection ended before it could try to reach the first host", ""))
+            problems.append(Problem(host, f"it did not report whether it reaches {first}", ""))
         tried = [f"{Address(candidates[n][0], port)}: {answer}" for n, answer in answers.items() if answer]
         if tried:
             advice = f"Open the way there (firewall), or name an address of {first} that all reach: --master-addr."

@@ -175,7 +175,7 @@ class PhalanxProcessGroup(TorchGroup):
             f"phalanx-{self._name}",
             callbacks_first=True,
             interrupted=self._interrupted,
-            ledger=None if self.shared_memory is None else self.shared_memory.core,
+            counter=None if self.shared_memory is None else self.shared_memory.core,
         )
         self.recent_works = RecentWorks()
         self.messages = GroupMessages(transport, self.shared_memory, self.members, self._interrupted, self.recent_works)

@@ -19,7 +19,7 @@ from phalanx._comm.engines.mpi.runtime import Runtime, wait_until
 
 # The time for a message to arrive after its sender or receiver has announced that it leaves: it may be in transit.
 _GRACE_S = 0.2
-_GOODBYE_S = 0.05
+_DEPARTURE_S = 0.05
 _ANYBODY = -1
 
 
@@ -178,7 +178,7 @@ class MpiEngine:
         everybody.Free()
         # An MPI's tags may have only 15 bits, often 20 or 29: the lower half for messages, the upper for collectives.
         self._half = 1 << ((int(self.comm.Get_attr(mpi.TAG_UB)) + 1).bit_length() - 2)
-        self._goodbye_tag = 2 * self._half - 1  # not a collective's tag, whose last twelve bits are never all set
+        self._departure_tag = 2 * self._half - 1  # not a collective's tag, whose last twelve bits are never all set
         runtime.add_listener(self.listen)
 
     def _in_time(self, call: Callable[[], Any], timeout: timedelta) -> Any:
@@ -259,13 +259,13 @@ class MpiEngine:
 
     def _receive_departures(self) -> None:
         mpi, status = self.runtime.mpi, self.runtime.mpi.Status()
-        while (probed := self.comm.Improbe(mpi.ANY_SOURCE, self._goodbye_tag, status)) is not None:
+        while (probed := self.comm.Improbe(mpi.ANY_SOURCE, self._departure_tag, status)) is not None:
             probed.Recv([None, 0, mpi.BYTE])
             self.departed.add(int(status.Get_source()))
 
     def _notify_departure(self, peer: int) -> PendingOperation:
         mpi = self.runtime.mpi
-        return self._begin(lambda: self.comm.Isend([None, 0, mpi.BYTE], peer, self._goodbye_tag), None, peer)
+        return self._begin(lambda: self.comm.Isend([None, 0, mpi.BYTE], peer, self._departure_tag), None, peer)
 
     def deliver(self, deadline: Deadline) -> None:
         """Do nothing: MPI delivers sent data even after this rank has left."""
@@ -279,8 +279,8 @@ class MpiEngine:
                 self.is_closed = True
                 return
             with contextlib.suppress(RuntimeError):
-                goodbyes = [self._notify_departure(peer) for peer in range(self.world_size) if peer != self.rank]
-                wait_until(lambda: all([one.test() for one in goodbyes]), lambda: None, _GOODBYE_S)
+                notices = [self._notify_departure(peer) for peer in range(self.world_size) if peer != self.rank]
+                wait_until(lambda: all([one.test() for one in notices]), lambda: None, _DEPARTURE_S)
             self.is_closed = True
             unfinished = [one for one in list(self._underway) if not one.give_up()]
             if unfinished:

@@ -27,7 +27,7 @@ class LeadGuard:
     """`LeadGuard` has the leader's proposer, and the lost hosts whose removal is not agreed on yet.
 
     Arguments:
-        followers: the coordinators that follow this host's; None: the job ends with its leader.
+        replicas: the coordinators that follow this host's; None: the job ends with its leader.
         witness: the job's witness, if it has one.
         proposer: the proposer of an elected host.
     """
@@ -35,13 +35,13 @@ class LeadGuard:
     def __init__(
         self,
         channel: ControlChannel,
-        followers: StandbyReplicas | None,
+        replicas: StandbyReplicas | None,
         host_timeout_s: float = 0.0,
         witness: Witness | None = None,
         proposer: Proposer | None = None,
     ) -> None:
         self._channel = channel
-        self._followers = followers
+        self._replicas = replicas
         self._limit_s = max(_LEAST_S, 2 * host_timeout_s)
         self._witness = witness
         self._proposer = proposer
@@ -49,13 +49,13 @@ class LeadGuard:
 
     @classmethod
     def of_first_host(
-        cls, rendezvous: Rendezvous, channel: ControlChannel, followers: StandbyReplicas, key: Key
+        cls, rendezvous: Rendezvous, channel: ControlChannel, replicas: StandbyReplicas, key: Key
     ) -> LeadGuard:
         """Return the guard of a job that begins at this host; it does nothing if all agents are on this host."""
         if rendezvous.is_local:
             return cls(channel, None)
         witness = Witness(rendezvous.witness, key, os.urandom(8).hex()) if rendezvous.witness else None
-        return cls(channel, followers, rendezvous.host_timeout_s, witness)
+        return cls(channel, replicas, rendezvous.host_timeout_s, witness)
 
     @property
     def is_begun(self) -> bool:
@@ -65,9 +65,9 @@ class LeadGuard:
     def begin(self, num_hosts: int) -> None:
         """Start the votes of an elastic job, if there are enough voters."""
         num_voters = num_hosts + (self._witness is not None)
-        if self._proposer is None and self._followers is not None and num_voters >= FEWEST_VOTERS:
+        if self._proposer is None and self._replicas is not None and num_voters >= FEWEST_VOTERS:
             calls = None if self._witness is None else WitnessCalls(self._witness, is_new=True)
-            self._proposer = Proposer(self._channel, self._followers, calls)
+            self._proposer = Proposer(self._channel, self._replicas, calls)
 
     def record(self, state: LeaderState) -> None:
         """Store the leader's decisions for a host that takes over, before later messages are sent."""

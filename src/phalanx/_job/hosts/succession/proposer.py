@@ -44,7 +44,7 @@ class Proposer:
     """`Proposer` is the leader's side of the protocol.
 
     Arguments:
-        followers: the coordinators that follow this host's.
+        replicas: the coordinators that follow this host's.
         witness: one more voter, which `close` closes.
         primary, voter: the state of an elected host; by default this host leads first, alone until `set_voters`.
     """
@@ -52,13 +52,13 @@ class Proposer:
     def __init__(
         self,
         channel: ControlChannel,
-        followers: StandbyReplicas,
+        replicas: StandbyReplicas,
         witness: WitnessCalls | None = None,
         primary: Primary | None = None,
         voter: Voter | None = None,
     ) -> None:
         self._channel = channel
-        self._followers = followers
+        self._replicas = replicas
         self._primary = primary or Primary(Config.begin(channel.member))
         self._voter = voter or Voter(channel.member)
         self._witness = witness
@@ -79,8 +79,8 @@ class Proposer:
         self._restore_standby_at: float | None = None  # when a late standby is appointed again
         self.due: float | None = None
         self._is_handed_over = self._is_released = False
-        followers.leader = channel.member
-        followers.on_stalled = self._stalled.put
+        replicas.leader = channel.member
+        replicas.on_stalled = self._stalled.put
 
     @property
     def fds(self) -> tuple[int, ...]:
@@ -205,7 +205,7 @@ class Proposer:
     def _advance(self) -> None:
         now = time.monotonic()
         if self._is_released:
-            self._followers.required, self.due = frozenset(), None
+            self._replicas.required, self.due = frozenset(), None
             return
         if self._primary.deposed_by is not None and self._candidate is None:
             self._become_candidate(self._primary.deposed_by, now)
@@ -215,8 +215,8 @@ class Proposer:
             pass
         required = self._primary.required_standbys - {self._channel.member}
         tickets = frozenset(self._tickets.get(member, b"gone") for member in required)
-        self._followers.required = tickets if self._candidate is None else _NO_STANDBY
-        self._followers.confirmed_members = self._primary.committed.voters | self._primary.newest.voters
+        self._replicas.required = tickets if self._candidate is None else _NO_STANDBY
+        self._replicas.confirmed_members = self._primary.committed.voters | self._primary.newest.voters
         asked = self._find_unanswered()
         if asked and now >= self._proposed_at + _AGAIN_S:
             self._proposed_at = now
@@ -291,7 +291,7 @@ class Proposer:
         addresses = tuple((member, self._addresses.get(member, "")) for member in changed.proposed.standbys)
         proposed = replace(changed.proposed, addresses=addresses)
         required = replace(changed, proposed=proposed).required_standbys - {self._channel.member}
-        self._followers.required = frozenset(self._tickets.get(member, b"gone") for member in required)
+        self._replicas.required = frozenset(self._tickets.get(member, b"gone") for member in required)
         self._voter, reply = self._voter.propose(proposed)
         self._primary = replace(changed, proposed=proposed).on_reply(reply)
         self._proposed_at = 0.0
@@ -318,8 +318,8 @@ class Proposer:
     def close(self) -> None:
         """Close the descriptors, and stop delaying answers, except after `hand_over`."""
         if not self._is_handed_over:
-            self._followers.required = frozenset()
-        self._followers.on_stalled = lambda ticket: None
+            self._replicas.required = frozenset()
+        self._replicas.on_stalled = lambda ticket: None
         if self._witness is not None:
             self._witness.close()
         self._stalled.close()

@@ -97,10 +97,10 @@ class TakeOver:
         if all(host.member != self._lost for host in state.slot_plan.hosts):
             peers.lose(self._lost, "it has left")  # orderly: the others continue without its ranks
         elastic = restore_elastic(state, self._states, channel.member, limits, host_timeout_s)
-        followers, witness = handover.service.coordinator.followers, handover.witness
+        replicas, witness = handover.service.coordinator.replicas, handover.witness
         calls = None if witness is None else WitnessCalls(witness, is_new=False)
-        proposer = Proposer(channel, followers, calls, handover.primary, handover.voter)
-        guard = LeadGuard(channel, followers, host_timeout_s, witness, proposer)
+        proposer = Proposer(channel, replicas, calls, handover.primary, handover.voter)
+        guard = LeadGuard(channel, replicas, host_timeout_s, witness, proposer)
         link = LeaderLink(plan, host, state.attempt, peers, store, guard, elastic, state.begun)
         attempt.become_leader(plan, link, self._restore_supervision(plan, elastic), elastic)
         assert isinstance(host.pump.viewer, LineForwarder)
