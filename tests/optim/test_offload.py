@@ -571,6 +571,17 @@ def test_what_it_does_not_do_is_refused_with_the_reason():
     run_ranks(over_gloo, 1, backend="gloo")
 
 
+@on_ranks(2)
+def test_a_model_that_goes_from_float16_to_bfloat16_is_refused(rank):
+    """Its values went through float16: above 65,504 they became inf."""
+    model = nn.Linear(3, 2).half()
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, offload=True)
+    model.bfloat16()
+    model(torch.ones(1, 3, dtype=torch.bfloat16)).sum().backward()
+    with pytest.raises(RuntimeError, match="was moved to another device or dtype"):
+        optimizer.step()
+
+
 def test_waves_hold_as_much_as_they_may_and_every_gradient_is_in_one():
     assert plan_waves([], 10) == [range(0)]
     assert plan_waves([3, 3, 3, 3], 6) == [range(2), range(2, 4)]
