@@ -85,9 +85,11 @@ class Metric:
 
 
 class GlobalSGD(torch.optim.SGD):
-    """With state that hangs on no parameter, as some optimizers count their steps."""
+    """With state that hangs on no parameter, as some optimizers count their steps, and an option that a step changes."""
 
     def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["dampening"] = 0.5 * group["dampening"] + 0.1
         self.state["global"] = {"steps": self.state.get("global", {}).get("steps", 0) + 1, "ema": torch.ones(3)}
         return super().step(closure)
 
@@ -126,6 +128,7 @@ def train_program(job: Job, program: Program) -> dict[str, Any]:
         def train(state: Any) -> None:
             for _ in state.epochs(2):
                 for ids, x, y in loader:
+                    optimizer.param_groups[0]["weight_decay"] = 0.9 * optimizer.param_groups[0]["weight_decay"] + 0.01
                     loss = (ddp(x).squeeze(1) - y).pow(2).mean()
                     loss.backward()
                     optimizer.step()

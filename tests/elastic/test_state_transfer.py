@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.elastic.held import Held, value_of
-from torch import Tensor
+from torch import Tensor, nn
 
 from phalanx._comm.backend.skeleton import Leaf, join, split
 from phalanx.elastic.state_transfer import _places, devices_here, transfer_state
@@ -27,6 +27,8 @@ def test_a_dict_keeps_its_class() -> None:
     tensors: list[Tensor] = []
     joined = join(split(value, tensors), tensors)
     assert [type(one) for one in joined.values()] == [Counter, defaultdict, OrderedDict]
+    versioned = join(split(nn.BatchNorm1d(2).state_dict(), tensors), tensors)
+    assert versioned._metadata[""] == {"version": 2}
     joined["seen"]["c"] += 1
     joined["lists"]["b"].append(2)
     assert joined["by_name"]["w"].tolist() == [1.0, 1.0]

@@ -14,27 +14,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from phalanx._base.param_groups import find_misshapen
 from phalanx._base.partition.owners import owner_of, whole_name
 from phalanx.checkpoint.wrappers import unwrap_key, wrapper_prefixes
 
-_AS_PARAMETER = frozenset(
-    (
-        "exp_avg",
-        "exp_avg_sq",
-        "max_exp_avg_sq",
-        "exp_inf",
-        "momentum_buffer",
-        "square_avg",
-        "grad_avg",
-        "acc_delta",
-        "sum",
-        "prev",
-        "step_size",
-    )
-)
-"""The keys under which torch's optimizers keep tensors of their parameter's shape."""
 _HOW = frozenset(("params", "foreach", "fused", "capturable", "differentiable", "maximize", "decoupled_weight_decay"))
 """Options that change only how a state is used; releases of PyTorch have added them over time."""
 
@@ -114,10 +99,8 @@ def find_misfits(name: str, optimizer: torch.optim.Optimizer, saved: Any) -> lis
     numbers = [number for group in groups for number in group["params"]]
     found = []
     for number, parameter in zip(numbers, parameters, strict=True):
-        for key, value in saved.get("state", {}).get(number, {}).items():
-            if key in _AS_PARAMETER and isinstance(value, Tensor) and value.shape != parameter.shape:
-                text = f"{name}.state.{number}.{key}: {tuple(value.shape)} in the checkpoint, {tuple(parameter.shape)}"
-                found.append(f"{text} here")
+        for key, shape in find_misshapen(saved.get("state", {}).get(number, {}), parameter.shape).items():
+            found.append(f"{name}.state.{number}.{key}: {shape} in the checkpoint, {tuple(parameter.shape)} here")
     return found
 
 

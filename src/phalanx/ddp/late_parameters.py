@@ -28,7 +28,8 @@ class LateParameters:
         self._trained = {id(parameter) for parameter in trained}  # they live as long as the buckets
         self._ignored = ignored
         self._frozen = [p for name, p in module.named_parameters() if name not in ignored and not p.requires_grad]
-        self._arrived: list[weakref.ref[Tensor | nn.Module]] = []  # anywhere in the process, since the last call
+        # anywhere in the process, since the last call; by id, as a process that never trains may register for ever
+        self._arrived: dict[int, weakref.ref[Tensor | nn.Module]] = {}
         _register_hooks()
         _all.add(self)
 
@@ -50,7 +51,7 @@ class LateParameters:
         return newcomers
 
     def _list_arrived(self) -> Iterator[Tensor]:
-        for reference in self._arrived:
+        for reference in self._arrived.values():
             arrived = reference()
             if isinstance(arrived, nn.Module):
                 yield from _parameters_in(arrived)
@@ -60,7 +61,7 @@ class LateParameters:
     def on_registration(self, registered: Tensor | nn.Module | None) -> None:
         """Record a parameter or module that was registered in any module of this process."""
         if registered is not None:
-            self._arrived.append(weakref.ref(registered))
+            self._arrived[id(registered)] = weakref.ref(registered)
 
 
 def _parameters_in(module: nn.Module) -> Iterator[Tensor]:

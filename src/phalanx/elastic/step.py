@@ -455,6 +455,13 @@ class StepUndo:
         self.end_step(drop=True)  # the tensors now belong to the optimizer
 
 
+def _version(option: Any) -> Any:
+    """Return a value that changes when an option of an optimizer's group does: a number, for example, or a tensor."""
+    if isinstance(option, Tensor):
+        return id(option), option._version
+    return option if isinstance(option, (int, float, str, tuple, type(None))) else id(option)
+
+
 def _count(scheduler: LRScheduler) -> Any:
     """Return a value that changes when a scheduler, or an inner one of a ChainedScheduler, steps."""
     inner = getattr(scheduler, "_schedulers", ())
@@ -501,8 +508,7 @@ class SchedulersAndScalers:
             versions.append(scaler.state_dict())
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
-                rate = group.get("lr")
-                versions.append((id(rate), rate._version) if isinstance(rate, Tensor) else rate)
+                versions.append([_version(value) for name, value in group.items() if name != "params"])
         return versions
 
     def warn_of_steps_after_commit(self) -> None:

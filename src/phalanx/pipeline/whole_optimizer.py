@@ -15,10 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx._base.param_groups import options_of
+from phalanx._base.param_groups import find_misshapen, options_of
 
 Layout = list[list[str]]
-_LIKE_PARAMETER = ("exp_avg", "momentum_buffer", "sum")
 _SHOWN = 4
 
 
@@ -140,19 +139,12 @@ def fit(
             entry = state["state"].get(keys[name]) if name in keys else None
             if entry is not None:
                 saved[number] = entry
-                problems += _misshapen(name, entry, shapes[name])
+                for key, shape in find_misshapen(entry, shapes[name]).items():
+                    problems.append(f"{name}.{key}: {shape} in the state, {tuple(shapes[name])} here")
             number += 1
         groups.append({**options, "params": numbers})
     rest = {key: value for key, value in state["state"].items() if isinstance(key, str) and key not in home}
     return {**state, "state": {**saved, **rest}, "param_groups": groups}, problems
-
-
-def _misshapen(name: str, entry: Mapping[str, Any], shape: torch.Size) -> list[str]:
-    return [
-        f"{name}.{key}: {tuple(value.shape)} in the state, {tuple(shape)} here"
-        for key, value in entry.items()
-        if key in _LIKE_PARAMETER and isinstance(value, Tensor) and value.shape != shape
-    ]
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -28,7 +28,7 @@ def split(value: Any, tensors: list[Tensor]) -> Any:
         form = value.detach()
         return Leaf(len(tensors) - 1, tuple(form.shape), tuple(form.stride()), form.dtype, str(form.device))
     if isinstance(value, dict):
-        return type(value)((key, split(one, tensors)) for key, one in value.items()) if _plain(value) else value
+        return _like(value, {key: split(one, tensors) for key, one in value.items()}) if _plain(value) else value
     if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
         return type(value)(split(one, tensors) for one in value)
     return value
@@ -41,7 +41,7 @@ def join(structure: Any, tensors: Sequence[Tensor]) -> Any:
     if isinstance(structure, dict):
         if not _plain(structure):
             return structure
-        return type(structure)((key, join(one, tensors)) for key, one in structure.items())
+        return _like(structure, {key: join(one, tensors) for key, one in structure.items()})
     if type(structure) in (list, tuple):
         return type(structure)(join(one, tensors) for one in structure)
     return structure
@@ -58,3 +58,12 @@ def leaves_of(structure: Any) -> list[Leaf]:
 
 def _plain(value: dict[Any, Any]) -> bool:
     return type(value) is dict or type(value).__name__ == "OrderedDict"
+
+
+def _like(value: dict[Any, Any], content: dict[Any, Any]) -> dict[Any, Any]:
+    """Return a dict of the type of `value`, with its attributes: a module's `state_dict` has its `_metadata`."""
+    if type(value) is dict:
+        return content
+    made = type(value)(content)
+    vars(made).update(vars(value))
+    return made
