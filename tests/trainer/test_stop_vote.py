@@ -44,11 +44,11 @@ class Ask(Callback):
             self.ask(trainer)
 
 
-def train(rank, world_size, folder, save_every, how="", at=()):
+def train(rank, world_size, folder, save_every, how="", at=(), name="mirrored"):
     """Five updates in each of four epochs; rank r asks in its batch number at[r], if that is not None."""
     mine = at[rank] if at else None
     asking, batches = Ask(how, mine), [0]
-    strategy = strategies.get("mirrored", launch=False)
+    strategy = strategies.get(name, launch=False)
     trainer = make(strategy=strategy, checkpoint=folder, max_epochs=4, callbacks=[asking], save_every=save_every)
     loss_of = strategy._loss_of
 
@@ -100,6 +100,13 @@ def test_all_ranks_stop_after_the_same_step_whichever_are_asked_and_when(tmp_pat
     assert [end[0] for end in resumed] == [end[0] for end in undisturbed] == [20] * world_size
     for mine, theirs in zip(resumed, undisturbed, strict=True):
         assert torch.equal(mine[3], theirs[3])
+
+
+@pytest.mark.parametrize(("save_every", "asked", "last"), [(3, 2, 3), ("epoch", 4, 5)])
+def test_ranks_that_train_apart_stop_together_at_the_next_checkpoint_or_validation(tmp_path, save_every, asked, last):
+    """A rank that was asked saved at once, and met the others' rounds: MismatchError, and a new group, again and again."""
+    ends = run_ranks(train, 2, tmp_path, save_every, "callback", [None, asked], "local_sgd")
+    assert [(step, why) for step, why, *_ in ends] == [(last, "told to")] * 2
 
 
 def test_ranks_vote_each_tenth_of_a_second_and_at_least_each_sixteenth_step():

@@ -204,6 +204,7 @@ class Trainer:
             recorder.sample_share = self.strategy.num_replicas_in_sync / world_size
         self._state: elastic.State | None = None
         self._stops = StopVote(self.strategy)
+        self._has_validation = False
         self._calls = CallbackCalls()
         self._recovery = CallbackRecovery(self.strategy)
 
@@ -236,12 +237,13 @@ class Trainer:
 
         The ranks agree within about 0.1 s, or at the end of a longer step; after a call in `on_step_end`, at once. A
         call during a validation ends the training after that epoch. Under strategies whose ranks train apart
-        (`local_sgd` and the like), a call stops this rank, and the other ranks at their next checkpoint.
+        (`local_sgd` and the like), they agree at the next checkpoint or validation; a run that has neither stops on
+        this rank alone.
         """
         if self._state is None:
             raise RuntimeError("Trainer.stop: this is for callbacks, while fit runs")
         self._stops.request(reason)
-        if not self.strategy.is_in_step:
+        if not self.strategy.is_in_step and self._manager is None and not self._has_validation:
             self._state.why_stopped = reason
 
     @property
@@ -301,6 +303,7 @@ class Trainer:
             self._train(state, batches, val_loader)
 
         group = self.strategy.training_group
+        self._has_validation = val_loader is not None
         try:
             self._call("on_fit_begin")
             if group is None or not is_joining(group):
@@ -336,7 +339,8 @@ class Trainer:
         if loader.is_own:
             agree_on_seeds(state, self.strategy)
         for epoch in state.epochs(self.max_epochs):
-            self._vote(state)
+            if self.strategy.is_in_step or self._has_validation:  # a validation brings ranks together that train apart
+                self._stops.vote(state)
             is_due = self._saves.is_due_at_epoch(epoch) or state.measured == (state.step, True)
             if epoch and (is_due or (loader.sampler is not None and self._saves.is_due_at_step(state.step))):
                 self._save(state)  # it belongs to the previous epoch, which is counted now
