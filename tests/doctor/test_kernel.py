@@ -5,7 +5,7 @@ import pytest
 from tests.containers import contained, hide_proc, why_no_containers
 from tests.seccomp import UNIX_SOCKETS, forbid, why_no_seccomp
 
-from phalanx._tools.doctor.kernel import examine_kernel
+from phalanx._tools.doctor.host import examine_kernel
 from phalanx.testing import run_ranks
 
 
@@ -20,7 +20,7 @@ def test_a_core_that_cannot_be_imported_is_a_finding_and_no_crash():
     code = """
 import sys
 sys.modules["phalanx._core"] = None
-from phalanx._tools.doctor.kernel import examine_kernel
+from phalanx._tools.doctor.host import examine_kernel
 print(examine_kernel().core)
 """
     run = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True)
@@ -32,7 +32,7 @@ print(examine_kernel().core)
 def test_a_memfd_that_is_refused_is_a_finding_and_no_crash():
     code = """
 import resource
-from phalanx._tools.doctor.kernel import examine_kernel
+from phalanx._tools.doctor.host import examine_kernel
 examine_kernel()
 resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))     # 0, 1 and 2 are taken
 kernel = examine_kernel()

@@ -85,11 +85,11 @@ class Metric:
 
 
 class GlobalSGD(torch.optim.SGD):
-    """With state that hangs on no parameter, as some optimizers count their steps, and an option that a step changes."""
+    """It has state that belongs to no parameter, as optimizers that count steps do; each step changes an option."""
 
     def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            group["dampening"] = 0.5 * group["dampening"] + 0.1
+        for options in self.param_groups:
+            options["dampening"] = 0.5 * options["dampening"] + 0.1
         self.state["global"] = {"steps": self.state.get("global", {}).get("steps", 0) + 1, "ema": torch.ones(3)}
         return super().step(closure)
 

@@ -19,8 +19,8 @@ from torch import nn
 
 import phalanx
 from phalanx import elastic
+from phalanx.elastic.small_state import restore_values
 from phalanx.elastic.state import commits_of
-from phalanx.elastic.values import restore_values
 
 
 def _trained_objects() -> dict[str, Any]:

@@ -16,9 +16,8 @@ from phalanx._job.report.charts import HEIGHT, WIDTH, Line, line_chart
 from phalanx._job.report.compare import compare_page, compare_rows, print_comparison
 from phalanx._job.report.findings import find
 from phalanx._job.report.measurements import ENDS, CollectiveTimes, RunEvent
-from phalanx._job.report.page import render
+from phalanx._job.report.page import machine_table, render
 from phalanx._job.report.pictures import part_bars
-from phalanx._job.report.tables import machine_table
 from phalanx._job.report.units import rate, seconds, size, three_digits
 
 

@@ -6,7 +6,7 @@ PBS are what their documentation says: none of them can run here.
 
 import pytest
 
-from phalanx._job.schedulers import hosts, kubernetes
+from phalanx._job.schedulers import find, kubernetes
 from phalanx._job.schedulers.allocation import Allocation
 from phalanx._job.schedulers.find import find_allocation
 from phalanx._job.schedulers.slurm import find_unused_hosts
@@ -152,32 +152,32 @@ def test_variables_that_contradict_each_other_are_refused_by_name(environ, words
 
 def test_lsf_lists_hosts_and_the_own_name_says_which_one_this_is(tmp_path):
     lsf = {"LSB_JOBID": "5", "LSB_MCPU_HOSTS": "a.site 4 b.site 4", "LSB_HOSTS": "a.site a.site b.site b.site"}
-    found = hosts.find_lsf(lsf, "b")
+    found = find.find_lsf(lsf, "b")
     assert (found.node, found.num_nodes, found.first_host, found.job) == (1, 2, "a.site", "lsf-5")
     assert found.variables == ("LSB_JOBID", "LSB_MCPU_HOSTS")
     assert 'blaunch -z "a.site b.site" phalanx run' in found.hint
-    assert hosts.find_lsf({**lsf, "LSB_JOBINDEX": "3"}, "a.site").job == "lsf-5.3"
-    assert hosts.find_lsf({**lsf, "LSB_MCPU_HOSTS": "a.site 8"}, "a.site") is None
+    assert find.find_lsf({**lsf, "LSB_JOBINDEX": "3"}, "a.site").job == "lsf-5.3"
+    assert find.find_lsf({**lsf, "LSB_MCPU_HOSTS": "a.site 8"}, "a.site") is None
     (tmp_path / "hosts").write_text("c\nc\nd\n")
-    assert hosts.find_lsf({**lsf, "LSB_DJOB_HOSTFILE": str(tmp_path / "hosts")}, "d").first_host == "c"
+    assert find.find_lsf({**lsf, "LSB_DJOB_HOSTFILE": str(tmp_path / "hosts")}, "d").first_host == "c"
     batch = {**lsf, "LSB_MCPU_HOSTS": "batch01 4 gpu01 4"}
-    assert hosts.find_lsf(batch, "batch01").num_nodes == 2, "only jsrun's launch host runs nothing"
+    assert find.find_lsf(batch, "batch01").num_nodes == 2, "only jsrun's launch host runs nothing"
     with pytest.raises(LaunchError, match=r"runs on a.site, b.site \(LSB_MCPU_HOSTS\), and this host is c"):
-        hosts.find_lsf(lsf, "c")
+        find.find_lsf(lsf, "c")
 
 
 def test_jsrun_numbers_what_it_starts():
     jsrun = {"JSM_NAMESPACE_RANK": "1", "JSM_NAMESPACE_SIZE": "2", "JSM_NAMESPACE_LOCAL_RANK": "0"}
-    found = hosts.find_lsf({"LSB_JOBID": "5", "LSB_HOSTS": "batch2 a a b b", **jsrun}, "whatever")
+    found = find.find_lsf({"LSB_JOBID": "5", "LSB_HOSTS": "batch2 a a b b", **jsrun}, "whatever")
     assert (found.node, found.num_nodes, found.first_host) == (1, 2, "a")
 
 
 def test_pbs_lists_hosts_in_a_file(tmp_path):
     (tmp_path / "nodes").write_text("a\na\nb\nb\n")
     pbs = {"PBS_JOBID": "9.server", "PBS_NODEFILE": str(tmp_path / "nodes")}
-    found = hosts.find_pbs(pbs, "b.site")
+    found = find.find_pbs(pbs, "b.site")
     assert (found.node, found.num_nodes, found.first_host, found.job) == (1, 2, "a", "pbs-9.server")
     assert "pbsdsh" in found.hint
     with pytest.raises(LaunchError, match="PBS_NODEFILE=/nowhere, the list of its hosts, cannot be read here"):
-        hosts.find_pbs({**pbs, "PBS_NODEFILE": "/nowhere"}, "b")
-    assert hosts.find_pbs({}, "a") is None
+        find.find_pbs({**pbs, "PBS_NODEFILE": "/nowhere"}, "b")
+    assert find.find_pbs({}, "a") is None

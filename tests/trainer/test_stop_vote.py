@@ -104,7 +104,7 @@ def test_all_ranks_stop_after_the_same_step_whichever_are_asked_and_when(tmp_pat
 
 @pytest.mark.parametrize(("save_every", "asked", "last"), [(3, 2, 3), ("epoch", 4, 5)])
 def test_ranks_that_train_apart_stop_together_at_the_next_checkpoint_or_validation(tmp_path, save_every, asked, last):
-    """A rank that was asked saved at once, and met the others' rounds: MismatchError, and a new group, again and again."""
+    """A rank that was asked saved at once, and met the others' rounds: MismatchError, and a new group, endlessly."""
     ends = run_ranks(train, 2, tmp_path, save_every, "callback", [None, asked], "local_sgd")
     assert [(step, why) for step, why, *_ in ends] == [(last, "told to")] * 2
 

@@ -27,13 +27,13 @@ from phalanx._job.agent.plan import JobPlan
 from phalanx._job.agent.supervision import Action
 from phalanx._job.hosts.control_channel import Change, ControlMessage, decode_lines
 from phalanx._job.hosts.elastic_hosts import ElasticHosts
-from phalanx._job.hosts.flights import logs_from_json, merge_logs
 from phalanx._job.hosts.node_plan import HostFacts, Node, describe_unfit, find_conflict, find_node
 from phalanx._job.hosts.peer_hosts import PeerHosts
 from phalanx._job.hosts.succession.lead_guard import LeadGuard
 from phalanx._job.hosts.succession.leader_notice import describe_second_job
 from phalanx._job.hosts.succession.leader_succession import LeaderSuccession
 from phalanx._job.inspect.agent_socket import ClientRequest
+from phalanx._job.inspect.flight import logs_from_json, merge_logs
 from phalanx._job.inspect.stacks.job_snapshot import HostAnswer, answer_others
 from phalanx._job.output.display import Display
 from phalanx._job.output.screen import find_template
