@@ -1,7 +1,7 @@
-"""An optimizer registers the slice of a gradient's mean that its rank needs, and the averaging code looks it up.
+"""Register the slice of a gradient's mean that this rank's optimizer needs; the averaging code looks it up.
 
-An optimizer that is sharded over the ranks of a host updates a slice of each parameter, in shared memory. So a rank
-needs the mean only in that slice.
+With an optimizer that is sharded over the ranks of a host, each rank updates a slice of each parameter, in shared
+memory. So a rank needs the mean only in that slice.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def is_partial(parameter: Tensor) -> bool:
 
 
 def find_needed(parameter: Tensor, group: dist.ProcessGroup) -> NeededSlice | None:
-    """Return the slice that this rank needs of a gradient averaged over `group`; None for all of it."""
+    """Return the slice that this rank needs of a gradient averaged over `group`; None if it needs all of it."""
     needed = _needed.get(parameter)
     if needed is None or needed.ranks != tuple(dist.get_process_group_ranks(group)):
         return None
