@@ -31,7 +31,7 @@ class ArgumentError(ValueError, RuntimeError):
 
 
 def timeout_of(options: Any, default_s: float) -> float:
-    """Return the seconds of `options.timeout`, or `default_s` if the timeout is unset: None, or not above zero."""
+    """Return the seconds of `options.timeout`, or `default_s` if the timeout is None or not above zero."""
     timeout: timedelta | None = getattr(options, "timeout", None)
     if timeout is None or timeout <= _UNSET:
         return default_s
@@ -166,7 +166,7 @@ def check_list(
     uneven: bool = False,
     written: bool = False,
 ) -> list[Tensor]:
-    """Check that there is one tensor per rank, with the dtype of `like` and, unless `uneven`, as many elements."""
+    """Check that there is one tensor per rank, with the dtype of `like` and, unless `uneven`, its element count."""
     if len(tensors) != world_size:
         raise ArgumentError(_wrong_length(operation, "output" if written else "input", name, len(tensors), world_size))
     checked = [check_tensor(t, operation, written=written) for t in tensors]
@@ -273,7 +273,7 @@ def check_root(options: Any, world_size: int, operation: str, name: str, num_ten
 
 
 def split_rows(tensor: Tensor, sizes: Sequence[int], world_size: int, operation: str, name: str) -> list[Tensor]:
-    """Return views of `tensor` along its first dimension, one per rank: `sizes` rows each, or equal parts.
+    """Return one view of `tensor` per rank along its first dimension: of `sizes` rows, or equal parts without sizes.
 
     Raises:
         ValueError: the sizes do not fit the tensor, or there is not one for each rank.

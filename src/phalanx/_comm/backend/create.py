@@ -70,7 +70,7 @@ def create_process_group(options: Any, backend_options: Any = None) -> Any:
     inside a host (for example, without the C core), torch's Gloo runs all operations, which is logged once.
 
     Raises:
-        ValueError: the timeout is zero, or the ranks were given different options.
+        ValueError: the timeout is not above zero, or the ranks were given different options.
         TypeError: `backend_options` has another type.
         DeadlineError: some rank did not join; the message names it, on every rank that did.
         PhalanxError: the hosts cannot reach each other, or the memory or the engine cannot be opened.

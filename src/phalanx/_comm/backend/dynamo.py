@@ -59,11 +59,11 @@ def _functions(member: Any) -> list[types.FunctionType]:
 
 
 def _exclude(function: Any, *, with_callees: bool = True) -> None:
-    function = inspect.unwrap(function)  # wrappers of one decorator, such as `torch.no_grad()`, share their code
+    function = inspect.unwrap(function)  # all wrappers of a decorator, such as `torch.no_grad()`, share one code object
     # A call from traced code breaks the graph.
     function._torchdynamo_disable = True
     function._torchdynamo_disable_msg = "a process group's operations are executed, not traced"
-    # If untraced code calls the function, Dynamo skips its frame; `with_callees`, also all frames that it calls.
+    # If untraced code calls the function, Dynamo skips its frame and, `with_callees`, the frames of all its callees.
     if _set_strategy is not None and _FrameAction is not None and _FrameExecStrategy is not None:
         callees = _FrameAction.SKIP if with_callees else _FrameAction.DEFAULT
         _set_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, callees))

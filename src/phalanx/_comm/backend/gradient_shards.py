@@ -48,14 +48,14 @@ _needed: MutableMapping[Tensor, NeededSlice] = WeakIdKeyDictionary()
 def need_slice(parameter: Tensor, start: int, stop: int, group: dist.ProcessGroup) -> None:
     """Register that this rank needs only elements `start` to `stop` of the parameter's mean gradient.
 
-    The registration applies from the next backward on. Collective: every rank of `group` registers a slice of the same
-    parameters before that backward, and the slices cover all elements.
+    The registration applies from the next backward pass on. Collective: every rank of `group` registers a slice of the
+    same parameters before that pass, and the slices cover all elements.
     """
     _needed[parameter] = NeededSlice(start, stop, dist.get_process_group_ranks(group))
 
 
 def need_all(parameter: Tensor) -> None:
-    """Register that this rank needs the whole mean again, from the next backward on. All ranks call it."""
+    """Register that this rank needs the whole mean again, from the next backward pass on. All ranks call this."""
     _needed.pop(parameter, None)
 
 

@@ -2,7 +2,7 @@
 
 A group that was created with `enable_reconfigure` has no peers at first. The program exchanges the processes' handles.
 Each future member calls `reconfigure` with the same handles and a new uuid. The members form the group in the store
-with which it was created, under a prefix with that uuid. A process that is left out must not call, and loses its peers.
+with which it was created, under a prefix with that uuid. A process that is left out calls nothing, and loses its peers.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class Reconfiguration:
         return str(MemberHandle(group.rank(), self._uuid, self._first_rank, self._token))
 
     def apply(self, group: PhalanxProcessGroup, opts: Any) -> None:
-        """Leave the group's members, and connect to the members with `opts.handles`, who all call this.
+        """Leave the group's members, and connect to the members with `opts.handles`, which all call this.
 
         Raises:
             PhalanxError: the handles are invalid, or the uuid was used before; the group is unchanged.

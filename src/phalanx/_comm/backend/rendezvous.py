@@ -60,7 +60,7 @@ Handler = Callable[..., Iterator[StoreAndRank]]
 
 
 def launcher() -> Launcher | None:
-    """Return the launcher that started this process, for the start of MPI; None if unknown."""
+    """Return the launcher that started this process, for starting MPI; None if unknown."""
     launch = mpi_launch(os.environ)
     if launch is not None:
         return Launcher(launch.launcher, launch.world_size, is_mpi=True)
@@ -394,7 +394,7 @@ def _open_at_rank_0(launch: LaunchedProcess, address: LocalAddress, deadline: De
 
 
 def _open_at_first_host(launch: LaunchedProcess, deadline: Deadline) -> Any:
-    """Return the store of a Slurm job on several hosts: on the first host, at a port derived from the job's number."""
+    """Return the store of a Slurm job on several hosts: on the first host, at a port derived from the job's id."""
     host = os.environ.get("MASTER_ADDR") or find_address(launch.first_host)
     port = int(os.environ.get("MASTER_PORT", launch.port))
     here = f"init_process_group under Slurm on rank {launch.rank} of {launch.world_size}"

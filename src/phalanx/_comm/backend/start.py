@@ -54,7 +54,7 @@ def refuse_unknown_backend(backend: object, called: str = "init_process_group") 
 
 @contextlib.contextmanager
 def launched(url: str) -> Iterator[None]:
-    """Add to an error of torch's rendezvous at `url` how to start this process, if no launcher has started it.
+    """Explain, in an error of torch's rendezvous at `url`, how to start this process, if no launcher started it.
 
     Raises:
         ValueError: as torch does.

@@ -25,7 +25,7 @@ from phalanx._comm.rendezvous.bootstrap import NOTICE_S, contest
 
 _logger = get_logger(__name__)
 _ANSWER_S = 8.0  # a store answers within milliseconds; torch's client retries until its time is up
-_GRACE_S = 4.0  # later than this torch hangs: it waits forever for a server that accepts connections and sends nothing
+_GRACE_S = 4.0  # after this, torch hangs: it waits forever for a server that accepts connections and sends nothing
 _LONGEST_PAUSE_S = 0.25
 
 
@@ -146,7 +146,7 @@ def _is_in_use(port: int) -> bool:
 
 
 def _contest(place: StoreAddress, libuv: bool) -> str:
-    """Tell the ranks that wait at the store of this second rank 0; return the error that they all raise, or ""."""
+    """Report a second rank 0 to the ranks that wait at the store; return the error that they all raise, or ""."""
     store, _ = _connect(place, libuv, 2.0)
     if store is None:
         return ""

@@ -65,7 +65,7 @@ class PhalanxWork(dist.Work):
         self.executor: SerialExecutor | None = None
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
-        """Block until the operation has completed; return True, or raise its error. A number is in seconds.
+        """Block until the operation has completed; return True, or raise its error. A numeric timeout is in seconds.
 
         Raises:
             DeadlineError: the operation has not completed within `timeout`, if that is above zero; it continues.

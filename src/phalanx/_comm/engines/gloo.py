@@ -120,7 +120,7 @@ class GlooEngine:
     def begin(
         self, method: str, arguments: Sequence[Any], timeout: timedelta, *, op: Any = None, root: int | None = None
     ) -> Any:
-        """Start Gloo's own collective of this name in c10d, and return a handle to wait for."""
+        """Start the Gloo collective that c10d calls `method`, and return a handle to wait for."""
         options = _OPTIONS[method]()
         options.timeout = timeout
         if op is not None:
@@ -163,8 +163,8 @@ class GlooEngine:
     def free(self) -> None:
         """Free the sockets and threads now, rather than at garbage collection. Call this last, after `close`.
 
-        Gloo's destructor waits for its collectives. If the last collective has not ended, which may never happen after
-        an interrupt, nothing is freed.
+        Gloo's destructor waits for its collectives, and an interrupted collective may never end. So nothing is freed if
+        the last collective has not ended.
         """
         if self._collective is not None and not self._collective.is_completed():
             _unended.append(self._group)
@@ -194,7 +194,7 @@ def local_address(towards: str) -> str:
         return str(s.getsockname()[0])
 
 
-# The ranks of a group exchange Gloo's addresses in one round, instead of with one request per pair of ranks.
+# The ranks of a group exchange Gloo's addresses in one round, instead of one request per pair of ranks.
 #
 #     every rank   set  addresses/<n>      = Gloo's record of this rank
 #     rank 0       get  all of them        → set  addresses#once = all together
@@ -364,7 +364,8 @@ class GlooDevice:
         if sys.platform != "linux":
             return
         for descriptor, inode in self._listening.items():
-            with contextlib.suppress(OSError), _socket_of(descriptor, inode) as listening:  # none is set, or a sandbox
+            # The socket may have no filter yet, or a sandbox may forbid filters.
+            with contextlib.suppress(OSError), _socket_of(descriptor, inode) as listening:
                 if self._num_connecting:
                     listening.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
                 else:

@@ -21,7 +21,7 @@ from phalanx._comm.schedules.network import Link, Topology
 from phalanx._comm.schedules.schedule import Operation, Schedule, Transfer
 
 ETHERNET = Link(latency_s=30e-6, bytes_per_s=125e6)
-"""The link assumed between hosts. It is not measured: another choice of algorithm would change the result's bits."""
+"""The link assumed between hosts. A measured link could change the algorithm, and with it the result's bits."""
 
 _REDUCE_BYTES_PER_S = 8e9
 # Times within this factor count as equal: measured times deviate from the model by as much.
@@ -54,7 +54,7 @@ def seconds_of(schedule: Schedule, nbytes: float, link: Link) -> float:
 
 
 def _longest(transfers: Sequence[Transfer], bytes_per_chunk: float, link: Link) -> float:
-    """Return the seconds of the longest of the `transfers` of one step."""
+    """Return the seconds that the longest of the `transfers` of one step takes."""
     messages: defaultdict[tuple[str, int], int] = defaultdict(int)
     chunks: defaultdict[tuple[str, int], int] = defaultdict(int)
     combined: defaultdict[int, int] = defaultdict(int)

@@ -50,8 +50,8 @@ class _Slices:
 
 
 def _inside(name: str, slices: _Slices, kind: Kind) -> SchedulePhase:
-    """Return a step inside all hosts at once: each rank reads the slices that it drives from the others (reduce), or
-    the slices that the others drive (copy).
+    """Return a step inside all hosts at once: each rank reads from the others' memory the slices that it drives itself
+    (reduce), or the slices that the others drive (copy).
     """
     topology = slices.topology
     local_rank = _local_ranks(topology)

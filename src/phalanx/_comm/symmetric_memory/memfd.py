@@ -45,7 +45,7 @@ def memory(name: str, nbytes: int) -> Iterator[int]:
     """Yield the descriptor of `nbytes` of anonymous memory, which lives while a process has it open or mapped.
 
     Raises:
-        PhalanxError: there is neither a memfd nor a folder with room; the message gives the reasons.
+        PhalanxError: there is neither a memfd nor a directory with room; the message gives the reasons.
     """
     with _first_that_works(name, nbytes, reserved=True) as sparse:
         yield sparse.fd

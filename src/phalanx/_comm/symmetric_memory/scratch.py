@@ -51,6 +51,6 @@ def open_scratch(heap_bytes: int, allocate: Callable[[int], Tensor]) -> Scratch:
     """Return a `Scratch` in a quarter of the heap, at most 64 GiB, or an empty one. All ranks call this together."""
     try:
         piece = allocate(min(_LARGEST_BYTES, heap_bytes // 4))
-    except PhalanxError:  # on all ranks: the heap is in a file system, which has no room to reserve
+    except PhalanxError:  # on all ranks: the heap is in a file system without enough room
         piece = torch.empty(0, dtype=torch.uint8, device="cpu")
     return Scratch(piece)

@@ -178,13 +178,13 @@ def broadcast(group: PhalanxProcessGroup, tensors: Any, opts: Any = None) -> Wor
 def broadcast_buffers(group: PhalanxProcessGroup, tensor: Tensor, root: int, *, number: int = 0) -> None:
     """Overwrite `tensor` with the tensor of `root`. The root does not wait; the other ranks wait only for the root.
 
-    This is for a frequent broadcast, for example of a module's buffers before each forward: no rank waits for the
-    slowest one. The group's next collective checks that all ranks made this call. So a mismatch, or a lost or late
-    rank, is reported only then; by then `tensor` may already hold the root's values. Ranks must share memory.
+    This is for a frequent broadcast, for example of a module's buffers before each forward pass: no rank waits for the
+    slowest rank. The group's next collective checks that all ranks made this call. So a mismatch, or a lost or late
+    rank, is reported only then, when `tensor` may already hold the root's values. Ranks must share memory.
 
     Arguments:
         tensor: any shape, the same number of bytes on all ranks; best contiguous.
-        number: a value that must be the same on all ranks, such as the number of the step.
+        number: a value that must be the same on all ranks, such as the step number.
 
     Cost: two copies. More than 128 KiB are copied through two areas of that size; the first call allocates them, and
         waits for all ranks.
@@ -552,7 +552,7 @@ def _check_pairs(outputs: Sequence[Tensor], inputs: Sequence[Tensor], operation:
 
 
 def _in_torchs_words(error: DeadlineError, rank: int, *, wait_all_ranks: bool) -> DeadlineError:
-    """Return a barrier's `error` with the first line of Gloo's monitored barrier."""
+    """Return a barrier's `error` with the first line of an error of Gloo's monitored barrier added."""
     missing = error.missing if wait_all_ranks else error.missing[:1]
     who = f"Rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
     failed = f"; {who} failed to pass monitoredBarrier" if missing else ""

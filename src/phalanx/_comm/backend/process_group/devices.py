@@ -218,7 +218,7 @@ class RoutedProcessGroup(PhalanxProcessGroup):
     def barrier(self, *args: Any, **kwargs: Any) -> dist.Work:
         """Return a work that completes when every rank has called this.
 
-        With `device_ids`, the work that is queued on the device has completed, too.
+        With `device_ids`, the work that is queued on that device has completed by then, too.
         """
         (opts,) = first_form("barrier", args, kwargs)
         device = getattr(opts, "device", None)

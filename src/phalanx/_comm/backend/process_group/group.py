@@ -403,7 +403,7 @@ class PhalanxProcessGroup(TorchGroup):
 
     @property
     def options(self) -> Any:
-        """Return the timeout and ranks of the group, as torch's backends show theirs."""
+        """Return the timeout and ranks of the group, under the names that torch's backends use."""
         return GroupOptions(
             timedelta(seconds=self.timeout_s), list(self.members.global_ranks), self._name, self.getBackendName()
         )
@@ -553,7 +553,7 @@ class PhalanxProcessGroup(TorchGroup):
         self._leave(0.0)
 
     def leave_at_exit(self, exit_reason: str) -> None:
-        """Leave the group if it is still open, because the process ends for this reason."""
+        """Leave the group if it is still open, and report to its members the reason for which this process ends."""
         if not self.closed and not self.transport.closed:
             self.transport.set_exit_reason(exit_reason)
             self._leave(0.1, for_good=True)

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _ANYBODY = -1
 _SINGLE = "takes a single tensor"
 _LINGER_S = 1.0
-_MANY = 64  # the number of channels from which on unused channels are deleted
+_MANY = 64  # if there are this many channels, unused channels are deleted
 
 
 class GroupMessages:

@@ -143,7 +143,7 @@ def _tensors(value: Any) -> Any:
 # -- the dispatcher ----------------------------------------------------------------------------------------------------
 
 _library: list[Any] = []
-_faces: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # each group's face, which lives as long
+_faces: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # a group's face, kept while it exists
 _groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # by face: a weak reference to its group
 
 
@@ -234,7 +234,7 @@ def _unboxed(boxed: Any) -> Any:
 def _lists(
     method: str, kind: Callable[[], Any], *names: str, returns: str = ""
 ) -> Callable[[Any, dict[str, Any]], Any]:
-    """Return a kernel that calls the group's `method` with the arguments `names`; it returns `returns` and the work."""
+    """Return a kernel that calls the group's `method` with arguments `names`, and returns `returns` and the work."""
 
     def carry_out(group: Any, given: dict[str, Any]) -> Any:
         work = _boxed(group, getattr(group, method)(*(given[name] for name in names), _options(kind, given)))

@@ -75,7 +75,7 @@ class _Plugins(dict[str, Any]):
 
 
 class _BackendName:
-    """A `_BackendName` is an attribute of `dist.Backend` with a backend's name; torch's look-up of it calls `first`.
+    """A `_BackendName`, an attribute of `dist.Backend`, is a backend's name; it calls `first` when torch resolves it.
 
     Every request for a backend (`init_process_group`, `new_group`, a pair "cpu:phalanx") constructs a `Backend` from
     its name. torch also reads `Backend.MPI` for comparisons, which are not requests.

@@ -158,7 +158,7 @@ def _patch_nan_check() -> None:
 
 
 def _patch_recorder() -> None:
-    """Create a group even if torch cannot attach its flight recorder; our `flight_recorder` records the same."""
+    """Let groups be created even if torch cannot attach its flight recorder; our `flight_recorder` records the same."""
     hook: Any = dist.distributed_c10d.FlightRecorderHook  # type: ignore[attr-defined]
     if hook in _patched:
         return

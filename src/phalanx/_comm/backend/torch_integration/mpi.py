@@ -24,7 +24,7 @@ from phalanx._comm.transport.options import Options
     loses="backend 'mpi' is not there, as this torch was built without MPI",
 )
 def patch_mpi() -> None:
-    """Make backend "mpi" work. `is_mpi_available()` is true only from the first group on: libraries choose by it.
+    """Make backend "mpi" work. Libraries choose by `is_mpi_available()`, so it is true only from the first group on.
 
     For this name torch calls `is_mpi_available()` and `ProcessGroupMPI.create(ranks)`. It passes neither the store nor
     the timeout to them, so a wrapper around `_new_process_group_helper` reads both.
