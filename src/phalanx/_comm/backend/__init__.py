@@ -1,4 +1,4 @@
-"""PyTorch's process group over shared memory: the backend "phalanx" of torch.distributed."""
+"""The backend "phalanx" of torch.distributed: process groups over shared memory, and over an engine between hosts."""
 
 from __future__ import annotations
 

@@ -26,12 +26,12 @@ _UNSET = timedelta(0)
 class ArgumentError(ValueError, RuntimeError):
     """An `ArgumentError` reports an argument that is wrong whatever the other ranks do.
 
-    It is also a RuntimeError, which torch's own groups raise; its message contains their text.
+    It is also a RuntimeError, which torch's own groups raise; its message contains the text of torch's error.
     """
 
 
 def timeout_of(options: Any, default_s: float) -> float:
-    """Return the seconds of `options.timeout`, or `default_s` if the timeout is unset: None, or not above zero."""
+    """Return the seconds of `options.timeout`, or `default_s` if the timeout is None or not above zero."""
     timeout: timedelta | None = getattr(options, "timeout", None)
     if timeout is None or timeout <= _UNSET:
         return default_s
@@ -42,8 +42,7 @@ def reduction_of(op: Any, dtype: torch.dtype, operation: str) -> tuple[int, Any]
     """Return the core's code of the reduction `op`, and the factor of PREMUL_SUM (else None).
 
     Raises:
-        ValueError: there is no such reduction, or it has no meaning for `dtype`.
-        TypeError: `op` is not a reduction.
+        ValueError: `op` is not a supported reduction, or is not defined for `dtype`.
     """
     kind = getattr(op, "op", op)  # a ReduceOp holds its type in `op`
     # comparing the enum itself costs 2 us
@@ -62,7 +61,7 @@ def reduction_of(op: Any, dtype: torch.dtype, operation: str) -> tuple[int, Any]
 
 
 class _AllowedDevice(threading.local):
-    """An `_AllowedDevice` is the device, besides the CPU, whose tensors this thread's calls accept."""
+    """An `_AllowedDevice` holds the device, besides the CPU, whose tensors this thread's calls accept."""
 
     device: torch.device | None = None
 
@@ -81,7 +80,7 @@ def device_allowed(device: torch.device) -> Iterator[None]:
 
 
 def check_tensor(tensor: Any, operation: str, *, written: bool = False) -> Tensor:
-    """Return `tensor`; raise unless it is dense and on a supported device. `written`: the call writes to it."""
+    """Return `tensor`; raise unless it is dense, and on a supported device. If `written`, the call writes to it."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{operation}: expected a tensor, got {type(tensor).__name__}")
     if not tensor.is_cpu and tensor.device != _allowed.device:
@@ -129,7 +128,7 @@ def check_alike(tensors: Sequence[Any], operation: str, *, written: bool = False
 
 
 def check_one_type(tensors: Sequence[Any], operation: str) -> list[Tensor]:
-    """Check that output tensors, which may differ in shape, have one layout and dtype, as torch's backends require."""
+    """Check that output tensors have the same layout and dtype, as torch's backends require; shapes may differ."""
     for at, tensor in enumerate(tensors):
         if isinstance(tensor, Tensor) and tensor.layout != tensors[0].layout:
             raise _layouts_differ(operation, at, tensors)
@@ -167,7 +166,7 @@ def check_list(
     uneven: bool = False,
     written: bool = False,
 ) -> list[Tensor]:
-    """Check that there is one tensor per rank, with the dtype of `like` and, unless `uneven`, as many elements."""
+    """Check that there is one tensor per rank, with the dtype of `like` and, unless `uneven`, its element count."""
     if len(tensors) != world_size:
         raise ArgumentError(_wrong_length(operation, "output" if written else "input", name, len(tensors), world_size))
     checked = [check_tensor(t, operation, written=written) for t in tensors]
@@ -185,9 +184,9 @@ def check_list(
 def check_apart(
     inputs: Sequence[Tensor], outputs: Sequence[Tensor], operation: str, name: str, *, suffix: str = ""
 ) -> bool:
-    """Return whether no tensors of a call overlap; if some do, the caller must copy the inputs first.
+    """Return whether no input or output of a call can overlap an output; otherwise the caller must copy the inputs.
 
-    Refuse outputs that share memory: their final values would depend on the order of arrival.
+    Refuse outputs that share memory, because their final values would depend on the order of arrival.
 
     Cost: sorts one address per tensor. Compares single elements only if the address ranges of two outputs overlap.
     """
@@ -213,12 +212,12 @@ def _wrong_length(operation: str, side: str, name: str, found: int, world_size: 
 
 
 def is_sparse(tensor: Any) -> bool:
-    """Return whether `tensor` consists of indices and values, which only all_reduce supports."""
+    """Return whether `tensor` is a sparse COO tensor, which only all_reduce supports."""
     return isinstance(tensor, Tensor) and tensor.layout == torch.sparse_coo
 
 
 def check_sparse(tensors: Sequence[Tensor], op: Any) -> None:
-    """Refuse all but sums of CPU tensors that are all sparse, with one dtype and shape.
+    """Refuse all calls but a sum of sparse CPU tensors with the same dtype and shape.
 
     Other reductions are not defined for missing entries.
     """
@@ -274,10 +273,10 @@ def check_root(options: Any, world_size: int, operation: str, name: str, num_ten
 
 
 def split_rows(tensor: Tensor, sizes: Sequence[int], world_size: int, operation: str, name: str) -> list[Tensor]:
-    """Return views of `tensor` along its first dimension, one per rank: `sizes` rows each, or equal parts.
+    """Return one view of `tensor` per rank along its first dimension: of `sizes` rows, or equal parts without sizes.
 
     Raises:
-        ValueError: the sizes do not fit.
+        ValueError: the sizes do not fit the tensor, or there is not one for each rank.
     """
     if tensor.dim() == 0:
         raise ArgumentError(f"{operation}: {name} has no dimension along which it could be split")

@@ -29,12 +29,12 @@ from phalanx.errors import DeadlineError, PhalanxError
 if TYPE_CHECKING:
     from phalanx._comm.engines.mpi import Runtime
 
-_SPARE_DESCRIPTORS = 64  # for other files that the process opens while the group connects
+_SPARE_DESCRIPTORS = 64  # for files that the process opens while the group connects
 
 
 @dataclass(frozen=True)
 class RendezvousGroup:
-    """A `RendezvousGroup` is a group after the rendezvous. Only its ranks use keys of `store` that contain `key`."""
+    """A `RendezvousGroup` is a group after its rendezvous. Only its ranks use the keys of `store` that have `key`."""
 
     name: str
     key: str
@@ -70,7 +70,7 @@ def build_engine(group: RendezvousGroup, settings: Options, deadline: Deadline, 
                 f"init_process_group of group {group.name!r} on rank {rank}: no communicator from {runtime.vendor}: "
                 f"{error}.\nDestroy groups that are no longer used."
             ) from None
-    # a rank that is alone on its host runs Gloo's own collectives, one at a time
+    # with one rank on each host, the group runs Gloo's own collectives, one at a time
     num_threads = int(group.layout.has_one_rank_each)
     return open_gloo(group, settings, deadline, failure_store, num_threads=num_threads)
 
@@ -78,7 +78,7 @@ def build_engine(group: RendezvousGroup, settings: Options, deadline: Deadline, 
 def open_gloo(
     group: RendezvousGroup, settings: Options, deadline: Deadline, failure_store: FailureStore, *, num_threads: int = 0
 ) -> GlooEngine:
-    """Connect all ranks through Gloo, whichever engine is selected. Raise the same errors as `build_engine`."""
+    """Connect all ranks through Gloo, whichever engine is selected; raise the errors of `build_engine`."""
     rank, infos, name = group.rank, group.infos, group.name
     size = len(infos)
 
@@ -130,8 +130,8 @@ def open_gloo(
 def _interruptible(connect: Callable[[], GlooEngine], check_others: Callable[[], None], name: str) -> GlooEngine:
     """Run `connect` in a thread of its own, because Gloo connects in C++, where Python handles no signals.
 
-    The calling thread runs `check_others` meanwhile. If that or a signal handler raises, the thread of `connect` is
-    abandoned: it ends at Gloo's timeout, or with the process.
+    The calling thread runs `check_others` meanwhile. If `check_others` or a signal handler raises, the thread of
+    `connect` is abandoned: it ends at Gloo's timeout, or with the process.
     """
 
     def close_late(late: Future[GlooEngine]) -> None:
@@ -171,7 +171,7 @@ _PAUSE_S = 0.002
 def start_mpi_together(
     store: Any, rank: int, world_size: int, group: str, deadline: Deadline
 ) -> tuple[Runtime, list[int]]:
-    """Start MPI on all ranks; return this rank's MPI, and each rank's number in MPI_COMM_WORLD.
+    """Start MPI on all ranks; return this process's MPI, and each rank's rank in MPI_COMM_WORLD.
 
     Only this group uses `store`.
 

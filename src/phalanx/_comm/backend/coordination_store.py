@@ -1,6 +1,6 @@
 """`CoordinationStore` is c10d's `Store` over the job's coordinator, for rendezvous of ranks on several hosts.
 
-Ranks of one host exchange data faster, in memory (`phalanx._comm.rendezvous.bootstrap`).
+Ranks of one host exchange data faster, in shared memory (`phalanx._comm.rendezvous.bootstrap`).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _in_torchs_words(
 
 
 class CoordinationStore(Store):
-    """A `CoordinationStore` is a PyTorch `Store`, kept by the coordinator at `address`. Threads and forks may share it.
+    """A `CoordinationStore` is a PyTorch `Store` on the coordinator at `address`. Threads and forks may share it.
 
     A waiting call does not delay other threads' calls; clones share one connection. The connection stays open until
     `close`, or the end of the process: torch does not report when it no longer needs a store. A PrefixStore around this
@@ -78,12 +78,12 @@ class CoordinationStore(Store):
 
     @property
     def host(self) -> str:
-        """Return the coordinator's host, as TCPStore does; "" on its own host's socket."""
+        """Return the coordinator's host, as TCPStore does; "" if its address is a Unix socket of this host."""
         return self._client.address.host
 
     @property
     def port(self) -> int:
-        """Return the coordinator's port, as TCPStore does; 0 on its own host's socket."""
+        """Return the coordinator's port, as TCPStore does; 0 if its address is a Unix socket of this host."""
         return self._client.address.port
 
     def leads_to(self, address: str) -> bool:
@@ -113,7 +113,7 @@ class CoordinationStore(Store):
 
     @_in_torchs_words
     def add_item(self, counter: str, prefix: str, value: str | bytes) -> int:
-        """Set the key `prefix` + `counter`'s number to `value`, add one to the number, and return the old number."""
+        """Set the key `prefix` + n to `value`, where n is the number at `counter`; add one to it, and return n."""
         return self._client.add_item(counter, prefix, value)
 
     @_in_torchs_words

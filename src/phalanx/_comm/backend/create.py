@@ -65,15 +65,15 @@ _NO_CORE = "the C core was not built (reinstall with a C compiler)"
 def create_process_group(options: Any, backend_options: Any = None) -> Any:
     """Create the process group of `init_process_group("phalanx")` and `new_group`.
 
-    All ranks of the group call it. `backend_options` is the user's `pg_options`: a `phalanx.Options`, or None. The
+    All ranks of the group call this. `backend_options` is the user's `pg_options`: a `phalanx.Options`, or None. The
     group is a `PhalanxProcessGroup`, over the memory of one host or across several. If memory cannot be shared even
-    inside a host (no C core), torch's Gloo runs all operations, which is logged once.
+    inside a host (for example, without the C core), torch's Gloo runs all operations, which is logged once.
 
     Raises:
-        ValueError: the timeout is zero, or the ranks were given different options.
+        ValueError: the timeout is not above zero, or the ranks were given different options.
         TypeError: `backend_options` has another type.
         DeadlineError: some rank did not join; the message names it, on every rank that did.
-        PhalanxError: hosts cannot reach each other.
+        PhalanxError: the hosts cannot reach each other, or the memory or the engine cannot be opened.
     """
     # For "cuda:nccl,cpu:phalanx" torch also passes us the options that it has filled in for NCCL.
     if backend_options is not None and getattr(backend_options, "group_name", None) == options.group_id:
@@ -109,7 +109,7 @@ def _unconnected_group(options: Any, backend_options: Any) -> Any:
 
 
 def open_transport(options: Any, backend_options: Options | None) -> Transport:
-    """Find the group's other ranks, and return the transport to them. Collective; errors as `create_process_group`."""
+    """Find the group's ranks, and return the transport to them. Collective; raise as `create_process_group` does."""
     settings = _with_variables(backend_options if backend_options is not None else Options())
     timeout: timedelta = options.timeout
     if timeout <= timedelta(0):
@@ -176,7 +176,7 @@ def _interface_problem(settings: Options) -> str:
 
 
 def _wrong_interface(infos: Sequence[RankInfo], settings: Options) -> str:
-    """Return which ranks lack their configured interface, or "". The answer is the same on every rank."""
+    """Return which ranks lack their configured interface, or ""; the result is the same on every rank."""
     if settings.engine != "gloo":
         return ""
     problems: dict[str, list[int]] = {}
@@ -191,7 +191,7 @@ def _wrong_interface(infos: Sequence[RankInfo], settings: Options) -> str:
 
 
 def _public_address_problem(infos: Sequence[RankInfo], settings: Options) -> str:
-    """Return why an engine must not send tensors between these ranks, or "". All ranks get the same answer."""
+    """Return why an engine must not send tensors between these ranks, or ""; the result is the same on every rank."""
     if settings.allow_public_address or settings.engine != "gloo":
         return ""
     public = {info.address: info.hostname for info in infos if is_public(info.address)}
@@ -240,7 +240,7 @@ def _rank_info(server: FdServer | None, obstacle: str, store: Any, settings: Opt
 def _my_address(store: Any, settings: Options) -> str:
     """Return the address at which other hosts reach this rank; "" for a store in a file.
 
-    It is the address of the configured interface, else the local address of the route to the job's store.
+    It is the address of the configured interface; else the agents' address; else that of the route to the job's store.
     """
     if settings.interface and (addresses := interface_addresses().get(settings.interface)):
         return next(filter(is_public, addresses), addresses[0])  # the engine may use any of them
@@ -261,7 +261,7 @@ def _differing_options(infos: Sequence[RankInfo]) -> str:
 
 
 def _cannot_share(infos: Sequence[RankInfo]) -> str:
-    """Return why these ranks cannot share memory, or "". The answer is the same on every rank."""
+    """Return why these ranks cannot share memory, or ""; the result is the same on every rank."""
     hindered: dict[str, list[int]] = {}
     for r, info in enumerate(infos):
         if info.obstacle:
@@ -286,7 +286,7 @@ def _share(server: FdServer, bootstrap: Bootstrap, options: Any, deadline: Deadl
 
 
 def _group_class() -> Any:
-    """Return the class of new groups: only a process with other devices must check the devices of tensors."""
+    """Return the class of new groups: only a process with an engine for another device must check tensors' devices."""
     if device_backends.available():
         from phalanx._comm.backend.process_group.devices import RoutedProcessGroup
 
@@ -337,7 +337,7 @@ def _connect(server: FdServer, bootstrap: Bootstrap, options: Any, settings: Opt
 
 
 def _complete(transport: Transport, bootstrap: Bootstrap, options: Any, deadline: Deadline) -> Transport:
-    """Wait until all ranks have the transport, and return it: from then on a failure is reported on every rank."""
+    """Return the transport once all ranks have it: from then on, a failure is reported on every rank."""
     try:
         if options.group_rank == 0:
             bootstrap.forget()
@@ -382,7 +382,7 @@ _signals: WeakValueDictionary[tuple[int, int], FailureSignals] = WeakValueDictio
 
 
 def _signals_of(store: Any) -> FailureSignals:
-    """Return the signals in `store`, the same object for all groups of this process with that store."""
+    """Return the failure signals in `store`; all groups of this process with that store share the object."""
     key = (os.getpid(), id(store))
     signals = _signals.get(key)
     if signals is None:
@@ -398,7 +398,7 @@ def _over_gloo(bootstrap: Bootstrap, options: Any, settings: Options, deadline: 
     key = hashlib.blake2b(infos[0].secret.encode(), digest_size=16).hexdigest()
     failure_store = _open_failure_store(options, key, infos, processes)
     group = RendezvousGroup(name, key, options.store, infos, layout)
-    # one thread: the transport runs one collective at a time
+    # one thread, because the transport runs one collective at a time
     engine = open_gloo(group, settings, deadline, failure_store, num_threads=1)
     session = GlooSession(name, engine, failure_store, processes, lambda r: infos[r].has_ended(infos[rank]))
     transport = GlooTransport(session)

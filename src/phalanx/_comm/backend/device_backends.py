@@ -1,4 +1,4 @@
-"""The engines for tensors of each type of device; this backend itself handles CPU tensors."""
+"""List the engine for each type of device, such as NCCL for CUDA; this backend itself handles CPU tensors."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class DeviceBackend:
     """A `DeviceBackend` is an engine for the tensors of one type of device.
 
     `open(store, rank, world_size, timeout, name, global_ranks)` returns one of torch's process groups. `open` is None
-    if torch has none for the device; then tensors go through host memory. `identify` returns an identifier of a device
-    that is valid on all ranks. `obstacle` receives the identifiers of all ranks' devices, by rank, and returns why the
-    engine cannot connect ranks that use these devices, or "".
+    if torch has none for the device; then tensors go through host memory. `identify` returns a device's identifier,
+    which is the same on all ranks. `obstacle` receives the identifiers of all ranks' devices, by rank, and returns why
+    the engine cannot connect ranks that use these devices, or "".
     """
 
     engine: str
@@ -65,12 +65,12 @@ def group_of(backend: Any, kind: str, device: torch.device, store: Any, rank: in
 
 
 def _identify(device: torch.device) -> str:
-    """Return an identifier of a GPU, independent of its number in this process."""
+    """Return an identifier of a GPU that does not depend on its index in this process."""
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def find_shared_gpu(gpus: Sequence[str]) -> str:
-    """Return why NCCL cannot connect ranks that use these GPUs, by rank, or ""."""
+    """Return why NCCL cannot connect the ranks, or ""; `gpus` has each rank's GPU, by rank."""
     users: dict[str, list[int]] = {}
     for rank, gpu in enumerate(gpus):
         users.setdefault(gpu, []).append(rank)

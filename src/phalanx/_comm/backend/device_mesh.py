@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 
 def mesh(device_type: str = "cpu", /, **axes: int) -> DeviceMesh:
-    """Return a `DeviceMesh` of all ranks with these axes, as in `phalanx.mesh(pipeline=2, data=2)`. All ranks call it.
+    """Return a `DeviceMesh` of all ranks with these axes, such as `phalanx.mesh(pipeline=2, data=2)`. Collective.
 
     One axis may be -1; its size is then the number of ranks divided by the product of the other sizes. Neighbours on
     the last axis have consecutive ranks.

@@ -1,8 +1,8 @@
 """Mark functions that torch.compile must not trace, mainly the methods of a group and of its works.
 
-torch's own groups are C++, where Dynamo ends its graph. Ours are Python, so Dynamo would trace their locks, threads and
-opaque objects, unless they are marked. `torch.compiler.disable` also sets the marks, but imports all of Dynamo, which
-takes a second.
+torch's own groups are C++, at which Dynamo breaks the graph. Ours are Python, so Dynamo would trace their locks,
+threads and opaque objects, unless they are marked. `torch.compiler.disable` also sets the marks, but it imports all of
+Dynamo, which takes a second.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def skipped(function: _Function) -> _Function:
 
 
 def undecorated(function: Any) -> Any:
-    """Return a method of torch's optimizers without torch's decorators for Dynamo; only `untraced` code may call it.
+    """Return an optimizer's method without torch's decorators for Dynamo; only `untraced` code may call the result.
 
     Each decorator would import Dynamo at its first call: half a second, and 30 to 70 MB in every process.
     """
@@ -59,11 +59,11 @@ def _functions(member: Any) -> list[types.FunctionType]:
 
 
 def _exclude(function: Any, *, with_callees: bool = True) -> None:
-    function = inspect.unwrap(function)  # wrappers of one decorator, such as `torch.no_grad()`, share their code
-    # A call in traced code ends the graph.
+    function = inspect.unwrap(function)  # all wrappers of a decorator, such as `torch.no_grad()`, share one code object
+    # A call from traced code breaks the graph.
     function._torchdynamo_disable = True
     function._torchdynamo_disable_msg = "a process group's operations are executed, not traced"
-    # Dynamo skips a frame that is called from untraced code, and with callees all frames below it.
+    # If untraced code calls the function, Dynamo skips its frame and, `with_callees`, the frames of all its callees.
     if _set_strategy is not None and _FrameAction is not None and _FrameExecStrategy is not None:
         callees = _FrameAction.SKIP if with_callees else _FrameAction.DEFAULT
         _set_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, callees))

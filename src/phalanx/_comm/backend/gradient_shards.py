@@ -1,7 +1,7 @@
-"""An optimizer registers the slice of a gradient's mean that its rank needs, and the averaging code looks it up.
+"""Register the slice of a gradient's mean that this rank's optimizer needs; the averaging code looks it up.
 
-An optimizer that is sharded over the ranks of a host updates a slice of each parameter, in shared memory. So a rank
-needs the mean only in that slice.
+With an optimizer that is sharded over the ranks of a host, each rank updates a slice of each parameter, in shared
+memory. So a rank needs the mean only in that slice.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ _needed: MutableMapping[Tensor, NeededSlice] = WeakIdKeyDictionary()
 def need_slice(parameter: Tensor, start: int, stop: int, group: dist.ProcessGroup) -> None:
     """Register that this rank needs only elements `start` to `stop` of the parameter's mean gradient.
 
-    The registration applies from the next backward on. Collective: every rank of `group` registers a slice of the same
-    parameters before that backward, and the slices cover all elements.
+    The registration applies from the next backward pass on. Collective: every rank of `group` registers a slice of the
+    same parameters before that pass, and the slices cover all elements.
     """
     _needed[parameter] = NeededSlice(start, stop, dist.get_process_group_ranks(group))
 
 
 def need_all(parameter: Tensor) -> None:
-    """Register that this rank needs the whole mean again, from the next backward on. All ranks call it."""
+    """Register that this rank needs the whole mean again, from the next backward pass on. All ranks call this."""
     _needed.pop(parameter, None)
 
 
@@ -66,7 +66,7 @@ def is_partial(parameter: Tensor) -> bool:
 
 
 def find_needed(parameter: Tensor, group: dist.ProcessGroup) -> NeededSlice | None:
-    """Return the slice that this rank needs of a gradient averaged over `group`; None for all of it."""
+    """Return the slice that this rank needs of a gradient averaged over `group`; None if it needs all of it."""
     needed = _needed.get(parameter)
     if needed is None or needed.ranks != tuple(dist.get_process_group_ranks(group)):
         return None

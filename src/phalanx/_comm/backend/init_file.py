@@ -1,7 +1,7 @@
 """Check the file of `init_method="file://..."`, and refuse a file that no store has written.
 
-torch's FileStore appends records to its file, and each rank reads all of them. Its constructor reads the first bytes of
-any file as the length of a key, and waits for the rest without a timeout.
+torch's FileStore appends records to its file, and each rank reads all of them. The constructor takes the first bytes of
+any file for the length of a key, and waits for the rest of that key without a timeout.
 
     u32 length | key | u32 length | value | u32 length | key | ...
 """
@@ -35,11 +35,11 @@ def file_rendezvous(
 def check_init_file(url: str, deadline: Deadline) -> None:
     """Refuse a `file://` URL of a file that no FileStore has written; a missing file is allowed.
 
-    Wait for the file's folder, which another rank may be creating.
+    Wait for the file's directory, which another rank may be creating.
 
     Raises:
         ValueError: no FileStore has written this file; the message has advice.
-        DeadlineError: its folder did not appear, or another process held the file's lock until the deadline.
+        DeadlineError: its directory did not appear, or another process held the file's lock until the deadline.
     """
     path = urlparse(url).path  # as torch reads it: without decoding %20
     here = f"init_method='file://{path}'"
@@ -72,7 +72,7 @@ def check_init_file(url: str, deadline: Deadline) -> None:
 
 
 def is_written_by_store(file: int) -> bool:
-    """Return whether an open file is empty or holds complete records of a FileStore, by the length of each field."""
+    """Return whether an open file is empty or has complete records of a FileStore; only field lengths are checked."""
     size = os.fstat(file).st_size
     position, fields = 0, 0
     while position < size:

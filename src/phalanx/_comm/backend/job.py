@@ -1,4 +1,4 @@
-"""`init` joins the job of this process, however it was started, and returns it as a `Job`."""
+"""`init` joins the job that this process belongs to, whichever launcher started it, and returns a `Job`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _GPU_BACKENDS = {"phalanx", "nccl"}
 
 
 class Job:
-    """A `Job` is the process's place in the job. As a context manager it leaves the job on exit."""
+    """A `Job` is this process's rank and device in the job. As a context manager, it leaves the job on exit."""
 
     def __init__(self, rank: int, world_size: int, local_rank: int, device: torch.device) -> None:
         self.rank = rank
@@ -58,7 +58,7 @@ def init(
     init_method: str | None = None,
     timeout: float | timedelta = 1800.0,
 ) -> Job:
-    """Join the job as one of its ranks under `phalanx run`, torchrun, mpiexec or srun; else as a job of one process.
+    """Join the job as a rank of `phalanx run`, torchrun, mpiexec or srun; without a launcher, start a job of one rank.
 
     `backend` defaults to "phalanx". `timeout` (seconds) limits each operation of the group. An existing process group
     is used as it is.
@@ -68,8 +68,7 @@ def init(
 
     Raises:
         ValueError: a variable or argument shows that this process is one of several, but its rank or the address of the
-            rendezvous is unknown.
-        ValueError: torch does not know the backend.
+            rendezvous is unknown; or `rank` and `world_size` do not fit together; or torch does not know the backend.
         DeadlineError: some rank did not join; the message names it.
     """
     limit = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
@@ -177,7 +176,7 @@ def _device(local_rank: int) -> torch.device:
 
 
 def _ranks_here() -> int | None:
-    """Return the number of the job's ranks on this host; None if only this rank's place among them is known."""
+    """Return the number of the job's ranks on this host; None if only this process's local rank is known."""
     told = os.environ.get("LOCAL_WORLD_SIZE", "")
     launch = find_launch(os.environ)
     if told.isdecimal():

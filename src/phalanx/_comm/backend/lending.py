@@ -22,15 +22,15 @@ from phalanx._comm.backend.process_group import PhalanxProcessGroup
 from phalanx._comm.backend.shared import shared_empty
 from phalanx._comm.symmetric_memory.pool import SharedPool
 
-_PIECES = 1024  # the most tensors that a rank may have lent at the same time
-_WORD = 40  # the low bits of a place are an offset in the heap; the bits above them are the number of the piece
+_PIECES = 1024  # the maximum number of tensors that a rank may have lent at the same time
+_WORD = 40  # this many low bits of a place are an offset in the heap; the bits above are the number of the piece
 
 
 class Lending:
     """A `Lending` lends and borrows tensors for one rank. All ranks of `group` create theirs together.
 
     Arguments:
-        sizes: the most tensors lent at the same time, by their size in bytes; the same on all ranks.
+        sizes: the maximum number of tensors lent at the same time, by size in bytes; the same on all ranks.
     """
 
     def __init__(self, group: PhalanxProcessGroup, sizes: Mapping[int, int]) -> None:
@@ -40,7 +40,7 @@ class Lending:
         self._pool = SharedPool(group.symm_mem, sizes, lambda nbytes: self._allocate(group, nbytes))
         # Tensors of the pool may outlive this object, for example a gradient. A closed pool keeps their memory.
         weakref.finalize(self, self._pool.close).atexit = False
-        # Each piece that a rank may lend has a word, which the borrower sets. The words of all ranks are in one memory.
+        # Each piece that a rank may lend has a word, which the borrower sets to return the piece.
         words = shared_empty(group.size() * _PIECES, dtype=torch.int32, group=group, owner=0)
         if self._rank == 0:
             words.zero_()
@@ -96,7 +96,7 @@ class Lending:
             self._free.append(piece)
 
     def borrow(self, rank: int, place: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return the tensor that `rank` lent at `place`. Its memory is returned when no tensor uses it any more."""
+        """Return the tensor that `rank` lent at `place`. Its memory is returned when no tensor uses it any longer."""
         address = self._symm_mem.address_of(rank, place & ((1 << _WORD) - 1))
         buffer = (ctypes.c_char * (math.prod(shape) * dtype.itemsize)).from_address(address)
         weakref.finalize(buffer, self._return, rank, place >> _WORD).atexit = False

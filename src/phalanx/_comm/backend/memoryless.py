@@ -1,4 +1,4 @@
-"""Handle tensors without memory: skip fake ones, read some as zeros, and refuse the others with the reason."""
+"""Handle tensors without memory: skip calls with fake tensors, read zero tensors as zeros, and refuse the others."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _is_wrapped: Any = find("torch._C._functorch.is_functorch_wrapped_tensor", loses
 
 
 class FakeCall(Exception):
-    """An argument is a fake tensor, with a shape and no values: the call does nothing, as in torch's backends."""
+    """An argument is a fake tensor, which has no values, so the call does nothing, as in torch's backends."""
 
 
 def is_fake(tensor: Any) -> bool:
@@ -38,7 +38,7 @@ def address_of(tensor: Tensor) -> int:
 
 
 def check_memory(tensor: Tensor, operation: str, *, written: bool) -> None:
-    """Check that a tensor with address 0 is acceptable: it is empty, or represents zeros and is only read.
+    """Check that a tensor with address 0 is acceptable: empty, or a zero tensor of autograd that is only read.
 
     Raises:
         FakeCall: the tensor is fake.

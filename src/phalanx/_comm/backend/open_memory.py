@@ -40,14 +40,14 @@ def open_symmetric_memory(
     )
 
     rank, name = options.group_rank, options.group_id
-    # Across hosts an engine's thread runs while a rank waits, and finds no free core if the rank spins.
+    # In a group on several hosts, an engine's thread runs while a rank waits, and needs a core even if the rank spins.
     is_one_host = len(local_ranks) == len(infos)
     threads, stage_bytes = (1, STAGE_BYTES) if is_one_host else (2, STAGE_BYTES_BETWEEN_HOSTS)
     members = [LocalRank(infos[r].process, infos[r].cpus, threads) for r in local_ranks]
     here = f"init_process_group of group {name!r} on rank {rank}"
 
     def check_ranks(which: Iterable[int]) -> None:
-        """Check that the local ranks `which` have not ended, and that the group is still wanted."""
+        """Check that the local ranks `which` have not ended, and call `check_formation`."""
         check_formation()
         for who in (local_ranks[i] for i in sorted(which)):
             if infos[who].process.has_ended():
@@ -79,7 +79,7 @@ def open_symmetric_memory(
 
 
 def _sees_processes(leader: RankInfo, member: RankInfo) -> bool:
-    """Return whether `member` sees the leader's process under the same process number."""
+    """Return whether `member` sees the leader's process under the same pid."""
     return bool(leader.process.namespace) and leader.process.namespace == member.process.namespace
 
 

@@ -67,7 +67,7 @@ _OVERLOADS: dict[str, tuple[str, ...]] = {
     "recv_anysource": ("tensors:T* tag", "arg0:T* arg1"),
 }
 METHODS = tuple(_OVERLOADS)
-"""The collectives and messages of a group, under the names by which torch's C++ looks for an override."""
+"""The names of a group's collectives and messages, by which torch's C++ looks for an override."""
 OLDER_NAMES = {
     "all_gather_single": "_allgather_base",
     "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
@@ -75,7 +75,7 @@ OLDER_NAMES = {
     "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
     "all_to_all_single": "alltoall_base",
 }
-"""torch's names up to 2.12, which still work, keyed by the present names."""
+"""torch's names up to 2.12, which still work, keyed by the current names."""
 _OVERLOADS |= {older: _OVERLOADS[name] for name, older in OLDER_NAMES.items()}
 
 _ALL_TO_ALL = c10d.AllToAllOptions
@@ -168,7 +168,7 @@ def _parameter(text: str) -> _Parameter:
 def _bind(
     method: str, overload: tuple[_Parameter, ...], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> dict[_Parameter, Any] | None:
-    """Return the values by parameter; None if the call is not this overload of `method`."""
+    """Return the value of each parameter that was passed; None if the call is not this overload of `method`."""
     if len(args) + len(kwargs) > len(overload):
         return None
     given = dict(zip(overload, args, strict=False))
@@ -243,7 +243,7 @@ def _kind_of(value: Any) -> str:
 
 
 def arguments_of_allreduce(tensors: Any, opts: Any, timeout: Any, op: Any, tensor: Any) -> tuple[Any, Any]:
-    """Return the tensors and options of a call of `allreduce` in any of PyTorch's overloads."""
+    """Return the tensors and options of a call to any of PyTorch's overloads of `allreduce`."""
     if type(opts) is c10d.AllreduceOptions and isinstance(tensors, list) and timeout is op is tensor is None:
         return tensors, opts
     if isinstance(tensors, Tensor) and tensor is None:  # passed by position

@@ -1,6 +1,6 @@
 """Import the modules that a rank needs to join its group and to call its first collectives.
 
-A process that forks ranks imports this module, so that its ranks need not import the same modules again.
+A process that forks ranks imports this module first, so that the ranks inherit the imported modules.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """`Reconfiguration` replaces the members of an existing group (`torch.distributed._reconfigure`, torch 2.14 and later).
 
 A group that was created with `enable_reconfigure` has no peers at first. The program exchanges the processes' handles.
-Each future member calls `reconfigure` with the same handles and a new uuid. They form the group in its first store,
-under that uuid. A process whose handle is missing loses its peers.
+Each future member calls `reconfigure` with the same handles and a new uuid. The members form the group in the store
+with which it was created, under a prefix with that uuid. A process that is left out calls nothing, and loses its peers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _NEVER = -1
 
 @dataclass(frozen=True, order=True)
 class MemberHandle:
-    """A `MemberHandle` has a member's rank and the uuid of the call that set it, its first rank, and a random token."""
+    """A `MemberHandle` has a member's rank and the uuid of the call that set the rank, its first rank, and a token."""
 
     rank: int
     uuid: int
@@ -59,7 +59,7 @@ class MemberHandle:
 
 
 def order_handles(handles: list[str] | set[str], own: str) -> list[str]:
-    """Return the handles in the order of their new ranks: a list unchanged, a set ordered by the present ranks.
+    """Return the handles in the order of the new ranks: a list unchanged, a set in the order of the current ranks.
 
     Raises:
         PhalanxError: there is no handle, a handle is repeated or invalid, or `own` is missing.
@@ -79,7 +79,7 @@ def order_handles(handles: list[str] | set[str], own: str) -> list[str]:
 
 
 def unconnected(group: str, rank: int, world_size: int) -> RefusingTransport:
-    """Return the transport of a group without peers."""
+    """Return the transport of a group without peers, which refuses all operations."""
 
     def explain(where: str) -> str:
         return (
@@ -111,11 +111,11 @@ class Reconfiguration:
         return str(MemberHandle(group.rank(), self._uuid, self._first_rank, self._token))
 
     def apply(self, group: PhalanxProcessGroup, opts: Any) -> None:
-        """Leave the group's members and connect to `opts.handles`. Collective over the new members.
+        """Leave the group's members, and connect to the members with `opts.handles`, which all call this.
 
         Raises:
-            PhalanxError: the handles or the uuid are invalid; the group is unchanged.
-            DeadlineError: some member did not join in time; the group has no members until the next call.
+            PhalanxError: the handles are invalid, or the uuid was used before; the group is unchanged.
+            DeadlineError: some member did not join in time; the group has no peers until the next call.
         """
         own = self.handle(group)
         handles = order_handles(opts.handles, own)

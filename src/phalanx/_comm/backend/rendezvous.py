@@ -1,9 +1,9 @@
 """Handle `env://` under `phalanx run`, `mpiexec` and Slurm's `srun`, where torch's handler fails or opens a port.
 
-In all three cases the ranks of one host share a `FileStore` in anonymous memory. Under `phalanx run` the agent owns
-that memory, and PHALANX_STORE is its path. Under `mpiexec` and `srun` on one host, rank 0 creates the memory, and the
-others fetch it by a name derived from the job. On several hosts rank 0 opens a `TCPStore`; MPI broadcasts its address,
-or the address follows from Slurm's job. torch handles everything else.
+In a job on one host, the ranks share a `FileStore` in anonymous memory. Under `phalanx run` the agent owns that memory,
+and PHALANX_STORE is its path. Under `mpiexec` and `srun` rank 0 creates the memory, and the others fetch it by a name
+derived from the job. In a job on several hosts, `phalanx run` offers its coordinator as the store; otherwise rank 0
+opens a `TCPStore`, whose address MPI broadcasts, or Slurm's job determines. torch handles everything else.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ Handler = Callable[..., Iterator[StoreAndRank]]
 
 
 def launcher() -> Launcher | None:
-    """Return the launcher that started this process, for messages about MPI; None if unknown."""
+    """Return the launcher that started this process, for starting MPI; None if unknown."""
     launch = mpi_launch(os.environ)
     if launch is not None:
         return Launcher(launch.launcher, launch.world_size, is_mpi=True)
@@ -71,7 +71,7 @@ def launcher() -> Launcher | None:
 
 
 def launched_rendezvous(original: Handler, url: str, timeout: timedelta, **kwargs: Any) -> Iterator[StoreAndRank]:
-    """Yield the rendezvous of `env://` in a rank of `phalanx run`, for any backend."""
+    """Yield the store, rank and world size of `env://` in a rank of `phalanx run`, for any backend."""
     path = find_agents_store(os.environ)
     if path and "?" not in url:
         yield _open_at_agent(path)
@@ -80,7 +80,7 @@ def launched_rendezvous(original: Handler, url: str, timeout: timedelta, **kwarg
 
 
 def env_rendezvous(original: Handler, url: str, timeout: timedelta, **kwargs: Any) -> Iterator[StoreAndRank]:
-    """Yield the rendezvous of `env://` for our backend."""
+    """Yield the store, rank and world size of `env://`, for our backend."""
     if find_agents_store(os.environ) and "?" not in url:
         yield from launched_rendezvous(original, url, timeout, **kwargs)  # the agent has the store: no port is opened
         return
@@ -101,17 +101,17 @@ _NOT_AGAIN = "env:// cannot rendezvous again; destroy the group and initialise a
 
 
 def address_rendezvous(original: Handler, url: str, timeout: timedelta, **kwargs: Any) -> Iterator[StoreAndRank]:
-    """Yield the rendezvous of `tcp://`, or of `env://` with an address. Its errors name the rank and the address.
+    """Yield the store, rank and world size of `tcp://`, or of `env://` with an address; errors name rank and address.
 
-    In torch's `original`, rank 0 waits for as many processes as its own world size, so it detects another rank's
-    different world size too late. Here all ranks continue to the group's bootstrap, which compares their world sizes.
+    In torch's `original`, rank 0 waits for as many processes as its own world size, so it detects too late that another
+    rank has a different world size. Here all ranks continue to the group's bootstrap, which compares the world sizes.
     """
     place = _place(url, timeout)
     if _is_complete(place):
         yield _open_at(place, url), place.rank, place.world_size
         raise RuntimeError(_NOT_AGAIN)
     # torch reports what is missing in `place`. No `yield` is inside the `with`: an iterator that was not exhausted is
-    # closed at the interpreter's exit, when modules are empty.
+    # closed at the interpreter's exit, when modules are already cleared.
     addresses = original(url, timeout=timeout, **kwargs)
     with launched(url), explained(place):
         address = next(addresses)
@@ -163,7 +163,7 @@ def _place(url: str, timeout: timedelta) -> StoreAddress:
 
 
 def attempt() -> str:
-    """Return how often the launcher has restarted this script; "0" also without a launcher."""
+    """Return how often the launcher has restarted this script; "0" without a launcher."""
     return os.environ.get("TORCHELASTIC_RESTART_COUNT") or "0"
 
 
@@ -186,7 +186,7 @@ def agents_key() -> Key | None:
 
 
 def own_address() -> str:
-    """Return this host's address in a job on several hosts, which the agents have tested; "" in other jobs."""
+    """Return this host's address, which the agents have tested, in a job on several hosts; "" in other jobs."""
     return os.environ.get("PHALANX_ADDRESS", "") if find_agents_store(os.environ) else ""
 
 
@@ -273,7 +273,7 @@ def _open_coordinator(path: str) -> Any:
 
 
 def _is_memfd(path: str) -> bool:
-    """Return whether this path leads to the agent's file: in another pid namespace it leads to another process."""
+    """Return whether `path` leads to the agent's file; in another pid namespace, it leads to another process's."""
     try:
         status = os.stat(path)
     except OSError:
@@ -295,7 +295,7 @@ def _fetch_from_agent(path: str) -> str:
 
 
 def mpi_rendezvous(timeout: timedelta) -> StoreAndRank:
-    """Return the store of backend "mpi", as `env://` does; a process that no launcher started is a job of one rank."""
+    """Return the store, rank and world size for "mpi", as `env://` does; without a launcher, a job of one rank."""
     is_spawned = multiprocessing.parent_process() is not None
     has_rank = "RANK" in os.environ or find_launch(os.environ) is not None
     if not has_rank and not find_incomplete_environment(os.environ, is_spawned=is_spawned):
@@ -331,7 +331,7 @@ def join_siblings(rank: int, world_size: int, secret: bytes, deadline: Deadline)
     """
     prefix = _next_prefix()
     # All descendants of a process have its secret, so the parent is part of the name: two trials of a sweep may each
-    # spawn ranks. The secret itself is never sent: it is the key of every connection of multiprocessing.
+    # spawn ranks. The secret itself is never sent, because it is also the key of multiprocessing's own connections.
     parent = multiprocessing.parent_process()
     job = f"{prefix} {parent.pid if parent is not None else 0}"
     name, token = (hmac.new(secret, f"phalanx {word} {job}".encode(), "sha256").hexdigest() for word in "nt")
@@ -350,9 +350,9 @@ def _check_world_size(launch: LaunchedProcess, environ: Mapping[str, str]) -> No
 
 
 def _open_on_one_host(launch: LaunchedProcess, prefix: str, deadline: Deadline) -> Any:
-    """Return the store of a job on one host: rank 0's memory, served at a socket in the user's own folder.
+    """Return the store of a job on one host: rank 0's memory, served at a socket in the user's private directory.
 
-    The socket's name need not be secret: no other user can enter the folder, or create the name first.
+    The socket's name need not be secret: no other user can enter the directory, or create the name first.
     """
     parent = os.getppid()
     job = launch.job if launch.launcher == "Slurm" else f"{launch.job}/{parent}/{read_start_ticks(parent)}"
@@ -394,7 +394,7 @@ def _open_at_rank_0(launch: LaunchedProcess, address: LocalAddress, deadline: De
 
 
 def _open_at_first_host(launch: LaunchedProcess, deadline: Deadline) -> Any:
-    """Return the store of a Slurm job on several hosts: on the first host, at a port derived from the job's number."""
+    """Return the store of a Slurm job on several hosts: on the first host, at a port derived from the job's id."""
     host = os.environ.get("MASTER_ADDR") or find_address(launch.first_host)
     port = int(os.environ.get("MASTER_PORT", launch.port))
     here = f"init_process_group under Slurm on rank {launch.rank} of {launch.world_size}"

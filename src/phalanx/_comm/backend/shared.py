@@ -22,7 +22,7 @@ def require_member(group: Any, caller: str, argument: str = "process_group") -> 
     """Check that this rank is in `group`.
 
     Raises:
-        ValueError: it is not; the message names `caller` and its `argument`.
+        ValueError: this rank is not in `group`; the message names `caller` and its `argument`.
     """
     if group is dist.GroupMember.NON_GROUP_MEMBER:  # an integer, which torch's stubs type as a group
         raise ValueError(
@@ -54,7 +54,7 @@ def require_group(group: dist.ProcessGroup | None, caller: str) -> dist.ProcessG
 
 
 def shares_memory(group: dist.ProcessGroup) -> bool:
-    """Return whether all ranks of `group` share memory; the backend's name does not show it."""
+    """Return whether all ranks of `group` share memory, which the backend's name does not show."""
     return sharing_group(group) is not None
 
 
@@ -65,13 +65,13 @@ def sharing_group(group: dist.ProcessGroup) -> PhalanxProcessGroup | None:
 
 
 def ranks_by_host(group: dist.ProcessGroup) -> tuple[tuple[int, ...], ...]:
-    """Return the group ranks of `group` by host; () if they are on one host, or the group is not ours."""
+    """Return the group ranks on each host of `group`; () if all are on one host, or the group is not ours."""
     ours = phalanx_group(group)
     return () if ours is None else ours.transport.hosts
 
 
 def is_joining(group: dist.ProcessGroup) -> bool:
-    """Return whether this process is alone in `group`: it replaces a lost rank and has not joined the others yet."""
+    """Return whether this process is alone in `group`, because it replaces a lost rank and has not joined yet."""
     ours = phalanx_group(group)
     return ours is not None and isinstance(ours.transport, RehearsalTransport)
 
@@ -90,7 +90,7 @@ def shared_empty(
         every rank has freed its tensor. On groups across hosts and on other backends this is `torch.empty`.
 
     Shape: as `torch.empty`: integers or one sequence.
-    Cost: two barriers and, on the first call, the mapping of the heap. New pages are zero.
+    Cost: two barriers and, on the first call, the mapping of the heap. Pages are allocated on first use.
 
     Raises:
         PhalanxError: the heap has no room.
@@ -132,10 +132,10 @@ def _read_shape(size: tuple[Any, ...]) -> tuple[int, ...]:
 
 
 def host_memory(nbytes: int, group: dist.ProcessGroup) -> dict[int, Tensor]:
-    """Return `nbytes` of memory of each rank of this host, by rank in `group`: write this rank's, read the others'.
+    """Return a tensor for each rank of this host, by rank in `group`: this rank writes its own, and reads the others'.
 
-    A rank's memory outlives the rank, as long as another rank of its host keeps its result. Collective: every rank
-    calls it with the same size. The result has no ranks of other hosts; without shared memory it has only this rank's
+    A rank's memory outlives the rank as long as another rank of its host keeps the tensors. Collective: every rank
+    calls this with the same size. The result has no ranks of other hosts; without shared memory it has only this rank's
     own, private memory.
 
     Shape: `(nbytes,)`, uint8, uninitialised.

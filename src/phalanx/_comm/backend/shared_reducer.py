@@ -1,4 +1,4 @@
-"""Reduce tensors of the shared heap in place, each as soon as it is ready on all ranks."""
+"""Reduce tensors in the shared heap in place, each as soon as it is ready on all ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from phalanx.errors import ClosedError
 
 
 class SharedReducer:
-    """A `SharedReducer` reduces the same tensors in place in every round. All ranks build it together.
+    """A `SharedReducer` reduces the same tensors in place in every round. All ranks create theirs together.
 
     In each round call `begin`, then `ready(i)` once for each tensor in any order, then `finish`. The reducer owns
     tensor i from `ready(i)` to the end of `finish`. In any round, and on any rank, another tensor of the group's heap
@@ -30,7 +30,7 @@ class SharedReducer:
     def __init__(self, group: Any, tensors: Sequence[Tensor], op: Any) -> None:
         self._group = group
         self._memory = group.shared_memory
-        self._tensors = list(tensors)  # the reducer keeps the heap's blocks alive
+        self._tensors = list(tensors)  # keeps the heap's blocks alive
         words = _core.reducer_bytes(len(tensors)) // 4
         self._flags = shared_empty(words, dtype=torch.int32, group=group).zero_()
         note_gradients(self._memory.group, sum(tensor.nbytes for tensor in tensors))

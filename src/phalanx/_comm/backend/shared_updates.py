@@ -1,4 +1,4 @@
-"""Register the parameters whose optimizer update ranks share, and the ranks that still read them."""
+"""Register parameters whose optimizer update ranks share, and functions that wait for ranks that still read them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def unregister_shared_update(parameter: Tensor) -> None:
 
 
 def register_readers(owner: object, await_others: Callable[[], None]) -> None:
-    """Register that all ranks read the memory of `owner`'s parameters; `await_others` waits until no other does."""
+    """Register that all ranks read `owner`'s parameters in memory; `await_others` waits until no other rank does."""
     _readers[owner] = await_others
 
 

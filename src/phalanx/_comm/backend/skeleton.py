@@ -61,7 +61,7 @@ def _plain(value: dict[Any, Any]) -> bool:
 
 
 def _like(value: dict[Any, Any], content: dict[Any, Any]) -> dict[Any, Any]:
-    """Return a dict of the type of `value`, with its attributes: a module's `state_dict` has its `_metadata`."""
+    """Return a dict of the type of `value`, with its attributes: a module's `state_dict` has `_metadata`."""
     if type(value) is dict:
         return content
     made = type(value)(content)

@@ -17,7 +17,7 @@ TORCH_SPLITS_ON_CPU = release_of(torch.__version__) >= (2, 15)
 
 
 class Splits:
-    """`Splits` counts the splits of one parent group, also on members outside of a split, so that all counts agree."""
+    """`Splits` counts the splits of a parent group, even on members outside of a split, so that all counts agree."""
 
     def __init__(self) -> None:
         self._num_splits = 0
@@ -76,7 +76,7 @@ def form_group(
     ranks: Sequence[int] = (),
     backend_options: Any = None,
 ) -> Any:
-    """Form a group of `size` ranks in `store`, created like `parent`. Each of these ranks calls this.
+    """Form a group of `size` ranks in `store`, created in the same way as `parent`. Each of these ranks calls this.
 
     The options default to the parent's.
 

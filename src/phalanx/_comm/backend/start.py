@@ -33,7 +33,7 @@ def refuse_unknown_backend(backend: object, called: str = "init_process_group") 
 
     Arguments:
         backend: a name, or pairs such as "cpu:gloo,cuda:nccl"; other types are not checked.
-        called: the function that the user called.
+        called: the function that the user called, for the message.
 
     Raises:
         ValueError: torch does not know the backend.
@@ -54,7 +54,7 @@ def refuse_unknown_backend(backend: object, called: str = "init_process_group") 
 
 @contextlib.contextmanager
 def launched(url: str) -> Iterator[None]:
-    """Explain in an error of torch's rendezvous at `url` how to start this process, if no launcher has started it.
+    """Explain, in an error of torch's rendezvous at `url`, how to start this process, if no launcher started it.
 
     Raises:
         ValueError: as torch does.
@@ -70,8 +70,8 @@ def launched(url: str) -> Iterator[None]:
 def is_default(environ: Mapping[str, str], device_id: object, accelerator: str, carried: Sequence[str]) -> bool:
     """Return whether ours is the default backend: under `phalanx run`, unless the call names a device.
 
-    torch's default is an engine for `accelerator` only. Ours also supports tensors of the CPU and of the devices
-    in `carried`, through an engine.
+    torch's default backend is for `accelerator` only. Ours must support the accelerator, too: `carried` lists the types
+    of device that it supports.
     """
     return bool(find_agents_store(environ)) and device_id is None and accelerator in carried
 
@@ -90,7 +90,7 @@ def explain_unlaunched(missing: Sequence[str], argv: Sequence[str], torch_error:
 
 
 def _missing(url: str, environ: Mapping[str, str]) -> list[str]:
-    """Return the unset variables that `env://` needs; the URL may have rank and world size."""
+    """Return the unset variables that `env://` needs; the URL may contain the rank and the world size instead."""
     query = parse_qs(urlsplit(url).query)
     return [name for name in _ENV if name.lower() not in query and not environ.get(name)]
 

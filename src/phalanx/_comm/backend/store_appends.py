@@ -1,6 +1,6 @@
 """Append to keys of torch's FileStore, whose own append loses values. The store of `phalanx run` is a FileStore.
 
-torch's append is compare_set(key, old, old + value), and counts the answer old + value as success. But compare_set also
+torch's append is compare_set(key, old, old + value), and takes the result old + value for success. But compare_set also
 returns old + value if another rank has appended an equal value in between, or if `value` is the key's whole value.
 
 claim       compare_set  <key>/appending   from the value read to "<token> <length of old> <old + value>"
@@ -43,7 +43,7 @@ def _carry_out(store: Any, key: str, claim: bytes) -> bytes:
 
 
 def _release(store: Any, claims: str, claim: bytes) -> None:
-    """Record that a claim was carried out. Another rank may have recorded that already, and made its own claim."""
+    """Record that `claim` was carried out, unless another rank has recorded that already and made its own claim."""
     store.compare_set(claims, claim, claim.partition(b" ")[0])
 
 

@@ -1,6 +1,6 @@
-"""Open the job's store at an address: rank 0 serves it, the others connect, and no rank waits there for late ranks.
+"""Open the job's `TCPStore` at an address: rank 0 serves it, the others connect, and no rank waits for late ranks.
 
-Obstacles are reported at once: a port in use by another process, or a server that is not a store.
+Problems are reported at once: a port that another process uses, or a server that is not a store.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from phalanx._comm.rendezvous.bootstrap import NOTICE_S, contest
 
 _logger = get_logger(__name__)
 _ANSWER_S = 8.0  # a store answers within milliseconds; torch's client retries until its time is up
-_GRACE_S = 4.0  # after this torch hangs: it waits for ever for a process that accepts connections and sends nothing
+_GRACE_S = 4.0  # after this, torch hangs: it waits forever for a server that accepts connections and sends nothing
 _LONGEST_PAUSE_S = 0.25
 
 
 @dataclass(frozen=True)
 class StoreAddress:
-    """A `StoreAddress` is the place at which a rank looks for the job's store; an unknown rank or world size is -1."""
+    """A `StoreAddress` is the address of the job's store, and the rank that opens it; an unknown number is -1."""
 
     host: str
     port: int
@@ -47,7 +47,7 @@ class StoreAddress:
 
 
 def open_store(place: StoreAddress, *, serve: bool, libuv: bool = True) -> Any:
-    """Return the store at `place`; with `serve` this process serves it.
+    """Return the store at `place`; with `serve`, this process serves the store.
 
     Raises:
         DistNetworkError: another process uses the port, or rank 0 cannot be reached; the message says which.
@@ -86,7 +86,7 @@ def _wait_for_listener(place: StoreAddress, deadline: Deadline) -> str:
 
 
 def _connect(place: StoreAddress, libuv: bool, timeout_s: float) -> tuple[Any, str]:
-    """Return a connection to the store, or torch's error. torch connects in a thread, because it may never return."""
+    """Return the store and "", or None and torch's error. torch connects in a thread, because it may never return."""
 
     def connect() -> TCPStore:
         limit = timedelta(seconds=timeout_s)
@@ -127,7 +127,7 @@ _served: set[tuple[int, int]] = set()
 
 
 def note_served(store: Any) -> None:
-    """Record that this process serves the store, which ends with the process."""
+    """Record that this process serves the store, so that the store ends with the process."""
     _served.add((os.getpid(), store.port))
 
 
@@ -146,12 +146,12 @@ def _is_in_use(port: int) -> bool:
 
 
 def _contest(place: StoreAddress, libuv: bool) -> str:
-    """Report this second rank 0 to the ranks that wait at the store; return the error that all of them get, or ""."""
+    """Report a second rank 0 to the ranks that wait at the store; return the error that they all raise, or ""."""
     store, _ = _connect(place, libuv, 2.0)
     if store is None:
         return ""
     with contextlib.suppress(RuntimeError):
-        for prefix in ("default_pg", "0/", "cpu/"):  # torch puts these before the keys of a job's first group
+        for prefix in ("default_pg", "0/", "cpu/"):  # torch's prefixes of the keys of a job's first group
             store = PrefixStore(prefix, store)
         return contest(store, place.rank, place.world_size)
     return ""
@@ -167,7 +167,7 @@ _REFUSED = "the host refuses connections to that port: no process listens there"
 
 @contextlib.contextmanager
 def explained(address: StoreAddress) -> Iterator[None]:
-    """Add the rank, the address and advice to torch's errors about the store in the block.
+    """Add the rank, the address and advice to the errors that torch raises about the store in the block.
 
     Raises:
         DistNetworkError, DistStoreError: as torch does, with an explanation.
@@ -180,12 +180,12 @@ def explained(address: StoreAddress) -> Iterator[None]:
 
 
 def probe(host: str, port: int) -> str:
-    """Try one plain connection to that address; return why it failed, or ""."""
+    """Try one TCP connection to that address; return why it failed, or ""."""
     try:
         with socket.create_connection((host, port), timeout=_PROBE_S) as connection:
             if connection.getsockname() != connection.getpeername():
                 return ""
-            return _REFUSED  # nobody listens: TCP has connected an ephemeral port of this host to itself
+            return _REFUSED  # no process listens: TCP has connected an ephemeral port of this host to itself
     except ConnectionRefusedError:
         return _REFUSED
     except socket.gaierror as error:
@@ -197,7 +197,7 @@ def probe(host: str, port: int) -> str:
 
 
 def explain(address: StoreAddress, seen: str, torch_error: str) -> str:
-    """Return an error's message: `seen` is the result of `probe`, `torch_error` is torch's text."""
+    """Return the message for a store that cannot be opened; `seen` is from `probe`, `torch_error` from torch."""
     place = f"{address.host} port {address.port}"
     span = f"within {address.timeout.total_seconds():.1f} s"
     if address.rank == 0:
@@ -221,7 +221,7 @@ def _quote(torch_error: str) -> str:
 
 
 def _explain_port_in_use(address: StoreAddress, contested: str, torch_error: str) -> str:
-    """Return the message for a rank 0 whose port another process uses; `contested` is the waiting ranks' error."""
+    """Return the message for a rank 0 whose port is in use; `contested` is the error of the ranks that wait there."""
     fact = f"\n{contested}" if contested else " That process is another program, or a job that already runs."
     return (
         f"{address.caller}: port {address.port} is in use by another process of this host, "

@@ -30,7 +30,7 @@ _OVER.set()
 
 
 class _Process:
-    """A `_Process` counts the forks since the first process, because a child cannot wait for its parent's work."""
+    """A `_Process` counts the forks that led to this process, because a child cannot wait for its parent's work."""
 
     def __init__(self) -> None:
         self.number = 0
@@ -45,7 +45,7 @@ os.register_at_fork(after_in_child=process.after_fork)
 
 @untraced
 class PhalanxWork(dist.Work):
-    """A `PhalanxWork` is an operation that runs, or has run, on one of the group's threads.
+    """A `PhalanxWork` is an operation that one of the group's executors runs or has run.
 
     `wait` raises the operation's own error. Futures from `get_future` carry the output tensors; their errors arrive
     as RuntimeError with the same text, which is all that torch's futures can carry.
@@ -65,7 +65,11 @@ class PhalanxWork(dist.Work):
         self.executor: SerialExecutor | None = None
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
-        """Block until the operation has completed; return True, or raise its error. A number is in seconds."""
+        """Block until the operation has completed; return True, or raise its error. A numeric timeout is in seconds.
+
+        Raises:
+            DeadlineError: the operation has not completed within `timeout`, if that is above zero; it continues.
+        """
         if isinstance(timeout, (int, float)):
             timeout = timedelta(seconds=timeout)
         deadline = Deadline.after(timeout) if timeout is not None and timeout > timedelta(0) else None
@@ -169,7 +173,7 @@ class PhalanxWork(dist.Work):
         return values
 
     def complete(self, error: BaseException | None) -> Callable[[], None] | None:
-        """Set the outcome, before any waiter receives it. The thread that ran the operation calls this once.
+        """Record the outcome, before any waiter reads it. The thread that ran the operation calls this once.
 
         If a future was requested, return a function that notifies its callbacks; call it before `wake_waiters`.
         """
@@ -209,11 +213,11 @@ _MOST_RECENT, _EXAMINED = 4096, 8
 class RecentWorks:
     """`RecentWorks` keeps the latest works of a group alive, but not their tensors.
 
-    torch's C++ may keep its half of a Work for a long time, and would wait for ever without the Python half. `append`
-    releases the tensors of completed works that only this object references. There is no lock: a signal handler may add
-    a work while this thread does.
+    torch's C++ may keep its half of a Work for a long time, and would wait forever without the Python half. `append`
+    releases the tensors of completed works that only this object references. There is no lock, because a signal handler
+    may interrupt `append` and call it again.
 
-    Cost: each added work examines `_EXAMINED` others.
+    Cost: each `append` examines up to `_EXAMINED` works.
     """
 
     def __init__(self) -> None:
@@ -231,7 +235,7 @@ class RecentWorks:
                 number, one, count = _pop(self._with_outputs)
             except IndexError:  # another thread has taken the rest
                 break
-            # A work that is about to leave `_works` belongs to its other owners.
+            # The tensors of a work that is about to leave `_works` are left to its other owners.
             is_recent = number > self._number - _MOST_RECENT + _EXAMINED
             if is_recent and (count > _REFERENCES_HERE or not one.release_outputs()):
                 self._with_outputs.append((number, one))
@@ -303,7 +307,7 @@ class CompletedWork(dist.Work):
 
 
 class Closable(Protocol):
-    """A `Closable` must be closed before the process leaves the group: the executors, the inbox."""
+    """A `Closable` must be closed before the process leaves the group: an executor, or the inbox."""
 
     def close(self, timeout_s: float) -> bool:
         """Complete the queued operations; return whether they ended within `timeout_s`."""
@@ -325,14 +329,14 @@ Action = Callable[[], None]
 class SerialExecutor:
     """A `SerialExecutor` runs actions in order of submission, in one thread, which starts with the first action.
 
-    A thread that waits for the next action runs the action itself: a synchronous call, such as `dist.recv`, then never
-    changes threads. If `interrupted` is given, actions may block signals. The main thread must handle Ctrl-C, so it
-    runs no such action; when an exception ends its wait, it calls `interrupted` with the exception, to end the action.
-    With `linger_s`, the thread exits after being idle for that long.
+    A thread that waits for the next action in the queue runs it itself, so that a synchronous call, such as
+    `dist.recv`, never changes threads. If `interrupted` is given, actions may block signals. The main thread must
+    handle Ctrl-C, so it runs no such action; when an exception ends its wait, it calls `interrupted` with the
+    exception, to end the action. With `linger_s`, the thread exits after being idle for that long.
 
-    With `callbacks_first`, operations called by a future's callback run within that call, before all queued ones.
-    PowerSGD's callbacks wait for their own collectives: queued collectives would deadlock, and their order among the
-    others must not depend on the progress of each rank's main thread.
+    With `callbacks_first`, an operation that a future's callback calls runs within that call, before all queued
+    operations. PowerSGD's callbacks wait for collectives that they call: if queued, these would deadlock; and their
+    place in the order must not depend on the progress of each rank's main thread.
     """
 
     def __init__(
@@ -346,7 +350,7 @@ class SerialExecutor:
     ) -> None:
         self.name = name
         self.callers: set[int] = set()
-        """The threads that run an operation or wait for one. In them, only a signal handler can call another."""
+        """The threads that run an operation or wait for one; in these, only a signal handler can make another call."""
         self.interrupted = interrupted
         self._counter = counter
         self._linger_s = linger_s
@@ -361,7 +365,7 @@ class SerialExecutor:
 
     @property
     def idle(self) -> bool:
-        """Return whether nothing is queued or running, and a new call need not wait."""
+        """Return whether nothing is queued or running, so that a new call need not wait."""
         return not (self.busy or self.items or self.is_bypassed)
 
     @property
@@ -370,7 +374,7 @@ class SerialExecutor:
         return self.idle and self._thread is None
 
     def put(self, action: Action, work: PhalanxWork) -> PhalanxWork:
-        """Queue `action`; `work` completes when the action has run."""
+        """Queue `action`, or run it in a callback if `callbacks_first`; `work` completes when the action has run."""
         if self._callbacks_first and self.is_in_callback():
             self.run_here(partial(self._carry_out, (action, work), nested=True))
             return work
@@ -404,7 +408,7 @@ class SerialExecutor:
     def run_here(self, operation: Callable[[], Result]) -> Result:
         """Run `operation` in the calling thread, which is one of the `callers` meanwhile.
 
-        A signal handler may interrupt any line of `operation`, even one that owns a lock.
+        A signal handler may interrupt any line of `operation`, even while it holds a lock.
         """
         me = threading.get_ident()
         if me in self.callers:
@@ -428,7 +432,7 @@ class SerialExecutor:
             self.is_bypassed = False
 
     def help(self, work: PhalanxWork) -> None:
-        """Run `work` in this thread, if it is next in the queue and has not started, or if this is a callback."""
+        """Run the action of `work` in this thread if it is next in the queue; in a callback, run the queue up to it."""
         if self.is_in_callback():
             self._carry_out_up_to(work)
             return
@@ -437,7 +441,7 @@ class SerialExecutor:
         self.run_here(partial(self._carry_out_next, work))
 
     def _carry_out_up_to(self, work: PhalanxWork) -> None:
-        """Run the queue in its order until `work` has completed; no other thread can during this one's callback."""
+        """Run the queue in order until `work` has completed: during a callback, no other thread can run the queue."""
         while not work._done.is_set():
             with self._changed:
                 if not self.items:
@@ -451,7 +455,7 @@ class SerialExecutor:
         with self._changed:
             if self.busy or not self.items or self.items[0][1] is not work:
                 return
-            self.busy = True  # before it leaves the queue: `idle` reads without the lock
+            self.busy = True  # set before the item leaves the queue, because `idle` reads without the lock
             item = self.items.popleft()
         self._carry_out(item)
 
@@ -461,7 +465,7 @@ class SerialExecutor:
                 self._changed.wait_for(lambda: not self.busy and (self.items or self._closing), self._linger_s)
                 if not self.items and not self.busy:
                     if not self._closing:
-                        self._thread = None  # the next action starts another
+                        self._thread = None  # the next action starts another thread
                     return
                 if self.busy:
                     continue

@@ -1,1 +1,1 @@
-"""Engines send tensors between hosts. They are PyTorch's: Phalanx has no network transport of its own."""
+"""Engines send tensors between hosts, through PyTorch's Gloo or MPI: Phalanx has no network protocol of its own."""

@@ -1,4 +1,4 @@
-"""An `Engine` sends messages between the ranks of a group, on any hosts."""
+"""`Engine` is the send and receive interface that Gloo and MPI implement to carry a group's messages between hosts."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from torch import Tensor
 
 from phalanx._base.deadline import Deadline
 
-# Tags from here on, up to 31 bits, are for data inside collectives.
+# Tags from this value up to 31 bits are for the data of collectives.
 DATA = 0x40000000
-# How long a leaving rank waits for its data to arrive: another rank may need them to complete an operation.
+# How long a leaving rank waits until its peers have received its data: they may need the data to complete an operation.
 DELIVERY_S = 10.0
-_LONG_WAIT_S = 20.0  # a longer wait is rounded to whole seconds, so that few timedelta objects are created
-_LONGEST_WAIT_S = 1e8  # three years: an infinite timeout, as Gloo counts milliseconds
+_LONG_WAIT_S = 20.0  # a longer wait is rounded up to whole seconds, so that few timedelta objects are created
+_LONGEST_WAIT_S = 1e8  # three years: used for an infinite timeout, as Gloo needs a finite number of milliseconds
 FOR_EVER = timedelta(seconds=_LONGEST_WAIT_S)
 
 
 def timedelta_of(deadline: Deadline, least_s: float = 0.001) -> timedelta:
-    """Return the time left until the deadline, for an engine's wait; at least `least_s`."""
+    """Return the time left until the deadline, at least `least_s`, as the timeout of an engine's wait."""
     left_s = deadline.left_s
     if left_s > _LONG_WAIT_S:
         return _seconds(math.ceil(min(left_s, _LONGEST_WAIT_S)))
@@ -34,32 +34,33 @@ def _seconds(number: int) -> timedelta:
 
 
 class PendingMessage(Protocol):
-    """An `PendingMessage` is a pending message."""
+    """A `PendingMessage` is a send or receive that has been started."""
 
     def wait(self, timeout: timedelta, /) -> object:
-        """Wait until the tensor may be used; raise RuntimeError if that is impossible."""
+        """Wait until the tensor may be used; raise RuntimeError if the message fails or the wait times out."""
 
 
 class PendingAnySourceReceive(PendingMessage, Protocol):
-    """A `PendingAnySourceReceive` is a receive from any rank."""
+    """A `PendingAnySourceReceive` is a receive from any rank that has been started."""
 
     def _source_rank(self) -> int:  # torch's name
-        """Return the rank that sent the message; it is known after the wait."""
+        """Return the rank that sent the message; valid only after the wait."""
 
 
 class Engine(Protocol):
-    """An `Engine` sends and receives for one rank. Messages between two ranks with one tag arrive in order of sending.
+    """An `Engine` sends and receives for one rank. Between two ranks, messages with the same tag arrive in order.
 
-    Tensors are contiguous; a receive is at least as long as its message. The caller keeps a message's tensor alive.
+    Tensors are contiguous, and a receive's tensor is at least as long as the message. The caller keeps the tensor of a
+    pending message alive.
     """
 
     @property
     def is_interruptible(self) -> bool:
-        """Return whether Ctrl-C, and signal handlers that raise, interrupt a wait."""
+        """Return whether Ctrl-C, or a signal handler that raises, interrupts a wait."""
 
     @property
     def num_tags(self) -> int:
-        """Return the number of tags: the user's messages have tags below this."""
+        """Return the number of tags for the user's messages, whose tags must be below this number."""
 
     def send(self, dst: int, tensor: Tensor, tag: int) -> PendingMessage:
         """Start a send."""
@@ -71,16 +72,19 @@ class Engine(Protocol):
         """Start a receive from the first rank that sends."""
 
     def wait_for_data(self, timeout_s: float) -> None:
-        """Wait until data arrive at this rank, at most `timeout_s`; the wait may miss data that arrive as it begins."""
+        """Wait at most `timeout_s` for data to arrive at this rank; data that arrive as the wait begins may be missed.
+
+        An engine whose waits poll returns at once.
+        """
 
     def check(self, peer: int) -> None:
-        """Raise RuntimeError if the connection with `peer` is known to be lost."""
+        """Raise RuntimeError if the connection to `peer` is known to be lost."""
 
     def deliver(self, deadline: Deadline) -> None:
-        """Wait until all sent data have arrived, or the time is up. Called before `close`, if there was no failure."""
+        """Wait until all sent data have arrived or the deadline has passed; called before `close` if nothing failed."""
 
     def close(self) -> None:
-        """Leave at once: a thread that waits for a message, here or (from this rank) at a peer, gets an error."""
+        """Leave at once: pending waits in this process, and peers' waits for messages from this rank, fail."""
 
     def free(self) -> None:
-        """Release the engine's resources, after `close`, once no thread of this process calls the engine any more."""
+        """Release the engine's resources; call this after `close`, when no thread uses the engine any longer."""

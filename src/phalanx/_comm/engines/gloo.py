@@ -1,4 +1,4 @@
-"""`GlooEngine` is Gloo, as PyTorch builds it in: TCP between hosts, CPU tensors, one connection per pair of ranks."""
+"""`GlooEngine` is the Gloo that PyTorch includes: CPU tensors over TCP, with one connection per pair of ranks."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ _Options: Any = find(
     "torch.distributed.ProcessGroupGloo._Options", loses="ranks of several hosts do not reach each other through Gloo"
 )
 
-# No rank sends with this tag: a receive with it can only time out. See `GlooEngine.close`.
+# No rank sends with this tag, so a receive with this tag can only fail. See `GlooEngine.close`.
 NOBODYS_TAG = 0x7FFFFFFF
 # torch's stub has only some of the class's methods.
 _ProcessGroupGloo: Any = ProcessGroupGloo
-_PORT_OF_NOTHING = 9  # "discard": only a route is looked up, nothing is sent
+_PORT_OF_NOTHING = 9  # "discard"; connecting a UDP socket only looks up a route, and sends nothing
 
 
-# The options of each collective that `begin` starts.
+# The class of the options of each collective that `begin` can start, by c10d's method name.
 _OPTIONS: dict[str, Any] = {
     "allreduce": c10d.AllreduceOptions,
     "reduce": c10d.ReduceOptions,
@@ -60,12 +60,12 @@ _OPTIONS: dict[str, Any] = {
 class GlooEngine:
     """A `GlooEngine` sends messages between the ranks of a group, on any hosts. All ranks create theirs together.
 
-    Sends and receives start at once and return a handle to wait for. Messages between two ranks with one tag arrive in
-    the order of sending; a receive is at least as long as its message. A wait that times out ends the engine for this
-    rank, and its peers' waits for this rank.
+    Sends and receives start at once and return a handle to wait for. Between two ranks, messages with the same tag
+    arrive in order; a receive's tensor is at least as long as the message. A wait that times out closes all of this
+    rank's connections, so that its peers' waits for this rank fail, too.
 
     Arguments:
-        num_threads: the number of threads for the collectives of `begin`. Messages need no thread.
+        num_threads: the number of threads that run the collectives of `begin`; messages need none.
 
     Raises:
         RuntimeError: some rank cannot be reached within `timeout`.
@@ -96,11 +96,11 @@ class GlooEngine:
             # Gloo does not keep the Python half of a store alive.
             self._addresses = GlooAddresses(store, rank, world_size)
             self._group = _ProcessGroupGloo(self._addresses, rank, world_size, options)
-        # Another thread's sockets may be among these, which are only queried.
+        # These may include another thread's sockets, which does no harm: the sockets are only queried.
         self._sockets = {n: inode for n, inode in _open_sockets().items() if before.get(n) != inode}
         self._device.watch(self._sockets)
         self._nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
-        self._collective: Any = None  # the last one begun
+        self._collective: Any = None  # the collective that was started last
         self.rank = rank
         self.world_size = world_size
 
@@ -120,7 +120,7 @@ class GlooEngine:
     def begin(
         self, method: str, arguments: Sequence[Any], timeout: timedelta, *, op: Any = None, root: int | None = None
     ) -> Any:
-        """Start one of Gloo's own collectives, by c10d's name, and return a handle to wait for."""
+        """Start the Gloo collective that c10d calls `method`, and return a handle to wait for."""
         options = _OPTIONS[method]()
         options.timeout = timeout
         if op is not None:
@@ -131,7 +131,7 @@ class GlooEngine:
         return self._collective
 
     def wait_for_data(self, timeout_s: float) -> None:
-        """Wait until data arrive at this rank, at most `timeout_s`; the wait may miss data that arrive as it begins.
+        """Wait at most `timeout_s` for data to arrive at this rank; data that arrive as the wait begins may be missed.
 
         Gloo's own thread wakes up at the same time, and reads the data.
         """
@@ -139,18 +139,19 @@ class GlooEngine:
             self._device.wait_for_data(timeout_s)
 
     def check(self, peer: int) -> None:
-        """Raise RuntimeError if the connection with `peer` is lost. Call it rarely: each call sends some bytes."""
+        """Raise RuntimeError if the connection to `peer` is lost. Call this rarely: each call sends some bytes."""
         self._group.recv([self._nothing], peer, NOBODYS_TAG)
 
     def deliver(self, deadline: Deadline) -> None:
-        """Wait before `close` until all sent data have arrived, or the time is up."""
+        """Wait until all sent data have arrived or the deadline has passed; called before `close`."""
         _await_delivery(self._sockets, deadline)
 
     def close(self) -> None:
-        """Close the connections at once: a thread that waits in them, here or at a peer, gets an error.
+        """Close the connections at once: waits for this rank's messages, here and at its peers, fail.
 
-        Gloo has no call for that (`abort` wakes no thread in torch 2.13), but a wait that times out closes all. A wait
-        that fails at once, because its peer has already closed, does not; then a wait for the next peer must time out.
+        Gloo has no call for this (`abort` wakes no thread in torch 2.13), but a wait that times out closes all
+        connections. A wait for a peer that has already closed its connection fails at once, and closes nothing; so this
+        waits for each peer in turn.
         """
         for offset in range(1, self.world_size):
             with contextlib.suppress(RuntimeError):
@@ -160,9 +161,10 @@ class GlooEngine:
                 )
 
     def free(self) -> None:
-        """Free the sockets and threads now, not at garbage collection; this is the last call, after `close`.
+        """Free the sockets and threads now, rather than at garbage collection. Call this last, after `close`.
 
-        Gloo's destructor waits for its collectives, and an interrupted one may never end: then nothing is freed.
+        Gloo's destructor waits for its collectives, and an interrupted collective may never end. So nothing is freed if
+        the last collective has not ended.
         """
         if self._collective is not None and not self._collective.is_completed():
             _unended.append(self._group)
@@ -170,21 +172,21 @@ class GlooEngine:
         self._device = None
 
 
-_unended: list[Any] = []  # groups of Gloo with a collective that has not ended
+_unended: list[Any] = []  # Gloo groups whose last collective had not ended; they are never freed
 
 
 class _Freed:
-    """A `_Freed` replaces Gloo's group: a late thread gets the same error as from a closed connection."""
+    """A `_Freed` replaces Gloo's group after `free`: a late call raises RuntimeError, as on a closed connection."""
 
     def __getattr__(self, name: str) -> Any:
         raise RuntimeError("the connections of this group are closed")
 
 
 def local_address(towards: str) -> str:
-    """Return this host's address on the route to `towards`, from the routing table alone.
+    """Return this host's address on the route to the host `towards`. Nothing is sent to that host.
 
     Raises:
-        OSError: there is no route, or no such name.
+        OSError: there is no route, or the name does not resolve.
     """
     family, _, _, _, peer = socket.getaddrinfo(towards, _PORT_OF_NOTHING, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as s:
@@ -192,17 +194,17 @@ def local_address(towards: str) -> str:
         return str(s.getsockname()[0])
 
 
-# The ranks of a group exchange Gloo's addresses in one round, instead of one request for each pair.
+# The ranks of a group exchange Gloo's addresses in one round, instead of one request per pair of ranks.
 #
 #     every rank   set  addresses/<n>      = Gloo's record of this rank
 #     rank 0       get  all of them        → set  addresses#once = all together
 #     every rank   get  addresses#once     → Gloo's requests are then answered locally
 #
-# Gloo itself would look up every other rank: 2N requests from each of N ranks, for records of 8N bytes. The records are
-# not parsed here; they are mostly a sequence of numbers that increase by one, which compresses well.
+# Gloo alone would look up every other rank: 2N requests from each of N ranks, for records of 8N bytes. The records are
+# not parsed here; they consist mostly of numbers that increase by one, and compress well.
 
 _EACH, _NUM_WRITTEN = "addresses/", "addresses"
-_TOGETHER = f"addresses{WRITE_ONCE}"  # ranks of one host fetch it once
+_TOGETHER = f"addresses{WRITE_ONCE}"  # the relay of a host fetches such a key once for all ranks
 _RUN = struct.Struct("<qI")
 _WORD_BYTES = 8
 
@@ -210,7 +212,7 @@ _WORD_BYTES = 8
 class GlooAddresses(Store):
     """A `GlooAddresses` is the store in which one rank's Gloo finds the other ranks; `store` is the group's store.
 
-    All of `world_size` ranks use it, and each writes one value. Cost: 3 requests to `store` per rank, 3 more of rank 0.
+    All `world_size` ranks use one, and each writes one value. Cost: 3 requests to `store` per rank, 5 from rank 0.
     """
 
     def __init__(self, store: Any, rank: int, world_size: int) -> None:
@@ -219,7 +221,7 @@ class GlooAddresses(Store):
         self._rank = rank
         self._world_size = world_size
         self._lock = threading.Lock()
-        self._found: dict[str, bytes] | None = None  # by Gloo's own keys, as compressed by `compress`
+        self._found: dict[str, bytes] | None = None  # the results of `compress`, keyed by Gloo's own keys
 
     def set(self, key: str, value: str | bytes) -> None:
         data = value.encode() if isinstance(value, str) else bytes(value)
@@ -239,7 +241,7 @@ class GlooAddresses(Store):
         self._find_all(timeout)
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Return whether all ranks have written, as far as is known."""
+        """Return whether this rank has fetched the values of all ranks, and `keys` are among them."""
         return self._found is not None and all(key in self._found for key in keys)
 
     def _find_all(self, timeout: timedelta | None) -> dict[str, bytes]:
@@ -253,7 +255,7 @@ class GlooAddresses(Store):
             return self._found
 
     def _put_together(self, timeout: timedelta | None) -> None:
-        keys = [f"{_EACH}{number}" for number in range(self._world_size)]  # in any order
+        keys = [f"{_EACH}{number}" for number in range(self._world_size)]  # not always the ranks' order
         self._wait(keys, timeout)
         self._store.set(_TOGETHER, pack_all(self._store.multi_get(keys)))
 
@@ -275,7 +277,7 @@ def unpack_all(data: bytes) -> dict[str, bytes]:
 
 
 def compress(data: bytes) -> bytes:
-    """Compress the words of `data` as runs of equal differences, followed by the incomplete last word, if any."""
+    """Compress the 8-byte words of `data` as runs of equal differences, followed by an incomplete last word, if any."""
     whole = len(data) // _WORD_BYTES * _WORD_BYTES
     words = torch.frombuffer(bytearray(bytes(_WORD_BYTES) + data[:whole]), dtype=torch.int64)
     values, counts = torch.unique_consecutive(torch.diff(words), return_counts=True)
@@ -292,22 +294,22 @@ def decompress(data: bytes) -> bytes:
     return ctypes.string_at(words.data_ptr(), len(words) * _WORD_BYTES) + data[end:]
 
 
-# Gloo connects the ranks of this process with others at one port, which all groups share.
+# All Gloo groups of this process accept connections at one port.
 #
 #     a group's ranks connect     ──> the kernel accepts connections
 #     no group is connecting      ──> the kernel drops all packets to the port
 #
-# Gloo accepts every connection as long as the process lives, and aborts a process without free descriptors. Gloo has no
-# call to stop accepting, so the kernel drops the packets (SO_ATTACH_FILTER of Linux). Existing connections are not
-# affected.
+# Gloo accepts every connection as long as the process lives, and aborts the process if it runs out of descriptors. Gloo
+# has no call to stop accepting, so a filter makes the kernel drop the packets (SO_ATTACH_FILTER of Linux). Existing
+# connections are not affected.
 
 # <asm-generic/socket.h> and <linux/filter.h>; Python's socket module does not name them.
 _SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27
-_DROP = struct.pack("HBBI", 0x06, 0, 0, 0)  # one instruction, BPF_RET|BPF_K: accept no byte of a packet
+_DROP = struct.pack("HBBI", 0x06, 0, 0, 0)  # a single instruction, BPF_RET|BPF_K: accept 0 bytes of each packet
 
 
 class GlooDevice:
-    """A `GlooDevice` is a port of this process on one network, with its service thread. See `gloo_device`."""
+    """A `GlooDevice` is Gloo's listening port on one network interface, with its thread. See `gloo_device`."""
 
     def __init__(self, address: str, interface: str) -> None:
         before = _open_sockets()
@@ -317,7 +319,7 @@ class GlooDevice:
             for descriptor, inode in _open_sockets().items()
             if before.get(descriptor) != inode and _place(descriptor, inode) is not None
         }
-        # If there are two, another thread may have opened one of them, which must not be filtered.
+        # If there are several, another thread has opened some of them, and they must not be filtered.
         self._listening = new if len(new) == 1 else {}
         self._lock = threading.Lock()
         self._num_connecting = 0
@@ -326,7 +328,7 @@ class GlooDevice:
 
     @property
     def ports(self) -> list[tuple[str, int]]:
-        """Return the addresses and ports at which the device listens, as far as the system lists them."""
+        """Return the addresses and ports at which the device listens; [] if they could not be identified."""
         places = (_place(descriptor, inode) for descriptor, inode in self._listening.items())
         return [place for place in places if place is not None]
 
@@ -338,7 +340,7 @@ class GlooDevice:
                     self._arrivals.register(descriptor, select.EPOLLIN)
 
     def wait_for_data(self, timeout_s: float) -> None:
-        """Wait until data arrive on a watched connection, as `GlooEngine.wait_for_data`."""
+        """Wait at most `timeout_s` for data on a watched connection; without epoll, sleep for `timeout_s`."""
         if self._arrivals is None:
             time.sleep(timeout_s)
         else:
@@ -346,7 +348,7 @@ class GlooDevice:
 
     @contextlib.contextmanager
     def connecting(self) -> Iterator[None]:
-        """Accept connections in the block."""
+        """Accept connections inside the block."""
         with self._lock:
             self._num_connecting += 1
             self._filter()
@@ -358,11 +360,12 @@ class GlooDevice:
                 self._filter()
 
     def _filter(self) -> None:
-        """Make the kernel accept or drop packets to the port, as needed now."""
+        """Make the kernel accept packets to the port if a group is connecting, and drop them otherwise."""
         if sys.platform != "linux":
             return
         for descriptor, inode in self._listening.items():
-            with contextlib.suppress(OSError), _socket_of(descriptor, inode) as listening:  # no filter, or a sandbox
+            # The socket may have no filter yet, or a sandbox may forbid filters.
+            with contextlib.suppress(OSError), _socket_of(descriptor, inode) as listening:
                 if self._num_connecting:
                     listening.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
                 else:
@@ -377,7 +380,9 @@ _devices_lock = threading.Lock()
 
 
 def gloo_device(address: str, interface: str) -> GlooDevice:
-    """Return this process's device on `interface`, or on that of `address`. The device closes with its last reference.
+    """Return this process's device on `interface`, or else on the interface that has `address`.
+
+    All callers share the device, which closes when its last reference is dropped.
 
     Raises:
         RuntimeError: there is no such address or interface on this host.
@@ -392,7 +397,7 @@ def gloo_device(address: str, interface: str) -> GlooDevice:
 
 def _create(address: str, interface: str) -> Any:
     if not address and not interface:
-        # The job's store is a file: Gloo resolves this host's own name, or uses loopback.
+        # The job's store is a file, which has no host: Gloo resolves this host's own name, or uses loopback.
         return _ProcessGroupGloo.create_default_device(lazy_init=False)
     named = {"interface": interface} if interface else {"hostname": address}
     return _ProcessGroupGloo.create_device(**named, lazy_init=False)
@@ -415,7 +420,7 @@ def _socket_of(descriptor: int, inode: int) -> Iterator[socket.socket]:
 
 
 def _place(descriptor: int, inode: int) -> tuple[str, int] | None:
-    """Return the address and port at which a TCP socket listens; None if it does not, or listens on all addresses."""
+    """Return the address and port at which a TCP socket listens; None if it does not listen, or on all addresses."""
     try:
         with _socket_of(descriptor, inode) as one:
             if one.family not in (socket.AF_INET, socket.AF_INET6):
@@ -430,11 +435,11 @@ def _place(descriptor: int, inode: int) -> tuple[str, int] | None:
 
 # Wait until all data sent by this process have reached the other hosts.
 #
-# Gloo closes its connections at once and discards data that the kernel still holds for the peer. The peer may be behind
-# a slow link or may be stopped, and needs the data to complete an operation that is complete here.
+# Gloo closes its connections at once, and discards data that the kernel has not delivered yet. A peer behind a slow
+# link, or a stopped peer, needs these data to complete an operation that is complete here.
 
 _FOLDER = "/proc/self/fd"
-_MOST_TRIED = 4096  # the most descriptors tried, if they cannot be listed
+_MOST_TRIED = 4096  # the number of descriptors to try if they cannot be listed
 _POLL_S, _LONGEST_POLL_S = 0.0002, 0.02
 
 
@@ -450,7 +455,7 @@ def _open_sockets() -> dict[int, int]:
 
 
 def _await_delivery(sockets: dict[int, int], deadline: Deadline) -> bool:
-    """Wait until the peers' hosts have acknowledged all data sent through these sockets; False after the deadline."""
+    """Return True once the peers' hosts have acknowledged all data sent on these sockets; False after the deadline."""
 
     def is_delivered() -> bool:
         still_open = (descriptor for descriptor, inode in sockets.items() if _inode(descriptor) == inode)
@@ -469,7 +474,7 @@ def _inode(descriptor: int) -> int | None:
 
 
 def _unacknowledged(descriptor: int) -> int:
-    """Return the bytes that the other end has not acknowledged; 0 without a connection."""
+    """Return the number of sent bytes that the peer has not acknowledged; 0 if there is no connection."""
     answer = struct.pack("i", 0)
     try:
         (count,) = struct.unpack("i", fcntl.ioctl(descriptor, termios.TIOCOUTQ, answer))

@@ -1,6 +1,6 @@
 """Describe collectives as schedules: which ranks combine which data in which step.
 
-Algorithms are data that are executed, proved, printed and drawn from the same source. All code is pure, without torch.
+A schedule is data: the same object is executed, proved, printed and drawn. The code is pure, and imports no torch.
 """
 
 from phalanx._comm.schedules.algorithms import ALGORITHMS, build

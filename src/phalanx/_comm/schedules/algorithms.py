@@ -1,4 +1,4 @@
-"""List every algorithm by name, with its operations and their schedules for a topology."""
+"""Look up algorithms by name, and build the schedule of an operation for a topology."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from phalanx._comm.schedules.schedule import OPERATIONS, Operation, Schedule
 
 Build = Callable[[Topology, int], Schedule]
 
-# No machine has more ranks, and each step of the schedule lists P·(P-1) transfers.
+# No host has more ranks than this, and each step of a direct schedule lists P·(P-1) transfers.
 _MOST_DIRECT = 1024
 
 

@@ -1,10 +1,10 @@
-"""In shared memory every rank reads its input directly from the others' memory.
+"""In shared memory, every rank reads its input directly from the other ranks' buffers.
 
 The ranks of one host see each other's buffers, so no rank sends: rank r combines chunk r from all ranks' memory, all
-wait, then all copy the finished chunks. This schedule explains and prices the C core.
+wait, then all copy the finished chunks. This schedule describes, for `phalanx explain`, what the C core does.
 
-Steps: 2, a barrier each. Bytes read per rank: S(P-1)/P in each (S bytes).
-Order: by rank, as the core adds: ((x[0] + x[1]) + …) + x[P-1].
+Steps: 2, each with a barrier. Bytes read per rank: S(P-1)/P in each step (a buffer of S bytes).
+Order: in rank order, as the core adds: ((x[0] + x[1]) + …) + x[P-1].
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _exchange_all(name: str, size: int, kind: Kind) -> SchedulePhase:
 
 
 def all_reduce(world_size: int) -> Schedule:
-    """Return a schedule that reduces own chunks and copies the others: 2 steps, 2S(P-1)/P bytes read per rank."""
+    """Return a schedule in which ranks reduce their own chunk, then copy the others: 2 steps, 2S(P-1)/P bytes read."""
     require_world_size(world_size)
     phases = (
         _exchange_all("reduce own chunk", world_size, "reduce"),

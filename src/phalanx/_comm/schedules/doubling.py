@@ -1,15 +1,16 @@
 """Recursive doubling exchanges whole buffers: it takes few steps, but sends many bytes if there are many ranks.
 
-Distance d = 1, 2, 4, … Q/2: every rank swaps all it has with the rank whose number differs in that bit; both combine.
+Distance d = 1, 2, 4, … Q/2: every rank exchanges its buffer with the rank whose number differs in the bit d, and both
+combine the two buffers.
 
     Q = 4   rank 0           rank 1           rank 2           rank 3
     d = 1   swaps with 1     swaps with 0     swaps with 3     swaps with 2      then 0, 1 hold x0+x1 and 2, 3 x2+x3
     d = 2   swaps with 2     swaps with 3     swaps with 0     swaps with 1      then all hold everything
 
-If P is not a power of two, the ranks are folded to Q, the next power of two below P, as in `halving_doubling`.
+If P is not a power of two, the ranks are folded to Q, the largest power of two below P, as in `halving_doubling`.
 
-Steps: log2 Q, plus 2 if folded. Bytes sent by the busiest rank: S·log2 Q, plus S if folded (S bytes). Between two ranks
-these are the ring's bytes in half its steps, and no send waits for a receive.
+Steps: log2 Q, plus 2 if folded. Bytes sent by the busiest rank: S·log2 Q, plus S if folded (a buffer of S bytes). Two
+ranks send as many bytes as in a ring, in half the steps, and no send waits for a receive.
 Order: a balanced tree, the nearest ranks first (folded neighbours before them): (x0 + x1) + (x2 + x3).
 
 Source: Thakur, Rabenseifner and Gropp (2005), Optimization of collective communication operations in MPICH.
@@ -22,7 +23,7 @@ from phalanx._comm.schedules.schedule import Schedule, SchedulePhase, Transfer, 
 
 
 def all_reduce(world_size: int) -> Schedule:
-    """Return a schedule that folds, doubles, unfolds: log2 Q steps and S·log2 Q bytes, plus 2 and S if P is not Q."""
+    """Return a schedule that folds, doubles, unfolds: log2 Q steps and S·log2 Q bytes, plus 2 and S if folded."""
     require_world_size(world_size)
     fold = Fold(world_size, chunk_per_rank=False)
 

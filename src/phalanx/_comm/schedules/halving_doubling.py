@@ -1,16 +1,16 @@
 """Recursive halving and doubling sends as few bytes as the ring in as few steps as a tree, if P is a power of two.
 
-Halving, distance d = Q/2, Q/4, … 1: every rank swaps halves with the rank whose number differs in that bit, and keeps
-and combines the half with its own chunk. Doubling runs the same exchanges backwards, with results instead of parts.
+Halving, distance d = Q/2, Q/4, … 1: every rank exchanges halves with the rank whose number differs in the bit d, and
+combines the half with its own chunk. Doubling runs the same exchanges in reverse, with results instead of parts.
 
     Q = 4   rank 0           rank 1           rank 2           rank 3
     d = 2   sends cd to 2    sends cd to 3    sends ab to 0    sends ab to 1     then 0, 1 work on ab and 2, 3 on cd
     d = 1   sends b to 1     sends a to 0     sends d to 3     sends c to 2      then rank r has chunk r
 
-If P is not a power of two, Q is the next power of two below P, and the ranks are folded: of the first 2(P-Q) ranks the
-odd ones send all their data to their even neighbour, stay idle, and receive the result at the end.
+If P is not a power of two, Q is the largest power of two below P, and the ranks are folded: of the first 2(P-Q) ranks
+the odd ones send all their data to their even neighbour, stay idle, and receive the result at the end.
 
-Steps: 2 log2 Q, plus 2 if folded. Bytes sent by the busiest rank: 2S(Q-1)/Q, plus S if folded (S bytes).
+Steps: 2 log2 Q, plus 2 if folded. Bytes sent by the busiest rank: 2S(Q-1)/Q, plus S if folded (a buffer of S bytes).
 Order: a balanced tree, the farthest ranks first (folded neighbours before them): (x0 + x2) + (x1 + x3).
 
 Source: Rabenseifner (2004), Optimization of collective reduction operations; Thakur, Rabenseifner and Gropp (2005).
@@ -28,10 +28,10 @@ ORDER = "a balanced binary tree: folded neighbours first, then the farthest rank
 
 @dataclass(frozen=True)
 class Fold:
-    """A `Fold` folds P ranks into Q actors, the greatest power of two up to P, each responsible for a run of chunks.
+    """A `Fold` maps P ranks to Q actors, where Q is the largest power of two up to P; each actor has adjacent chunks.
 
-    `chunk_per_rank` gives each actor the chunks of the ranks it acts for, as reduce_scatter and all_gather need;
-    without it there is one chunk for each actor, all of one size.
+    With `chunk_per_rank`, there is a chunk for each rank, and an actor has the chunks of the ranks that it acts for, as
+    reduce_scatter and all_gather require; otherwise there is one chunk for each actor.
     """
 
     world_size: int
@@ -92,7 +92,10 @@ def _exchange(name: str, fold: Fold, kind: Kind) -> SchedulePhase:
 def neighbours(
     name: str, fold: Fold, kind: Kind, *, inward: bool, chunks: Callable[[int], tuple[int, int]]
 ) -> SchedulePhase:
-    """Return the step between an idle (odd) rank and the rank that acts for it; none if no rank is folded."""
+    """Return the step between idle (odd) ranks and the ranks that act for them, or no step if no rank is folded.
+
+    The idle ranks send if `inward`, and otherwise receive.
+    """
 
     def sends(step: int, rank: int) -> tuple[Transfer, ...]:
         if rank >= 2 * fold.folded or rank % 2 != inward:
@@ -109,7 +112,7 @@ def neighbours(
 
 
 def all_reduce(world_size: int) -> Schedule:
-    """Return a schedule that folds, halves, doubles, unfolds: 2 log2 Q steps, 2S(Q-1)/Q bytes; +2, +S if folded."""
+    """Return a schedule that folds, halves, doubles, unfolds: 2 log2 Q steps, 2S(Q-1)/Q bytes; +2 and +S if folded."""
     require_world_size(world_size)
     fold = Fold(world_size, chunk_per_rank=False)
     phases = (
@@ -122,7 +125,7 @@ def all_reduce(world_size: int) -> Schedule:
 
 
 def reduce_scatter(world_size: int) -> Schedule:
-    """Return a schedule that folds, halves, and gives folded ranks their chunk: log2 Q steps, plus 2 if P is not Q."""
+    """Return a schedule that folds, halves, and sends folded ranks their chunk: log2 Q steps, plus 2 if folded."""
     require_world_size(world_size)
     fold = Fold(world_size, chunk_per_rank=True)
     phases = (
@@ -134,7 +137,7 @@ def reduce_scatter(world_size: int) -> Schedule:
 
 
 def all_gather(world_size: int) -> Schedule:
-    """Return a schedule that folds (collects idle ranks' chunks), doubles, unfolds: log2 Q steps, +2 if folded."""
+    """Return a schedule that folds (collects idle ranks' chunks), doubles, unfolds: log2 Q steps, plus 2 if folded."""
     require_world_size(world_size)
     fold = Fold(world_size, chunk_per_rank=True)
     phases = (

@@ -1,17 +1,18 @@
-"""An all-reduce on two levels reduces in each host's memory, combines slices across hosts, and gathers in memory.
+"""A two-level all-reduce reduces in each host's memory, all-reduces slices across hosts, and gathers in memory.
 
-The buffer is cut into L slices; L is the most ranks on any host. Inside a host of R ranks each combines its L/R slices
-(rounded up or down) directly from the others' memory. Each slice is then all-reduced across the H hosts by the ranks
-that hold it, by any flat algorithm; all slices at once, so that every rank drives a part of its host's link. Finally
-the ranks of a host copy the finished slices from each other.
+The buffer is cut into L slices, where L is the largest number of ranks on any host. Inside a host of R ranks, each rank
+combines its L/R slices (rounded up or down) directly from the others' memory. The ranks that hold a slice then
+all-reduce it across the H hosts by any flat algorithm, all slices at once, so that every rank drives a part of its
+host's link. Finally the ranks of a host copy the finished slices from each other.
 
     hosts (0 1 2) (3 4 5)      inside: 0 1 2 combine slices x y z, 3 4 5 likewise
                                across: 0 ↔ 3 on x, 1 ↔ 4 on y, 2 ↔ 5 on z
                                inside: all copy x y z
     hosts (0 1 2) (3)          across: 0 ↔ 3 on x, 1 ↔ 3 on y, 2 ↔ 3 on z
 
-Steps: 2 inside, and 2(H-1) across with a ring. Bytes that leave a host: 2S(H-1)/H (S bytes), however many ranks it has.
-Order: first the ranks of each host, in their order; then the hosts, in the order of the algorithm between them.
+Steps: 2 inside, and 2(H-1) across with a ring. For a buffer of S bytes, 2S(H-1)/H bytes leave each host, however many
+ranks it has.
+Order: the ranks of each host in rank order, then the hosts in the order of the algorithm between them.
 
 Source: Cho, Finkler, Kung and Hunter (2019), BlueConnect: decomposing all-reduce for deep learning on heterogeneous
 network hierarchy; here with shared memory for the innermost level and hosts of unequal size.
@@ -49,8 +50,8 @@ class _Slices:
 
 
 def _inside(name: str, slices: _Slices, kind: Kind) -> SchedulePhase:
-    """Return one step in all hosts at once: each rank reads from the others the slices that it drives (reduce), or that
-    they drive (copy).
+    """Return a step inside all hosts at once: each rank reads from the others' memory the slices that it drives itself
+    (reduce), or the slices that the others drive (copy).
     """
     topology = slices.topology
     local_rank = _local_ranks(topology)
@@ -77,7 +78,7 @@ def _inside(name: str, slices: _Slices, kind: Kind) -> SchedulePhase:
 
 
 def _across(phase: SchedulePhase, slices: _Slices) -> SchedulePhase:
-    """Apply `phase`, which is written for hosts, to every slice, on the ranks that drive it."""
+    """Apply `phase`, whose ranks are hosts, to every slice, on the ranks that drive the slice."""
     topology = slices.topology
     local_rank = _local_ranks(topology)
 

@@ -1,4 +1,4 @@
-"""Describe the network of the ranks: which of them share a host, and the speed of links inside and between hosts."""
+"""Describe the ranks' network: which ranks share a host (`Topology`), and the latency and bandwidth of a `Link`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Topology:
 
     @classmethod
     def of_sizes(cls, sizes: Iterable[int]) -> Topology:
-        """Return a topology with these numbers of ranks per host, numbered host after host as launchers do."""
+        """Return a topology with the given number of ranks on each host, numbered host by host as launchers do."""
         hosts, first = [], 0
         for size in sizes:
             hosts.append(tuple(range(first, first + size)))
@@ -44,12 +44,12 @@ class Topology:
 
     @classmethod
     def flat(cls, world_size: int) -> Topology:
-        """Return a topology with a host for every rank."""
+        """Return a topology with one rank per host."""
         return cls.of_sizes([1] * world_size)
 
     @classmethod
     def filled(cls, world_size: int, ranks_per_host: int) -> Topology:
-        """Return a topology of as many full hosts as possible, and a smaller one for the rest."""
+        """Return a topology of as many full hosts as possible, and one smaller host for the remaining ranks."""
         if ranks_per_host < 1:
             raise ValueError(f"ranks_per_host must be at least 1, got {ranks_per_host}")
         full, rest = divmod(world_size, ranks_per_host)
@@ -57,7 +57,7 @@ class Topology:
 
     @cached_property
     def host_of(self) -> tuple[int, ...]:
-        """Return the host of each rank."""
+        """Return the index of each rank's host."""
         host_of = [0] * self.world_size
         for index, host in enumerate(self.hosts):
             for rank in host:
@@ -72,7 +72,7 @@ class Topology:
 
 @dataclass(frozen=True)
 class Link:
-    """A message of n bytes takes latency_s + n / bytes_per_s; both directions have full speed at once.
+    """A `Link` is full duplex; a message of n bytes takes latency_s + n / bytes_per_s in either direction.
 
     Source: Hockney (1994), The communication challenge for MPP: Intel Paragon and Meiko CS-2.
     """

@@ -1,7 +1,7 @@
 """Run one rank's part of a schedule over any implementation of send and receive.
 
-The code is independent of the buffer's type: a buffer has a length, and a slice of it is a view, as with a
-one-dimensional numpy array or torch tensor.
+The buffer may have any type with a length whose slices are views, such as a one-dimensional NumPy array or torch
+tensor.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from phalanx._comm.schedules.schedule import RankStep, Schedule, chunk_bounds
 
 
 class PendingTransfer(Protocol):
-    """A `PendingTransfer` is a pending send or receive."""
+    """A `PendingTransfer` is a send or receive that has been started."""
 
     def wait(self) -> object:
         """Wait until the transfer is complete; raise its error if it failed."""
 
 
 class Buffer(Protocol):
-    """A buffer is a row of elements that can be cut into views of itself."""
+    """A `Buffer` is a one-dimensional sequence of elements whose slices are views."""
 
     def __len__(self) -> int:
         """Return the number of elements."""
 
     def __getitem__(self: B, part: slice, /) -> B:
-        """Return a view of a part, not a copy."""
+        """Return a view of a slice, not a copy."""
 
 
 B = TypeVar("B", bound=Buffer)
@@ -48,17 +48,17 @@ def play(
 
     The iterator pauses 1 + `schedule.num_steps` times. At the first pause all receives have been started, so that no
     sender waits for this rank; `buffer` may still be written. At each later pause a step, perhaps an idle one, has been
-    started. Resuming waits for the step and starts the next. Several plays may run in turns, so that the messages of
-    one are sent while another computes, if all ranks take the same turns and can distinguish the plays' messages.
+    started. Resuming waits for the step and starts the next. Several plays may be interleaved, so that one sends while
+    another computes, if all ranks interleave them in the same order and can distinguish their messages.
 
     `send(dst, view)` and `recv(src, view)` start a transfer and return its handle, or None if it needs no wait. Neither
-    may wait for an action of the peer. Messages between two ranks arrive in the order of sending.
+    may block until the peer acts. Messages between two ranks arrive in the order in which they were sent.
     `combine(into, first, second)` combines `first`, which came from the lower rank, with `second`, and stores the
     result in `into`, which is one of the two. `scratch(n)` returns an uninitialised buffer of n elements.
 
     Empty chunks are not sent. Data that arrive early are stored in scratch, or overwrite a chunk whose last value has
-    been sent: a result received by a rank contains that rank's own data. Memory: scratch for all received data that
-    will be combined, in all steps together. Numerics: see `Schedule.order`; bitwise equal on all ranks.
+    been sent: a reduction that arrives at a rank contains that rank's own data. Memory: scratch for all received data
+    that will be combined, in all steps together. Numerics: see `Schedule.order`; bitwise identical on all ranks.
 
     Raises:
         Exception: any error of `send`, `recv`, `combine` or a handle; the buffer then holds undefined values.
@@ -83,7 +83,7 @@ def play(
 
 @dataclass
 class _Arrivals:
-    """`_Arrivals` are one step's receives: their handles, and the combinations in order, as arguments of `combine`."""
+    """`_Arrivals` are one step's receives: their handles, and the arguments of the calls of `combine`, in order."""
 
     handles: list[PendingTransfer | None]
     parts: list[tuple[Any, Any, Any]]
@@ -94,7 +94,7 @@ def _receive(
 ) -> _Arrivals:
     arrivals = _Arrivals([], [])
     used = 0
-    below: dict[int, B] = {}  # with `by_rank`: the data from lower ranks, by chunk; our own part is added
+    below: dict[int, B] = {}  # with `by_rank`: the data from lower ranks, by chunk; this rank's own part comes next
     for t in step.recvs:
         begin, end = bounds[t.start], bounds[t.stop]
         if end == begin:

@@ -1,12 +1,12 @@
-"""A schedule is a collective as data: the ranks that send chunks in each step, to be combined or copied.
+"""A schedule is a collective as data: in each step, which rank sends which chunks to which, to be combined or copied.
 
     Schedule ── SchedulePhase ("scatter-reduce") ── step 0, 1, … ── Transfer (src → dst, chunks [start, stop), kind)
 
-The buffer of every rank is cut into the same chunks (`chunk_bounds`). Within a step every transfer reads the value of
-its source *before* the step; received data take effect after it. The same object is executed (`play`), proved
-(`symbolic`), drawn (by `phalanx explain`) and costed (`cost`), so an explanation shows the code that runs.
+The buffer of every rank is cut into the same chunks (`chunk_bounds`). Within a step, every transfer reads the value
+that its source had *before* the step; received data take effect after the step. The same object is executed (`play`),
+proved (`symbolic`), drawn (by `phalanx explain`) and costed (`cost`), so `phalanx explain` shows what actually runs.
 
-Nothing is stored per step: a phase computes its transfers on demand, because a ring of 65,536 ranks has 8.6 billion.
+Transfers are not stored: a phase computes them on demand, because a ring of 65,536 ranks has 8.6 billion of them.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ OPERATIONS: tuple[Operation, ...] = get_args(Operation)
 
 
 class Transfer(NamedTuple):
-    """`src` sends its chunks [start, stop) to `dst`, which combines them with its own or overwrites them.
+    """`src` sends its chunks [start, stop) to `dst`, which combines them with its own, or overwrites its own by them.
 
-    A `Transfer` is a tuple rather than a dataclass, since simulating many ranks makes millions of them.
+    A `Transfer` is a tuple rather than a dataclass, because a simulation of many ranks creates millions of them.
     """
 
     src: int
@@ -40,11 +40,11 @@ class Transfer(NamedTuple):
 
 @dataclass(frozen=True)
 class SchedulePhase:
-    """A `SchedulePhase` is a run of steps that follow one rule.
+    """A `SchedulePhase` is a sequence of steps that follow one rule.
 
-    `sends(step, rank)` returns the transfers of `rank` in `step`, counted from 0 within the phase; this function alone
-    defines the rule. `sources(step, rank)` lists the ranks that send to `rank`, in the order in which it combines;
-    `senders(step)` lists the ranks that send anything (all of them, and perhaps some that send nothing).
+    `sends(step, rank)` returns the transfers from `rank` in `step`, counted from 0 within the phase; this function
+    alone defines the rule. `sources(step, rank)` lists the ranks that send to `rank`, in the order in which `rank`
+    combines their data; `senders(step)` lists all ranks that send in `step`, and perhaps some that do not.
     """
 
     name: str
@@ -55,9 +55,9 @@ class SchedulePhase:
     alike: bool = False
     """Whether each step has the same sources, destinations, widths and kinds, and only the chunks differ."""
     by_rank: bool = False
-    """Whether the receiver combines in rank order, its own part in its place; else its own part comes first."""
+    """Whether the receiver combines in rank order, including its own part; otherwise its own part comes first."""
     per_link: int = 1
-    """The most transfers from one rank to another in a step; they arrive in the order in which they are listed."""
+    """The maximum number of transfers from one rank to another in a step; they arrive in the order of `sends`."""
 
     def transfers(self, step: int) -> Iterator[Transfer]:
         """Yield all transfers in `step`, of all ranks."""
@@ -84,14 +84,14 @@ class Schedule:
 
     The result of each operation, with chunks numbered as in the buffer:
         all_reduce      every rank ends with the reduction of every chunk.
-        reduce_scatter  rank r ends with the reduction of chunk r (one chunk per rank); the rest is scratch.
+        reduce_scatter  rank r ends with the reduction of chunk r (one chunk per rank); its other chunks are scratch.
         all_gather      rank r starts with chunk r only; every rank ends with every chunk.
         broadcast       `root` starts with every chunk; every rank ends with every chunk.
         reduce          `root` ends with the reduction of every chunk; the other ranks' buffers are scratch.
 
-    `order` describes in words how the contributions to one chunk are combined. A chunk's combination is the same
-    wherever its final value ends up (up to a + b = b + a, which is exact in floating point), so all ranks get the same
-    bits.
+    `order` describes in words how the contributions to one chunk are combined. All ranks that end with a chunk's final
+    value get it from the same combination (up to a + b = b + a, which is exact in floating point), so it is bitwise
+    identical on all of them.
     """
 
     algorithm: str
@@ -114,7 +114,7 @@ class Schedule:
 
     @property
     def contributions(self) -> int:
-        """Return the number of ranks whose parts a final value combines."""
+        """Return the number of ranks that contribute to a final value."""
         return 1 if self.operation in ("all_gather", "broadcast") else self.world_size
 
     def steps(self) -> Iterator[Step]:
@@ -126,7 +126,7 @@ class Schedule:
                 number += 1
 
     def for_rank(self, rank: int) -> Iterator[RankStep]:
-        """Yield the steps of `rank`, without its idle ones; other ranks' parts cost nothing."""
+        """Yield the steps in which `rank` sends or receives; only its own and its sources' transfers are computed."""
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank must be in 0..{self.world_size - 1}, got {rank}")
         for number, phase, within in self.steps():
@@ -136,7 +136,7 @@ class Schedule:
 
 
 class RankStep(NamedTuple):
-    """The transfers of one rank in one step; the rank combines `recvs` in order (see `SchedulePhase.by_rank`)."""
+    """A `RankStep` is one rank's transfers in one step; it combines `recvs` in order (see `SchedulePhase.by_rank`)."""
 
     number: int
     phase: str
@@ -146,9 +146,10 @@ class RankStep(NamedTuple):
 
 
 def chunk_bounds(length: int, num_chunks: int) -> list[int]:
-    """Return the chunk bounds of a buffer of `length` elements: chunk c begins at entry c, and ends at entry c + 1.
+    """Return the bounds of the chunks of a buffer of `length` elements: chunk c is [bounds[c], bounds[c + 1]).
 
-    Sizes differ by at most one, the longer ones first; with fewer elements than chunks some chunks are empty.
+    Sizes differ by at most one, and the longer chunks come first; if there are fewer elements than chunks, some chunks
+    are empty.
     """
     size, longer = divmod(length, num_chunks)
     return [chunk * size + min(chunk, longer) for chunk in range(num_chunks + 1)]

@@ -1,9 +1,9 @@
 """With a single reducer, the baseline, all ranks send everything to one rank, which sends the result back.
 
-A parameter server on one machine works like this. The time grows with the number of ranks, because all bytes pass one
-rank's link, one sender after the other. Every other algorithm here is compared with this one.
+A parameter server on one machine works like this. The time grows with the number of ranks, because all bytes pass
+through one rank's link, one sender after the other. Every other algorithm here is compared with this one.
 
-Steps: P-1 for each phase. Bytes at the reducer: S(P-1) for each phase (S bytes).
+Steps: P-1 for each phase. Bytes at the reducer: S(P-1) for each phase (a buffer of S bytes).
 Order: by rank, counted from the reducer: ((x0 + x1) + x2) + …
 """
 

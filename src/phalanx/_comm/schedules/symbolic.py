@@ -1,8 +1,9 @@
-"""Run a schedule with symbols instead of numbers, to prove it and to draw it.
+"""Run a schedule with symbols instead of numbers, to prove it correct and to draw it.
 
-Every value is represented by the ranks that contributed to it and by the tree of their combination. That suffices to
-prove a schedule for given P and C: no undefined value is read, no contribution is counted twice, every rank ends with
-the operation's result, and all copies of a chunk were combined in the same way, so that they have the same bits.
+Every value is represented by the ranks that contributed to it, and by the tree in which they were combined. This
+suffices to prove a schedule for given numbers of ranks and chunks: no undefined value is read, no contribution is
+counted twice, every rank ends with the operation's result, and all copies of a chunk are bitwise identical, because
+they were combined in the same way.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from phalanx._comm.schedules.schedule import Schedule, SchedulePhase, Step, Tran
 
 
 class Value(NamedTuple):
-    """A `Value` is a rank's content of a chunk; equal values have equal bits."""
+    """A `Value` is what a chunk holds on one rank; equal values are bitwise identical."""
 
     contributors: frozenset[int]
     tree: int
-    """The number of this combination of contributions: one for each distinct tree, up to a + b = b + a."""
+    """The number of the combination tree; trees that differ only by a + b = b + a have the same number."""
 
 
 State = tuple[tuple[Value | None, ...], ...]
@@ -37,7 +38,7 @@ class Snapshot:
 
 
 class _Trees:
-    """`_Trees` numbers combination trees: leaves are the ranks 0..P-1, and each unordered pair gets a new number."""
+    """`_Trees` numbers combination trees: ranks 0..P-1 are the leaves, and each unordered pair of trees is numbered."""
 
     def __init__(self, world_size: int) -> None:
         self._next = world_size
@@ -72,10 +73,10 @@ def trace(schedule: Schedule) -> Iterator[Snapshot]:
 
 
 def check(schedule: Schedule) -> None:
-    """Prove that `schedule` computes its operation, for its number of ranks and chunks; costs P·C per step.
+    """Prove that `schedule` computes its operation for its P ranks and C chunks; the cost is P·C per step.
 
     Raises:
-        ValueError: the schedule does not; the message says where and how.
+        ValueError: the schedule is wrong; the message says where and how.
     """
     for snapshot in trace(schedule):
         state = snapshot.state
@@ -131,7 +132,7 @@ def _is_in_result(schedule: Schedule, rank: int, chunk: int) -> bool:
 
 
 def _refuse_impossible(schedule: Schedule, phase: SchedulePhase, transfers: tuple[Transfer, ...]) -> None:
-    """Refuse a step whose transfers break a rule, whatever the ranks' values are."""
+    """Raise ValueError if a transfer of a step breaks a rule that does not depend on the ranks' values."""
     for t in transfers:
         if not (0 <= t.src < schedule.world_size and 0 <= t.dst < schedule.world_size and t.src != t.dst):
             raise ValueError(f"{_words(t)}: source and destination must be two different ranks of the schedule")
@@ -149,7 +150,7 @@ def _apply(step: Step, state: list[list[Value | None]], trees: _Trees, transfers
     sent = {(t.src, chunk) for t in transfers for chunk in range(t.start, t.stop)}
     written: dict[tuple[int, int], Transfer] = {}
     for rank in range(len(state)):
-        below: dict[int, Value] = {}  # with `by_rank`: the data from lower ranks, by chunk; our own part is added
+        below: dict[int, Value] = {}  # with `by_rank`: the data from lower ranks, by chunk; `rank`'s own comes next
         for t in step.phase.recvs(step.within, rank):
             received.append(t)
             for chunk in range(t.start, t.stop):

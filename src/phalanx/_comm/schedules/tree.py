@@ -1,13 +1,14 @@
-"""The binomial tree reduces towards the root and broadcasts back, whole buffers over few steps.
+"""The binomial tree reduces towards the root and broadcasts back: whole buffers, in few steps.
 
-Ranks are counted from the root (v = rank - root mod P). In step k of the reduction every v that is an odd multiple of
+Ranks are counted from the root: v = (rank - root) mod P. In step k of the reduction, every v that is an odd multiple of
 2^k sends all its data to v - 2^k and is done. The broadcast uses the same edges in reverse.
 
     P = 6   step 0    1→0   3→2   5→4        broadcast: step 0   0→4
             step 1    2→0                               step 1   0→2
             step 2    4→0                               step 2   0→1   2→3   4→5
 
-Steps: ⌈log2 P⌉ for each phase. Bytes at the root: S⌈log2 P⌉ for each phase (S bytes). Best for small buffers.
+Steps: ⌈log2 P⌉ for each phase. Bytes at the root: S⌈log2 P⌉ for each phase (a buffer of S bytes). Best for small
+buffers.
 Order: a balanced tree over the ranks counted from the root: ((x0 + x1) + (x2 + x3)) + ((x4 + x5)).
 
 Source: Thakur, Rabenseifner and Gropp (2005), Optimization of collective communication operations in MPICH.

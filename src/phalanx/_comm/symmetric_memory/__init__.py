@@ -1,5 +1,5 @@
-"""The ranks of a host share memory; this package creates it, passes it to the ranks, maps it and allocates in it.
+"""Create the memory that the ranks of a host share, send it to the ranks, map it, and allocate tensors in it.
 
-The memory has no name: it is a `memfd`, passed from process to process as a file descriptor. Nothing needs cleaning
-up, however a process dies: the kernel frees the memory with the last process that has it open.
+The memory is a `memfd`, which has no name and is sent to processes as a file descriptor. Nothing needs cleaning up,
+however a process dies: the kernel frees the memory with the last process that has it open.
 """

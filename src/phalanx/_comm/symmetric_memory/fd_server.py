@@ -21,13 +21,13 @@ from phalanx._base.ipc.local_listener import MOST_PENDING, LocalAddress, LocalLi
 from phalanx.errors import DeadlineError, PhalanxError
 
 _SLICE_S = 0.5
-_HELLO_TIMEOUT_S, _HELLO_BYTES = 5.0, 256  # limits of time and size for the token and rank
+_HELLO_TIMEOUT_S, _HELLO_BYTES = 5.0, 256  # limits on the time and size of the message with the token and rank
 
 Notice = Callable[[set[int]], None]
 
 
 class FdServer(LocalListener):
-    """An `FdServer` is local rank 0's listener. It has the arguments and errors of `LocalListener`."""
+    """An `FdServer` is local rank 0's listener. It takes the arguments of `LocalListener`, and raises its errors."""
 
     def __enter__(self) -> FdServer:
         return self
@@ -44,10 +44,12 @@ class FdServer(LocalListener):
         *,
         own: Mapping[int, int] | None = None,
     ) -> None:
-        """Send `fds` to each of `ranks` as it connects, followed by its `own` descriptor, if there is one.
+        """Send `fds` to each of `ranks` when it connects, followed by the rank's descriptor in `own`, if any.
+
+        `notice` is called with the missing ranks whenever nothing has arrived for half a second.
 
         Raises:
-            DeadlineError: some rank did not connect; `missing` lists them.
+            DeadlineError: some ranks did not connect; `missing` lists them.
             OSError: this process has no free descriptor for a connection.
         """
         own = own or {}
@@ -55,7 +57,7 @@ class FdServer(LocalListener):
         connections: dict[int, _Connection] = {}
         try:
             while missing:
-                is_late = deadline.passed  # read once more before raising
+                is_late = deadline.passed  # the sockets are read once more before this raises
                 sources: list[socket.socket | Channel] = [
                     *self.sockets,
                     *(connection.channel for connection in connections.values()),
@@ -101,7 +103,7 @@ class FdServer(LocalListener):
 
 
 class _Connection:
-    """A `_Connection` is a connection that has not sent the token and its rank yet."""
+    """A `_Connection` is a connection whose peer has not sent the token and its rank yet."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.channel = Channel(sock, max_bytes=_HELLO_BYTES, max_fds=0)
@@ -109,7 +111,7 @@ class _Connection:
         self._deadline = Deadline.after(_HELLO_TIMEOUT_S)
 
     def read_rank(self, token: str) -> int | None:
-        """Return the rank once it has arrived with the right token; set `is_done` if nothing more will arrive."""
+        """Return the rank once it has arrived with the right token, else None; set `is_done` if no more will arrive."""
         messages = self.channel.receive_available(1)
         self.is_done = bool(messages) or self.channel.is_garbled or self.channel.gone or self._deadline.passed
         hello = messages[0].content if messages else {}
@@ -133,7 +135,7 @@ def receive_fds(
     raise, for instance if local rank 0 has exited.
 
     Raises:
-        PhalanxError: local rank 0 is lost, or refused this process.
+        PhalanxError: local rank 0 is lost or refused this process, or this process has too few free descriptors.
         DeadlineError: local rank 0 did not answer in time.
     """
     try:
@@ -168,7 +170,7 @@ def _connect(address: LocalAddress, deadline: Deadline, wait: bool, check: Calla
         try:
             return connect(address, deadline, whose, retry=wait, check=check)
         except OSError as error:
-            # /proc of a process in another container, or for ordinary users of an exited process, is unreadable.
+            # /proc/PID is unreadable if the process is in another container or, for ordinary users, if it has exited.
             if error.errno not in (errno.EACCES, errno.EPERM):
                 raise
     return connect(address.for_containers, deadline, whose, retry=True, check=check)

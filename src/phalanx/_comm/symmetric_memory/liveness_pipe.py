@@ -1,11 +1,11 @@
 """Detect the exit of a rank where pidfds do not work: in another pid namespace, or where a filter forbids them.
 
-Each rank has a pipe, to which nothing is ever written. Only that rank owns the write end; all ranks have the read end.
-When the rank exits, for any reason, the kernel closes the write end, and all others read the end of the pipe.
+Each rank has a pipe, to which nothing is ever written. Only that rank has the write end; all ranks have the read end.
+When the rank exits, for any reason, the kernel closes the write end, and the other ranks read end-of-file.
 
-    rank 0   own end of 0     reads 1 2
-    rank 1   own end of 1     reads 0 2          the read end is readable  <=>  its rank has exited
-    rank 2   own end of 2     reads 0 1
+    rank 0   write end of 0   reads 1 2
+    rank 1   write end of 1   reads 0 2          the read end is readable  <=>  its rank has exited
+    rank 2   write end of 2   reads 0 1
 
 The leader creates the pipes, sends them with the memory, and closes the other ranks' write ends.
 """
@@ -18,16 +18,16 @@ from collections.abc import Iterator, Sequence
 
 from phalanx._comm.symmetric_memory.watch import ProcessId, can_watch_each_other
 
-MOST_RANKS = 250  # Linux passes 253 descriptors at once: two memories, a rank's own end, and one for each rank
+MOST_RANKS = 250  # Linux passes 253 descriptors at once: two memories, a rank's write end, and a read end per rank
 
 
 def needs_liveness_pipes(processes: Sequence[ProcessId]) -> bool:
-    """Return whether these processes of one host need pipes to detect each other's exit; the same answer for all."""
+    """Return whether these processes of one host need pipes to detect each other's exit; all get the same result."""
     return len(processes) > 1 and not can_watch_each_other(processes)
 
 
 def why_unwatched(processes: Sequence[ProcessId]) -> str:
-    """Return why processes that need liveness pipes have none, or "". All of them get the same answer."""
+    """Return why processes that need liveness pipes cannot have them, or "". All of them get the same result."""
     if len(processes) <= MOST_RANKS or not needs_liveness_pipes(processes):
         return ""
     return (
@@ -37,7 +37,7 @@ def why_unwatched(processes: Sequence[ProcessId]) -> str:
 
 
 class LivenessPipes:
-    """`LivenessPipes` are copies of one rank's ends of the pipes; its own write end is the last of `fds`."""
+    """`LivenessPipes` duplicates one rank's pipe ends: the read ends of all ranks, then its own write end."""
 
     def __init__(self, fds: Sequence[int], rank: int) -> None:
         with contextlib.ExitStack() as undo:

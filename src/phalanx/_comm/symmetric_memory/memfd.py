@@ -1,9 +1,9 @@
-"""Create unnamed memory for several processes, which needs no cleaning up, however any of them dies.
+"""Create anonymous memory that several processes share, and that needs no cleanup, however any of them dies.
 
-The memory is a `memfd`. If the kernel has no memfds, or a seccomp filter forbids them, it is an unlinked empty file in
-/dev/shm or else in the folder for temporary files. That file system may be small, and a write beyond its end would be a
-bus error: so memory is reserved before it is written. For the same reason the size of a mapped memfd is sealed: no
-process that has it open can change the size.
+The memory is a `memfd`. If the kernel has no memfds, or a seccomp filter forbids them, it is an unlinked file in
+/dev/shm or else in the directory for temporary files. That file system may be small, and writing more than it can hold
+would raise SIGBUS, so memory is reserved before it is written. For the same reason the size of a mapped memfd is
+sealed: no process that has it open can shrink it.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from phalanx.errors import PhalanxError
 
 @dataclass(frozen=True)
 class SparseFile:
-    """A `SparseFile` is an anonymous file whose pages exist once they are touched; call `reserve` before that."""
+    """A `SparseFile` is an anonymous file whose pages are allocated when touched; call `reserve` before that."""
 
     fd: int
     in_folder: str = ""
 
     def reserve(self, offset: int, nbytes: int) -> None:
-        """Make sure that these bytes can be written. This costs nothing for a memfd, which only the machine limits.
+        """Make sure that these bytes can be written. Do nothing for a memfd, which only the machine's memory limits.
 
         Raises:
             PhalanxError: the file system has no room for them.
@@ -42,10 +42,10 @@ class SparseFile:
 
 @contextlib.contextmanager
 def memory(name: str, nbytes: int) -> Iterator[int]:
-    """Yield `nbytes` of anonymous writable memory, which lives while a process has the descriptor open or mapped.
+    """Yield the descriptor of `nbytes` of anonymous memory, which lives while a process has it open or mapped.
 
     Raises:
-        PhalanxError: there is neither a memfd nor a folder with room; the message gives the reasons.
+        PhalanxError: there is neither a memfd nor a directory with room; the message gives the reasons.
     """
     with _first_that_works(name, nbytes, reserved=True) as sparse:
         yield sparse.fd
@@ -73,7 +73,7 @@ def create(name: str) -> int:
 
 
 def obstacle() -> str:
-    """Return why this process cannot have anonymous memory, or ""."""
+    """Return why this process cannot create anonymous memory, or ""."""
     try:
         with _first_that_works("phalanx-probe", 0, reserved=False, warns=False):
             return ""
@@ -89,7 +89,7 @@ def _first_that_works(name: str, nbytes: int, *, reserved: bool, warns: bool = T
         try:
             fd = _unnamed_file(folder) if folder else open_memfd(name, is_sealable=is_sealable)
         except OSError as error:
-            if error.errno == errno.EMFILE:  # the others will fail, too
+            if error.errno == errno.EMFILE:  # the other places will fail, too
                 raise PhalanxError(f"no memory can be shared: {error.strerror}. {describe_limit()}") from None
             problems.append(f"{folder or 'memfd_create'}: {error.strerror}")
             continue
@@ -117,8 +117,8 @@ def _first_that_works(name: str, nbytes: int, *, reserved: bool, warns: bool = T
 
 
 def _seal(fd: int) -> None:
-    """Fix a memfd's size permanently; holes may still be punched."""
-    with contextlib.suppress(OSError):  # a sandbox whose kernel has memfds and no seals
+    """Seal a memfd's size permanently; holes may still be punched."""
+    with contextlib.suppress(OSError):  # a sandbox whose kernel has memfds but no seals
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
 
 
@@ -137,7 +137,7 @@ def _folders() -> Iterator[str]:
 
     try:
         folder = tempfile.gettempdir()
-    except FileNotFoundError:  # there is no writable folder
+    except FileNotFoundError:  # there is no writable directory
         return
     yield folder
 
@@ -146,7 +146,7 @@ def open_memfd(name: str, *, is_sealable: bool = False) -> int:
     """Return the descriptor of a new memfd, whose size may be sealed if `is_sealable`.
 
     Raises:
-        OSError: the kernel or this Python's C library has no memfds, or a filter forbids them.
+        OSError: the kernel or this Python's C library has no memfds, or a seccomp filter forbids them.
     """
     if not hasattr(os, "memfd_create"):  # a Python built with a C library older than 2.27
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
@@ -156,7 +156,7 @@ def open_memfd(name: str, *, is_sealable: bool = False) -> int:
 def _unnamed_file(folder: str) -> int:
     try:
         return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC | os.O_EXCL, 0o600)
-    except OSError:  # this file system has no such files
+    except OSError:  # this file system does not support O_TMPFILE
         import tempfile
 
         fd, path = tempfile.mkstemp(prefix="phalanx-", dir=folder)

@@ -1,4 +1,4 @@
-"""`SymmetricMemory` is one memory that the ranks of a host share."""
+"""`SymmetricMemory` is the memory that the ranks of a host share: control memory for the C core, and a tensor heap."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from phalanx.errors import ClosedError, InternalError, PhalanxError
 
 # Two stages of this size per rank, chosen so that a chunk in transit fits in a second-level cache.
 STAGE_BYTES = 128 * 1024
-# Between hosts each sync of a rank's background thread waits for a core that backward uses, and links are too slow for
-# a cache to matter. So there are fewer syncs, of larger chunks.
+# Between hosts, at each sync a rank's background thread waits for a core that the backward pass uses, and links are too
+# slow for a cache to matter. So the chunks are larger, and the syncs fewer.
 STAGE_BYTES_BETWEEN_HOSTS = 1024 * 1024
 SPIN_NS = 100_000  # how long a rank polls memory before it sleeps: a few times the cost of waking it up
 
-# The address space for all ranks' heaps together, on a machine with less than half as much memory.
+# The address space for all ranks' heaps together, unless twice the machine's memory is more.
 _HEAPS_BYTES = 1 << 42
 
 Buffer: TypeAlias = "ctypes.Array[ctypes.c_char]"
@@ -42,7 +42,7 @@ _NO_ROOM, _DISK_FULL = -1, -2  # returned instead of a block's index
 
 @dataclass(frozen=True)
 class LocalRank:
-    """A `LocalRank` is a rank of this host: its process, its allowed cores, and its number of waiting threads."""
+    """A `LocalRank` is a rank of this host: its process, the cores that it may use, and its number of threads."""
 
     process: ProcessId
     cpus: frozenset[int]
@@ -50,7 +50,7 @@ class LocalRank:
 
 
 def is_oversubscribed(members: Sequence[LocalRank]) -> bool:
-    """Return whether there are more threads than cores: then a waiting thread must sleep, not spin."""
+    """Return whether the ranks have more threads than cores: then a waiting thread must sleep, not spin."""
     cores: frozenset[int] = frozenset().union(*(member.cpus for member in members))
     return sum(member.threads for member in members) > len(cores)
 
@@ -62,12 +62,12 @@ def _background_spin_ns(members: Sequence[LocalRank]) -> int:
 
 
 def channel_bytes(world_size: int) -> int:
-    """Return the bytes of the ring between two ranks; larger groups have smaller rings, as there are world_size²."""
+    """Return the size of the message ring between two ranks; it is smaller in large groups, with world_size² rings."""
     return 256 * 1024 if world_size <= 8 else 64 * 1024 if world_size <= 32 else 16 * 1024
 
 
 def heap_bytes(world_size: int) -> int:
-    """Return the address space for one rank's heap; pages exist only once they are used."""
+    """Return the bytes of address space for one rank's heap; pages are allocated only when they are used."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limits = []
     for limit, used in ((resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_AS, _address_space_used())):
@@ -78,10 +78,10 @@ def heap_bytes(world_size: int) -> int:
 
 
 def decide_heap_bytes(world_size: int, memory_bytes: int, limits: Sequence[int]) -> int:
-    """Return the address space for one rank's heap: all memory of the machine, if possible.
+    """Return the bytes of address space for one rank's heap: as much as the machine's memory, up to 1 TiB, if possible.
 
-    Every rank maps every rank's heap, so their sum must fit: into half of the remainder of each of `limits` (of files,
-    `ulimit -f`, and of address space, `ulimit -v`), and always into the larger of 4 TiB and twice the memory. A
+    Every rank maps all ranks' heaps, so together they must fit into half of each of `limits` (what is left of the limit
+    on file size, `ulimit -f`, and on address space, `ulimit -v`), and into the larger of 4 TiB and twice the memory. A
     process has 128 TiB of addresses on most machines, and dozens of groups may have a heap.
     """
     most = min(-(-memory_bytes // (1 << 30)) << 30, 1 << 40)
@@ -107,9 +107,9 @@ def _address_space_used() -> int:
 
 
 class SymmetricMemory:
-    """A `SymmetricMemory` is the memory that a rank shares with the other ranks of its host, mapped in its process.
+    """A `SymmetricMemory` is the memory that this rank shares with the other ranks of its host, mapped in this process.
 
-    `core` runs the collectives. `allocate` is also collective: all ranks call it with the same size.
+    `core` runs the collectives. `allocate` is collective, too: all ranks call it with the same size.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class SymmetricMemory:
         self._lock = threading.RLock()  # a finalizer may run at any point, in the same thread
         self._heap: int | None = None
         self.one_memory: dict[int, range] = {}
-        """The addresses of the blocks that are one memory for all ranks, by their index."""
+        """The addresses of the blocks that were allocated with an `owner`, by block index."""
         self._blocks_in_use = 0
         self._closed = False
         self._placement: BlockPlacement | None = None
@@ -138,9 +138,9 @@ class SymmetricMemory:
         self._heap_file: SparseFile | None = None
         try:
             self._control = _core.map(control, self._control_bytes)
-            # One mapped page keeps the heap alive until its first use: a thousand idle groups hold no descriptor.
+            # One mapped page keeps the heap alive until its first use, so a thousand idle groups use no descriptor.
             self._heap_page: int | None = _core.map(heap, _core.PAGE)
-            if heap_folder:  # the leader reserves room there
+            if heap_folder:  # given only on the leader, which reserves room in that file system
                 self._heap_file = SparseFile(os.dup(heap), heap_folder)
         except BaseException:
             self._watchers.close()
@@ -164,22 +164,23 @@ class SymmetricMemory:
         return self._members[rank].process
 
     def rank_of(self, process: ProcessId) -> int | None:
-        """Return the rank of a process, if it is in the group."""
+        """Return the rank of a process; None if it is not in the group."""
         return next((rank for rank, member in enumerate(self._members) if member.process == process), None)
 
     def allocate(
         self, nbytes: int, deadline: Deadline, call_site: int, check: Callable[[int], None], *, owner: int | None = None
     ) -> Buffer:
-        """Return this rank's piece of a block at the same offset of every rank's heap, as a buffer of `nbytes`.
+        """Allocate a block at the same offset of every rank's heap, and return this rank's piece of `nbytes`.
 
-        With `owner`, every rank gets that rank's piece: one memory for all. The other pieces stay unused, and have no
-        pages. The memory outlives its owner.
+        With `owner`, every rank gets the owner's piece, so that all ranks have the same memory. The other pieces stay
+        unused, and have no pages. The memory outlives its owner.
 
-        All ranks call it. The block is released when the buffer is collected; its memory is reused, or returned to the
-        system, once every rank has released it. `check` raises for a nonzero status of the core.
+        All ranks call this. A rank releases the block when its buffer is garbage-collected; the memory is reused, or
+        returned to the system, once every rank has released the block. `check` raises for a nonzero status of the core.
 
         Raises:
-            PhalanxError: the heap has no room for it.
+            PhalanxError: the heap or its file system has no room for the block, or the heap cannot be mapped.
+            ClosedError: the group was destroyed.
         """
         with self._lock:
             if self._closed:
@@ -192,7 +193,7 @@ class SymmetricMemory:
             raise
 
     def pieces(self, own: Buffer) -> list[Buffer]:
-        """Return every rank's piece of a block, by rank; `own` is this rank's, from `allocate`, and keeps all alive."""
+        """Return every rank's piece of a block, by rank; `own`, this rank's result of `allocate`, keeps them alive."""
         begin = ctypes.addressof(own) - self.rank * self._heap_bytes
         others = [(ctypes.c_char * len(own)).from_address(begin + r * self._heap_bytes) for r in range(self.world_size)]
         return [own if rank == self.rank else other for rank, other in enumerate(others)]
@@ -221,7 +222,7 @@ class SymmetricMemory:
         if leaders != [nbytes, piece]:
             self.core.set_poison(MISMATCH, self.rank)  # the next sync notifies all ranks
         self.core.claim(index)
-        # No rank may see the flag of the last use and free the block: all claim it before any can release it.
+        # All ranks claim the block before any can release it: the flags of its last use must not free it.
         check(self.core.barrier(span_ns, call_site, (nbytes,)))
         assert self._heap is not None
         whose = self.rank if owner is None else owner
@@ -232,7 +233,7 @@ class SymmetricMemory:
         return buffer
 
     def _place(self, nbytes: int, owner: int | None) -> tuple[int, int]:
-        """Return, on the leader, the index and offset of a new block, or a negative number as the reason for none."""
+        """Place a block, on the leader, and return its index and offset; if impossible, a negative index says why."""
         self._collect()
         assert self._placement is not None
         block = self._placement.place(nbytes)
@@ -256,13 +257,13 @@ class SymmetricMemory:
         return address - self._heap - self.rank * self._heap_bytes
 
     def address_of(self, rank: int, offset: int) -> int:
-        """Return the address of this offset of `rank`'s heap in this process."""
+        """Return the address in this process of an offset in `rank`'s heap."""
         if self._heap is None or not (0 <= rank < self.world_size and 0 <= offset < self._heap_bytes):
             raise InternalError(f"offset {offset:#x} of rank {rank} is not in the group's heap. Please report this.")
         return self._heap + rank * self._heap_bytes + offset
 
     def contains(self, address: int) -> bool:
-        """Return whether an address is in the heap, in this rank's piece or another's."""
+        """Return whether an address is in the heap of this rank or of another rank."""
         return self._heap is not None and 0 <= address - self._heap < self._heap_bytes * self.world_size
 
     def _collect(self) -> None:
@@ -315,7 +316,8 @@ class SymmetricMemory:
     def close(self) -> None:
         """Leave the group. Notify at once the ranks that wait for this rank, and this process's threads in the core.
 
-        The memory is freed when the last of these threads has left. Shared tensors stay valid while they exist.
+        The memory is released when the last of these threads has left the core. Shared tensors stay valid while they
+        exist.
         """
         with self._lock:
             if self._closed:
@@ -325,7 +327,7 @@ class SymmetricMemory:
         self.core.close(self._release_memory)
 
     def close_for_good(self) -> None:
-        """Close at the end of the process: threads in the core stay there, and the memory stays, too."""
+        """Close at the end of the process: threads may stay in the core, so the memory stays mapped."""
         with self._lock:
             if self._closed:
                 return
@@ -334,7 +336,7 @@ class SymmetricMemory:
         self.core.close(None)
 
     def _release_memory(self) -> None:
-        """Release the memory, once no thread is in the core or can enter it."""
+        """Release the memory; called once no thread is in the core or can enter it."""
         _core.unmap(self._control, self._control_bytes)
         self._watchers.close()
         with self._lock:
@@ -346,11 +348,11 @@ class SymmetricMemory:
                 self._unmap_heap()
 
     def abandon(self) -> None:
-        """Touch nothing shared in a forked child: the memory is the parent's."""
+        """Abandon the group in a forked child, without touching the memory: it belongs to the parent."""
         self._closed = True
         self.core.abandon()
         if isinstance(self._watchers, LivenessPipes):
-            self._watchers.close()  # otherwise the parent would seem alive after its end
+            self._watchers.close()  # otherwise the parent would still seem alive after its exit
 
 
 _all: weakref.WeakSet[SymmetricMemory] = weakref.WeakSet()
@@ -374,7 +376,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 @contextlib.contextmanager
 def _new_memory(members: Sequence[LocalRank], stage_bytes: int) -> Iterator[tuple[int, SparseFile]]:
-    """Yield the control memory, formatted, and the heap, empty; closed on exit."""
+    """Yield the files of the control memory, formatted, and of the heap, empty; close them on exit."""
     world_size = len(members)
     channel = channel_bytes(world_size)
     nbytes = _core.group_bytes(world_size, stage_bytes, channel)
@@ -400,13 +402,13 @@ def open_as_leader(
     stage_bytes: int = STAGE_BYTES,
     register: Callable[[int], object] | None = None,
 ) -> SymmetricMemory:
-    """Create the memory as rank 0 of the host, and pass it to the others.
+    """Create the memory as rank 0 of the host, and send it to the host's other ranks.
 
     Data are copied through the memory in chunks of `stage_bytes`, each with a sync. `register` is called with the
     control memory's descriptor before any rank waits, so that another process can observe the group.
 
     Raises:
-        DeadlineError: some rank did not fetch it; `missing` lists them.
+        DeadlineError: some ranks did not fetch the memory; `missing` lists them.
     """
     world_size = len(members)
     with (
@@ -436,7 +438,7 @@ def open_as_member(
     idle: Callable[[float], None],
     check: Callable[[], None] = lambda: None,
 ) -> SymmetricMemory:
-    """Fetch the memory from rank 0 of the host; `check` is called between two attempts.
+    """Fetch the memory from rank 0 of the host; `check` is called repeatedly during the wait, and may raise.
 
     Raises:
         DeadlineError: rank 0 did not answer in time.
@@ -454,15 +456,15 @@ def open_as_member(
 # The shared heap has a part of the same size for every rank, and every rank maps all parts.
 #
 # A block has the same offset in every rank's heap, so an offset names P pieces of memory, one per rank. The leader
-# places blocks and sends the offsets. A block may be reused when every rank has released it, whenever its garbage
-# collector does so: `released` flags in the control memory record this.
+# places blocks and sends the offsets. Each rank releases a block when its garbage collector frees the buffer, and sets
+# a `released` flag in the control memory; once all ranks have done so, the leader may reuse the block.
 
-ALIGN = 4096  # pages: a released block can be returned to the system
+ALIGN = 4096  # the page size, so that a released block can be returned to the system
 
 
 @dataclass(frozen=True)
 class HeapBlock:
-    """A `HeapBlock` is a piece of every rank's heap: `index` in the flags, `offset` and `nbytes` in the heap."""
+    """A `HeapBlock` is a piece of every rank's heap, at `offset`; `index` is the index of its flags."""
 
     index: int
     offset: int
@@ -483,7 +485,7 @@ class BlockPlacement:
         return [block for _, block in self._live]
 
     def place(self, nbytes: int) -> HeapBlock | None:
-        """Place a block of at least `nbytes`; return None if the heap has no gap or no index left."""
+        """Place a block of at least `nbytes`; return None if the heap has no large enough gap or no free index."""
         size = max(ALIGN, -(-nbytes // ALIGN) * ALIGN)
         if not self._free_indices:
             return None

@@ -1,4 +1,4 @@
-"""Provide torch's allocator with blocks of the shared heap while a backward runs; csrc/pool.h has a diagram."""
+"""Give torch's allocator blocks of the shared heap during a backward pass; csrc/pool.h has a diagram."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _logger = get_logger(__name__)
 class SharedPool:
     """A `SharedPool` serves tensors of `expected` sizes (bytes -> count) to this thread between `enter` and `leave`.
 
-    A tensor of such a size that is created meanwhile may be in the group's heap; `contains` returns whether it is. It
-    is otherwise an ordinary tensor: it may live for any time, and returns its block when it dies. Without a free block
-    a tensor is in ordinary memory, and so are all tensors if torch's allocator cannot be replaced.
+    A tensor of such a size that is created meanwhile may be in the group's heap; `contains` returns whether it is. Such
+    a tensor is otherwise ordinary: it may live for any time, and its block is free again when it dies. If no block is
+    free, a tensor is in ordinary memory; all tensors are if torch's allocator cannot be replaced.
 
-    All ranks build theirs together, for the same sizes. Tensors may have different offsets on different ranks.
+    All ranks create theirs together, for the same sizes. Tensors may have different offsets on different ranks.
     `allocate` returns symmetric memory of a given size; untouched pages cost nothing.
     """
 
@@ -56,7 +56,7 @@ class SharedPool:
         )
 
     def enter(self) -> bool:
-        """Allocate this thread's tensors in the pool from here on; return whether this thread was already inside."""
+        """Allocate this thread's tensors in the pool from now on; return whether it already served this thread."""
         if self._pool is not None and self._is_active and not self._symm_mem.closed:
             try:
                 return self._pool.enter()
@@ -70,14 +70,14 @@ class SharedPool:
             self._pool.leave()
 
     def serves(self, nbytes: int) -> bool:
-        """Return whether tensors of this size are expected; it is the same on every rank."""
+        """Return whether tensors of this size are expected; the result is the same on every rank."""
         return nbytes in self._sizes
 
     def contains(self, tensor: Tensor) -> bool:
         return tensor.data_ptr() in self._range
 
     def empty_strided(self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor | None:
-        """Return a new tensor in the pool, like `torch.empty_strided`; None if there is no room."""
+        """Return a new tensor in the pool, like `torch.empty_strided`; None if no block is free."""
         was_inside = self.enter()
         try:
             made = torch.empty_strided(shape, stride, dtype=dtype, device="cpu")
@@ -99,10 +99,10 @@ _closed: dict[_core.Pool, Tensor] = {}
 
 
 def _sweep() -> None:
-    """Free closed pools that no tensor uses any more.
+    """Free closed pools that no tensor uses any longer.
 
-    Any code that runs here may run a finalizer that closes another pool, and sweeps: so this iterates over a copy, and
-    removes only the pools in it.
+    Any code that runs here may run a finalizer that closes another pool and calls `_sweep` again. So this iterates over
+    a copy, and removes only pools of the copy.
     """
     for pool in list(_closed):
         if pool.delete():

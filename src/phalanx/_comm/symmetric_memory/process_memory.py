@@ -1,4 +1,4 @@
-"""Read the memory of another process of this host, without its help: `process_vm_readv`, as MPI's CMA does.
+"""Read the memory of another process of this host, without its help, by `process_vm_readv` (CMA in MPI libraries).
 
 Data are copied once, directly to the destination. The kernel requires the right to trace the other process: the same
 user and, under Yama's `ptrace_scope=1`, the consent of that process, which `readable` gives.
@@ -44,7 +44,7 @@ def readable() -> Iterator[None]:
 
 
 def read_process(pid: int, copies: Sequence[Copy]) -> None:
-    """Run the copies. Neither process may change the memory meanwhile.
+    """Run `copies` from the memory of process `pid`. Neither process may change the memory meanwhile.
 
     Cost: one copy, by up to four threads.
 

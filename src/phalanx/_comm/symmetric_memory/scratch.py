@@ -1,4 +1,4 @@
-"""Allocate short-lived tensors in a piece of symmetric memory, into which FSDP2 gathers parameters."""
+"""Allocate short-lived tensors in symmetric memory; FSDP2 gathers parameters into them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _LARGEST_BYTES = 1 << 36  # address space; unused memory has no pages
 class Scratch:
     """A `Scratch` places tensors in `piece`, a part of this rank's heap.
 
-    Each rank places its own blocks wherever there is room: collectives accept tensors at any offset. A block is reused
-    when its tensor has died, for a tensor of the same size.
+    Each rank places its blocks wherever there is room, because collectives accept tensors at any offset. When a tensor
+    dies, its block is reused for the next tensor of the same size.
     """
 
     def __init__(self, piece: Tensor) -> None:
@@ -48,9 +48,9 @@ class Scratch:
 
 
 def open_scratch(heap_bytes: int, allocate: Callable[[int], Tensor]) -> Scratch:
-    """Return a scratch in a quarter of the heap, at most 64 GiB, from `allocate`. All ranks call it together."""
+    """Return a `Scratch` in a quarter of the heap, at most 64 GiB, or an empty one. All ranks call this together."""
     try:
         piece = allocate(min(_LARGEST_BYTES, heap_bytes // 4))
-    except PhalanxError:  # on all ranks: memory in a file system is reserved, and there is not enough
+    except PhalanxError:  # on all ranks: the heap is in a file system without enough room
         piece = torch.empty(0, dtype=torch.uint8, device="cpu")
     return Scratch(piece)

@@ -1,11 +1,11 @@
-"""Detect the end of a process that is not a child: one `pidfd` per process, shared by all groups.
+"""Detect the end of a process that is not a child, with one `pidfd` per process, which all groups share.
 
 A pidfd becomes readable when the process ends, for any reason, and is not confused by a reused pid: the start
 time is compared once, when the pidfd is opened. If processes cannot see each other's pids (pid namespaces), or may not
 open pidfds, `liveness_pipe` does the same with pipes.
 
-The kernel frees a process's memory before it signals the pidfd, which takes a tenth of a second or more per gigabyte.
-So waits also read /proc/PID/stat, which shows at once that the process is exiting.
+Before the kernel signals the pidfd, it frees the process's memory, at a tenth of a second or more per gigabyte. So
+waits also read /proc/PID/stat, which shows at once that the process is exiting.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from phalanx.errors import PhalanxError
 
 @dataclass(frozen=True)
 class ProcessId:
-    """A `ProcessId` identifies a process uniquely: its number, its start (clock ticks after boot), and the namespace.
+    """A `ProcessId` identifies a process uniquely, by pid, start time (clock ticks after boot) and namespace.
 
     `namespace` names the pid and time namespaces; it is "" if unknown. `has_pidfds` is true if the kernel lets the
     process open pidfds.
@@ -56,7 +56,7 @@ class ProcessId:
 
 
 def can_watch_each_other(processes: Sequence[ProcessId]) -> bool:
-    """Return whether all processes can open each other's pidfds. All of them get the same answer."""
+    """Return whether all `processes` can open each other's pidfds; the result is the same in all of them."""
     return len({p.namespace for p in processes}) == 1 and all(p.namespace and p.has_pidfds for p in processes)
 
 
@@ -85,7 +85,7 @@ def wait_status(process: ProcessId) -> int | None:
 
 
 class WatchedProcess(NamedTuple):
-    """A `WatchedProcess` is a process that this one watches.
+    """A `WatchedProcess` is the pair of descriptors through which this process watches another.
 
     `pidfd` is readable once the process has ended. `stat` is its open /proc/PID/stat, or -1 if that is unreadable.
     """
@@ -95,14 +95,14 @@ class WatchedProcess(NamedTuple):
 
 
 class _DescriptorCache:
-    """A `_DescriptorCache` holds processes' descriptors and counts their uses: many groups watch the same processes."""
+    """A `_DescriptorCache` counts the uses of each process's descriptors: many groups watch the same processes."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._open: dict[ProcessId, tuple[WatchedProcess, int]] = {}
 
     def acquire(self, process: ProcessId) -> WatchedProcess:
-        """Return descriptors of `process`, which may have ended already. `can_watch_each_other` must be true.
+        """Return the descriptors of `process`, which may have ended. `can_watch_each_other` must have returned True.
 
         Raises:
             PhalanxError: this process has no free descriptor.
@@ -146,7 +146,7 @@ def _open(process: ProcessId) -> WatchedProcess:
 
 
 def _ended_process() -> WatchedProcess:
-    """Return a descriptor that is readable at once."""
+    """Return a `WatchedProcess` whose `pidfd` is readable at once: a pipe without a writer."""
     reading, writing = os.pipe()
     os.close(writing)
     return WatchedProcess(reading, -1)
@@ -162,7 +162,7 @@ watch = _DescriptorCache()
 
 
 class Pidfds:
-    """`Pidfds` are descriptors for each of `processes`, -1 for the `rank`-th, which is this process."""
+    """`Pidfds` holds the descriptors of each of `processes`; those of `rank`, which is this process, are -1."""
 
     def __init__(self, processes: Sequence[ProcessId], rank: int) -> None:
         self._watched: list[ProcessId] = []
@@ -179,7 +179,7 @@ class Pidfds:
         self.stat_fds = tuple(one.stat for one in found)
 
     def close(self) -> None:
-        """Close all descriptors."""
+        """Release all descriptors."""
         for process in self._watched:
             watch.release(process)
         self._watched = []

@@ -1,4 +1,4 @@
-"""Unpack and check each collective that c10d calls, and pass it to the transport (`transport/base`).
+"""Unpack and check the arguments of each collective that c10d calls, and call the transport (`transport/base`).
 
 Each public function is a method of `PhalanxProcessGroup`, listed in its table of calls. Callers may use all of
 PyTorch's overloads; the functions receive the first form, with options. As in Gloo, some calls accept several tensors
@@ -8,7 +8,7 @@ tensor, on the values from before the call.
 Shape: any, contiguous or not; the same number of elements and the same dtype on every rank, except where split
 sizes or lists of tensors say otherwise. Results have the shapes of the tensors that they are written to.
 Cost: non-contiguous tensors are copied once in, and once out; the transport's methods have their own costs.
-Numerics: a reduction has a fixed order: the same bits on every rank and in every run.
+Numerics: a reduction has a fixed order, so its result is bitwise identical on every rank and in every run.
 
 Raises:
     ValueError, TypeError: an argument that is wrong whatever the other ranks do; nothing was sent.
@@ -162,13 +162,13 @@ def sparse_mean(group: PhalanxProcessGroup, tensor: Tensor) -> Tensor:
 
 
 def broadcast(group: PhalanxProcessGroup, tensors: Any, opts: Any = None) -> Work:
-    """Overwrite each tensor with the root's tensor; if the root has several, with its tensor `opts.rootTensor`."""
+    """Overwrite each tensor with the root's tensor; if the root has several, with tensor number `opts.rootTensor`."""
     root = check_root(opts, group.members.size, "broadcast", "src", len(tensors))
     checked = check_alike(tensors, "broadcast", written=True)
     own = checked[opts.rootTensor if root == group.members.rank else 0]
 
     def run(ctx: CallContext) -> None:
-        source = own if len(checked) == 1 else own.detach().clone()  # they may share memory
+        source = own if len(checked) == 1 else own.detach().clone()  # `checked` may share memory
         group.transport.broadcast(source, root, ctx)
         copy_to_others(checked, source)
 
@@ -176,15 +176,15 @@ def broadcast(group: PhalanxProcessGroup, tensors: Any, opts: Any = None) -> Wor
 
 
 def broadcast_buffers(group: PhalanxProcessGroup, tensor: Tensor, root: int, *, number: int = 0) -> None:
-    """Overwrite `tensor` with the tensor of rank `root`, which does not wait; the others wait only for the root.
+    """Overwrite `tensor` with the tensor of `root`. The root does not wait; the other ranks wait only for the root.
 
-    This is for a frequent broadcast, for example of a module's buffers before each forward: no rank waits for the
-    slowest one. The group's next collective checks that all ranks made this call. So a mismatch, or a lost or late
-    rank, is reported only then; by then `tensor` may already hold the root's values. Ranks must share memory.
+    This is for a frequent broadcast, for example of a module's buffers before each forward pass: no rank waits for the
+    slowest rank. The group's next collective checks that all ranks made this call. So a mismatch, or a lost or late
+    rank, is reported only then, when `tensor` may already hold the root's values. Ranks must share memory.
 
     Arguments:
         tensor: any shape, the same number of bytes on all ranks; best contiguous.
-        number: a value that must be the same on all ranks, such as the number of the step.
+        number: a value that must be the same on all ranks, such as the step number.
 
     Cost: two copies. More than 128 KiB are copied through two areas of that size; the first call allocates them, and
         waits for all ranks.
@@ -419,7 +419,7 @@ def all_to_all_single(
             group.transport.all_to_all_single(output, unshared([tensor], [output])[0], ctx)
 
         return group.carry_out(run_plain, opts, [output])
-    # A contiguous output, whose rows are contiguous pieces of memory.
+    # The output must be contiguous, so that each rank's rows are one piece of memory.
     dense = output if output.is_contiguous() else torch.empty(output.shape, dtype=output.dtype, device="cpu")
     inputs = split_rows(tensor, input_split_sizes or [], group.members.size, "all_to_all_single", "the input")
     outputs = split_rows(dense, output_split_sizes or [], group.members.size, "all_to_all_single", "the output")
@@ -454,7 +454,7 @@ def monitored_barrier(
 
 
 def allreduce_coalesced(group: PhalanxProcessGroup, tensors: Sequence[Tensor], opts: Any = None) -> Work:
-    """Reduce each tensor, with its values from before the call even if tensors share memory."""
+    """Reduce each tensor; the inputs are the values from before the call, even if tensors share memory."""
     if not tensors:
         raise ArgumentError("all_reduce_coalesced: requires non-empty tensor list")
     checked = check_one_type(tensors, "all_reduce_coalesced")
@@ -552,7 +552,7 @@ def _check_pairs(outputs: Sequence[Tensor], inputs: Sequence[Tensor], operation:
 
 
 def _in_torchs_words(error: DeadlineError, rank: int, *, wait_all_ranks: bool) -> DeadlineError:
-    """Return a barrier's `error` with the first line of Gloo's monitored barrier."""
+    """Return a barrier's `error` with the first line of an error of Gloo's monitored barrier added."""
     missing = error.missing if wait_all_ranks else error.missing[:1]
     who = f"Rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
     failed = f"; {who} failed to pass monitoredBarrier" if missing else ""

@@ -5,10 +5,9 @@
                                   refuses, through host memory: `process_group/staged`
     barrier, objects         ──▶  as CPU tensors, unless a device is given
 
-The first tensor of a device creates the inner group. In the first collective on the device the ranks exchange their
-devices over the CPU's transport, so that a missing rank is reported at once and all ranks choose the same engine for
-that device. Collectives through host memory are CPU collectives: same order, fingerprint and errors, and bitwise the
-same results.
+The first tensor on a type of device creates the inner group. In the first collective on that type, the ranks exchange
+their devices over the CPU's transport, so that a missing rank is reported there and all ranks choose the same engine.
+Collectives through host memory are CPU collectives: same order, fingerprint and errors, and bitwise identical results.
 """
 
 from __future__ import annotations
@@ -137,7 +136,7 @@ class RoutedProcessGroup(PhalanxProcessGroup):
         return device_backend
 
     def _publish_device(self, device: torch.device) -> None:
-        """Send this rank's device to all peers, once. If sent on demand, ranks in a ring would wait for each other."""
+        """Send this rank's device to all peers, once. If it were sent on demand, a ring of ranks would deadlock."""
         with self._comparing:
             if device.type in self._identities:
                 return
@@ -219,7 +218,7 @@ class RoutedProcessGroup(PhalanxProcessGroup):
     def barrier(self, *args: Any, **kwargs: Any) -> dist.Work:
         """Return a work that completes when every rank has called this.
 
-        With `device_ids`, the work that is queued on the device has completed, too.
+        With `device_ids`, the work that is queued on that device has completed by then, too.
         """
         (opts,) = first_form("barrier", args, kwargs)
         device = getattr(opts, "device", None)
@@ -295,6 +294,6 @@ def _routed(name: str, *, collective: bool) -> Callable[..., dist.Work]:
 
 
 for _name in (*METHODS, *OLDER_NAMES.values()):
-    if _name != "barrier":  # torch calls all others with tensors first
+    if _name != "barrier":  # the first arguments of all other methods are tensors
         setattr(RoutedProcessGroup, _name, _routed(_name, collective=_name not in MESSAGES))
 untraced(RoutedProcessGroup)

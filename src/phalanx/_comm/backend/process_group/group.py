@@ -1,4 +1,4 @@
-"""`PhalanxProcessGroup` is c10d's process group: one class with a table of calls, and its parts."""
+"""`PhalanxProcessGroup` implements c10d's process group: its calls, their order, its members and its end."""
 
 from __future__ import annotations
 
@@ -78,9 +78,9 @@ _JOIN_S = 5.0
 def _entry_point(method: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a collective or message of a group so that it accepts all of PyTorch's overloads.
 
-    The method itself receives the form in which torch's functions call it: positional arguments, the options last. The
-    method may raise `FakeCall`. PyTorch's tools observe the call. `allreduce` does all this itself, because another
-    Python frame would cost too much there.
+    The method itself receives the form in which torch's functions call it: positional arguments, the options last. It
+    may raise `FakeCall`, for which a completed work is returned. PyTorch's tools observe the call. `allreduce` does all
+    this itself, because another Python frame would cost too much there.
     """
     name = method.__name__
     count, last = plain_form(name)
@@ -185,7 +185,7 @@ class PhalanxProcessGroup(TorchGroup):
         self.num_gradient_rounds = 0
         """The number of completed gradient rounds, which are not among the transport's collectives."""
 
-    # -- the calls: each is a function that receives the group, checks, and calls its operation of the transport ----
+    # -- the calls: each function receives the group, checks the arguments, and calls the transport's operation -----
 
     allreduce: Any = collectives.allreduce  # does the work of `_entry_point` itself
     allreduce_sparse = allreduce
@@ -243,7 +243,7 @@ class PhalanxProcessGroup(TorchGroup):
         return self._require_reconfiguration().handle(self)
 
     def reconfigure(self, opts: Any) -> dist.Work:
-        """Replace the group's members by `opts.handles`; return when they are connected."""
+        """Replace the group's members by those with `opts.handles`; return when they are connected."""
         self._require_reconfiguration().apply(self, opts)
         return self.done_work
 
@@ -256,7 +256,7 @@ class PhalanxProcessGroup(TorchGroup):
         size: int,
         global_ranks: Sequence[int] = (),
     ) -> None:
-        """Leave the group's members, and connect to those that `connect` reaches; on failure, keep `instead`."""
+        """Leave the group's members, and use the transport that `connect` returns; if it raises, keep `instead`."""
         if not self.transport.closed:
             self.leave_members(_JOIN_S)
         self._connect(instead, self.members.rank, self.members.size, self.members.global_ranks)
@@ -354,19 +354,19 @@ class PhalanxProcessGroup(TorchGroup):
         return self
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
-        """Return whether `allocate_tensor` has memory from which collectives copy less; FSDP2 calls this."""
+        """Return whether `allocate_tensor` returns memory that saves collectives a copy; FSDP2 calls this."""
         return torch.device(device).type == "cpu" and self.shared_memory is not None and self.members.size > 1
 
     def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return a tensor of `size` elements that other ranks can read in place; without room, an ordinary tensor.
+        """Return a tensor of `size` elements that other ranks can read in place; if no room is left, an ordinary one.
 
-        A group's first call is collective. Large tensors of this kind are gathered with one copy, not two.
+        A group's first call is collective. Large tensors of this kind are gathered with one copy instead of two.
 
         Shape: (size,).
 
         Raises:
-            RuntimeError: the ranks share no memory, or `device` is not the CPU.
-            MismatchError, PeerLostError, DeadlineError, ClosedError: of the first call, as for collectives.
+            RuntimeError: the ranks share no memory, the group has one rank, or `device` is not the CPU.
+            MismatchError, PeerLostError, DeadlineError, ClosedError: in the first call, as for collectives.
         """
         if not self.supports_tensor_alloc(device):
             raise RuntimeError(f"group {self._name!r} allocates no tensors on {device}")
@@ -403,7 +403,7 @@ class PhalanxProcessGroup(TorchGroup):
 
     @property
     def options(self) -> Any:
-        """Return the timeout and ranks of the group, as torch's backends show theirs."""
+        """Return the timeout and ranks of the group, under the names that torch's backends use."""
         return GroupOptions(
             timedelta(seconds=self.timeout_s), list(self.members.global_ranks), self._name, self.getBackendName()
         )
@@ -441,7 +441,7 @@ class PhalanxProcessGroup(TorchGroup):
         )
 
     def carry_out(self, operation: Operation, options: Any, outputs: Sequence[Any]) -> dist.Work:
-        """Run `operation` now, or queue it; called directly by the methods that torch calls."""
+        """Run `operation` now, or queue it, and return its work."""
         waits = not getattr(options, "asyncOp", True)
         ctx = self.call_context(options)
         ctx.awaited = waits
@@ -462,7 +462,7 @@ class PhalanxProcessGroup(TorchGroup):
     def in_order(self, operation: Callable[[], Result]) -> Result:
         """Run `operation`, which calls the transport directly, after all earlier calls; return its result.
 
-        So an operation that is not a c10d collective has the same place in the order of calls on all ranks.
+        This gives an operation that is not a c10d collective the same place in the order of calls on all ranks.
         """
         self.refuse_nested()
         if self.executor.idle:
@@ -553,13 +553,13 @@ class PhalanxProcessGroup(TorchGroup):
         self._leave(0.0)
 
     def leave_at_exit(self, exit_reason: str) -> None:
-        """Leave the group if it is still open, because the process ends for this reason."""
+        """Leave the group if it is still open, and report to its members the reason for which this process ends."""
         if not self.closed and not self.transport.closed:
             self.transport.set_exit_reason(exit_reason)
             self._leave(0.1, for_good=True)
 
     def _leave(self, patience_s: float, *, for_good: bool = False) -> None:
-        """Leave the group; with `for_good`, as the process ends, abandon operations that run after `patience_s`."""
+        """Leave the group; with `for_good`, at the end of the process, abandon operations that outlast `patience_s`."""
         with self._closing:
             if self.closed:
                 return
@@ -569,7 +569,7 @@ class PhalanxProcessGroup(TorchGroup):
             self.leave_members(patience_s, for_good=for_good)
 
     def leave_members(self, patience_s: float, *, for_good: bool = False) -> None:
-        """Leave the current members."""
+        """Leave the current members, after waiting up to `patience_s` for operations to complete."""
         ended = self._wait_for_operations(patience_s)
         if not ended and not self.transport.closed:
             if for_good and self.transport.closes_in_flight:
@@ -584,7 +584,7 @@ class PhalanxProcessGroup(TorchGroup):
             self.transport.close()
 
     def release_memory(self) -> None:
-        """Release all other references to the group's memory; no operation of the group may be running."""
+        """Release a subclass's references to the group's memory; no operation of the group may be running."""
 
     def _wait_for_operations(self, patience_s: float) -> bool:
         """Wait up to `patience_s` for queued and running operations; return whether all have completed."""
@@ -615,6 +615,6 @@ def open_groups() -> list[PhalanxProcessGroup]:
 
 
 def leave_all(exit_reason: str) -> None:
-    """Leave every open group at the end of the process, and report `exit_reason` to its members."""
+    """Leave every open group at the end of the process, and report `exit_reason` to the groups' members."""
     for group in open_groups():
         group.leave_at_exit(exit_reason)

@@ -1,4 +1,4 @@
-"""The `Inbox` owns the posted receives, and a thread that receives messages while no other thread waits for one."""
+"""`Inbox` owns the posted receives, and a thread that receives messages while no other thread waits for a message."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class ReceiveWork(PhalanxWork):
 
 
 class Inbox:
-    """An `Inbox` matches receives with messages by sender and tag, each in the order of posting.
+    """An `Inbox` matches messages with receives by sender and tag, in the order in which the receives were posted.
 
     One thread serves all senders and tags. The thread starts with the first receive whose message has not arrived,
     and stays idle while another thread waits.
@@ -92,7 +92,7 @@ class Inbox:
         self._thread: threading.Thread | None = None
 
     def post(self, tensor: Tensor, src: int, tag: int, ctx: CallContext) -> PhalanxWork | CompletedWork:
-        """Post a receive into `tensor` of the next message with `tag` from `src` (below 0: any rank); never wait."""
+        """Post a receive into `tensor` of the next message with `tag` from `src` (negative: any rank); do not wait."""
         receive = self._memory.post(tensor, src, tag, ctx, handed_over=True)
         if self._works:
             self._reap()  # the messages that arrived may have completed other receives

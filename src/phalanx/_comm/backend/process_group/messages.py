@@ -1,6 +1,6 @@
-"""Send and receive from rank to rank: receives match by sender and tag, and sends that must wait use threads.
+"""Point-to-point messages: receives match by sender and tag, and sends that must wait run in threads.
 
-Each peer has its own thread, which runs sends that would wait. `send`, `recv` and `recv_anysource` are calls of
+A send that would wait runs in the thread of its peer. `send`, `recv` and `recv_anysource` are methods of
 `PhalanxProcessGroup`; their state is in the group's `GroupMessages`.
 
 Shape: any, contiguous or not; the receiver's tensor has as many bytes as the sender's.
@@ -9,7 +9,7 @@ Cost: on one host two copies, through shared memory, where a message waits until
 Raises:
     ValueError, TypeError: an argument that is wrong whatever the peer does; nothing was sent.
     MismatchError: the message does not fit the receiver's tensor, which was not changed.
-    PeerLostError, DeadlineError, ClosedError: as for collectives, but only about the one peer.
+    PeerLostError, DeadlineError, ClosedError: as for collectives, but only for this peer.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ if TYPE_CHECKING:
 _ANYBODY = -1
 _SINGLE = "takes a single tensor"
 _LINGER_S = 1.0
-_MANY = 64  # channels; if there are more, unused channels are deleted
+_MANY = 64  # if there are this many channels, unused channels are deleted
 
 
 class GroupMessages:
-    """`GroupMessages` sends and receives a group's messages. Messages between two ranks arrive in order per tag.
+    """`GroupMessages` holds the state of a group's messages. Between two ranks, messages arrive in order per tag.
 
-    A posted receive does not wait for receives with other tags. If ranks share memory, `inbox` matches them; otherwise
-    the receives of a peer and tag run in the order of posting, in a thread that ends when there are no more.
+    A posted receive does not wait for receives with other tags. If ranks share memory, `inbox` matches the receives;
+    otherwise the receives from a peer with a tag run in the order of posting, in a thread that ends when none is left.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class GroupMessages:
         return self.channels[key]
 
     def _close_receives(self, tag: int, timeout_s: float) -> Callable[[], None]:
-        """Return the executor's first action for receives from any rank: it waits for the earlier receives."""
+        """Return the first action of the executor of any-source receives: it waits for the earlier receives."""
         keys = [key for key in self.channels if (key[0], key[2]) == ("recv", tag)]
         executors = [self.channels.pop(key) for key in keys]
         return lambda: _close_all(executors, timeout_s)

@@ -1,14 +1,14 @@
-"""Show our operations to PyTorch's own tools: the profiler, and the modes that watch the dispatcher.
+"""Show our operations to PyTorch's own tools: the profiler, and dispatch modes such as CommDebugMode.
 
-A call of torch's own groups goes through an operator of the dispatcher, such as `c10d::allreduce_`, where
-CommDebugMode, DebugMode, every TorchDispatchMode and make_fx observe it, and torch.func unwraps its tensors. Our calls
-bypass the dispatcher, which makes them fast. A call takes the slow path only while one of these tools is active:
+A call to one of torch's own groups goes through a dispatcher operator, such as `c10d::allreduce_`, where CommDebugMode,
+DebugMode, every TorchDispatchMode and make_fx observe it, and torch.func unwraps its tensors. Our calls bypass the
+dispatcher, which makes them fast. A call takes the slow path only while one of these tools is active:
 
     group.allreduce ─▶ a plain group of torch's, the face ─▶ c10d::allreduce_ ─▶ modes ─▶ our kernel ─▶ group.allreduce
                        (torch packs the arguments)                                       (at BackendSelect)
 
 The kernels have a dispatch key that c10d does not use, below the modes and above the devices' kernels. They redispatch
-calls of other groups, and of meta tensors. A graph from make_fx calls the same operators, so the graph works, too.
+calls for other groups, and calls with meta tensors. A graph from make_fx calls the same operators, so it works, too.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def record(group: Any, name: str, args: tuple[Any, ...]) -> Any:
 
 
 def _is_dispatched() -> bool:
-    """Return whether a mode or transform of the dispatcher is active for this call."""
+    """Return whether a dispatch mode or a transform of torch.func is active for this call."""
     if getattr(_this_thread, "below", False):
         return False
     return bool(num_modes()) or early_modes[0] is not None or transform() is not None
@@ -143,7 +143,7 @@ def _tensors(value: Any) -> Any:
 # -- the dispatcher ----------------------------------------------------------------------------------------------------
 
 _library: list[Any] = []
-_faces: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # by group: its face, which lives as long
+_faces: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # a group's face, kept while it exists
 _groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # by face: a weak reference to its group
 
 
@@ -196,7 +196,7 @@ def _kernel(operator: str, carry_out: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _group_behind(process_group: Any) -> Any:
-    """Return our group with this face; None for other groups."""
+    """Return our group that has this face; None if it is another group."""
     reference = _groups.get(c10d.ProcessGroup.unbox(process_group))
     return reference() if reference is not None else None
 
@@ -234,7 +234,7 @@ def _unboxed(boxed: Any) -> Any:
 def _lists(
     method: str, kind: Callable[[], Any], *names: str, returns: str = ""
 ) -> Callable[[Any, dict[str, Any]], Any]:
-    """Return a kernel that calls the group's `method` with the arguments `names`; it returns `returns` and the work."""
+    """Return a kernel that calls the group's `method` with arguments `names`, and returns `returns` and the work."""
 
     def carry_out(group: Any, given: dict[str, Any]) -> Any:
         work = _boxed(group, getattr(group, method)(*(given[name] for name in names), _options(kind, given)))

@@ -164,7 +164,7 @@ def _stage(call: StagedCall, rank: int, name: str, device: torch.device, args: t
 
 @untraced
 class StagedWork(PhalanxWork):
-    """A `StagedWork` is the work of a collective in the background.
+    """A `StagedWork` is the work of a collective on device tensors that runs in the background.
 
     `wait` returns when the CPU operation has completed, and raises its error. Copies back to the device may still be
     queued: the caller's stream waits for them, as with NCCL. Futures hold the device's tensors.
@@ -247,7 +247,7 @@ class StagedReceive(dist.Work):
         over: bool = self._work.is_completed()
         if over and self._work.is_success():
             self._copy()
-            self._call.order_caller()  # who polls uses the tensor without a wait
+            self._call.order_caller()  # a caller that polls uses the tensor without calling `wait`
         return over
 
     def is_success(self) -> bool:

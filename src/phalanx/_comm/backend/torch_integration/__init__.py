@@ -1,4 +1,4 @@
-"""This package makes all of Phalanx's changes to PyTorch, one file per subject; no other package makes any.
+"""This package makes Phalanx's changes to PyTorch, one file per subject; only the two named at the end are elsewhere.
 
 A program that does not use our backend must see PyTorch as if Phalanx were not installed. So `import torch` only
 registers two names in torch's tables of backends. Everything else is applied when a program first needs it.
@@ -52,7 +52,7 @@ registers two names in torch's tables of backends. Everything else is applied wh
     Module.load_state_dict               has a hook that runs before the load of any module
     torch._C._collect_all                lets Python set an error in a Future that C++ sees
 
-(`csrc/interpose.c` changes more, libc10's allocation, when DDP requests gradients in shared memory; and
-`process_group/observed.py` adds kernels to c10d's operators once a mode of the dispatcher observes one of our calls.
-The page docs/explanation/architecture.md explains both decisions.)
+Two changes are made elsewhere, for reasons that docs/explanation/architecture.md explains: `csrc/interpose.c` replaces
+libc10's allocation functions when DDP requests gradients in shared memory, and `process_group/observed.py` adds kernels
+to c10d's operators once a dispatch mode observes one of our calls.
 """

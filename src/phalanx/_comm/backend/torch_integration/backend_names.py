@@ -15,13 +15,13 @@ def offer_backend() -> None:
 
     if not dist.is_available() or "phalanx" in dist.Backend.backend_list:
         return
-    # A list: torch reads a plain string as the devices 'c', 'p' and 'u'. CUDA tensors go to an NCCL group inside.
-    # `_enable_backend` later queries for a GPU: that takes time, and may make the process unable to fork.
+    # A list: torch reads a plain string as the devices 'c', 'p' and 'u'. CUDA tensors go to an inner NCCL group.
+    # `_enable_backend` later checks for a GPU: the check takes time, and may make the process unable to fork.
     devices = ["cpu", "cuda"] if dist.is_nccl_available() else ["cpu"]
     backend: Any = dist.Backend
     backend.register_backend("phalanx", create_group, extended_api=True, devices=devices)
     # While any plugin is listed, torch (2.13, `_new_process_group_helper`) does not give a group "cpu:gloo" the name of
-    # Gloo. So ours is listed only once a program requests it; ends when torch compares names in one case.
+    # Gloo. So ours is listed only once a program requests it; needed until torch compares names in one case.
     plugins = getattr(backend, "_plugins", {})
     plugin = plugins.pop("PHALANX", None)
     if plugin is not None:
@@ -50,7 +50,7 @@ def create_group(options: Any, backend_options: Any) -> Any:
 
 
 class _Plugins(dict[str, Any]):
-    """`_Plugins` is torch's table of backends; a look-up of "PHALANX" lists the backend, and succeeds.
+    """`_Plugins` is torch's table of backends; looking up "PHALANX" first adds our backend to the table.
 
     Libraries that create groups themselves read a backend's `creator_fn` here, without resolving its name in torch.
     """
@@ -75,7 +75,7 @@ class _Plugins(dict[str, Any]):
 
 
 class _BackendName:
-    """A `_BackendName` attribute of `dist.Backend` is the name of a backend, and calls `first` when torch resolves it.
+    """A `_BackendName`, an attribute of `dist.Backend`, is a backend's name; it calls `first` when torch resolves it.
 
     Every request for a backend (`init_process_group`, `new_group`, a pair "cpu:phalanx") constructs a `Backend` from
     its name. torch also reads `Backend.MPI` for comparisons, which are not requests.

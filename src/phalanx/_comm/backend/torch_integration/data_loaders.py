@@ -20,7 +20,8 @@ def observe_loaders(
 ) -> None:
     """Call `before(owner, loader)` and `listener(owner, loader, iterator, is_new)` whenever a DataLoader is iterated.
 
-    The calls end when `owner` no longer exists. Workers already read indices between the two calls.
+    The first call precedes the creation of the iterator, and the second follows it; in between, workers may already
+    read indices. The calls end when `owner` no longer exists.
     """
     _loader_listeners[owner] = before, listener
     _observe_loaders()
@@ -35,7 +36,7 @@ def _observe_loaders() -> None:
     from torch.utils.data import DataLoader
 
     _observe_kind(DataLoader)
-    # A DataLoader with its own `__iter__`.
+    # torchdata's DataLoader has its own `__iter__`.
     call_once_imported(
         "torchdata.stateful_dataloader.stateful_dataloader",
         lambda: _observe_kind(sys.modules["torchdata.stateful_dataloader.stateful_dataloader"].StatefulDataLoader),

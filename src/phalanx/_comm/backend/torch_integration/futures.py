@@ -9,7 +9,7 @@ from phalanx._comm.backend.torch_integration.patch import patch
 
 
 def collect_calls(has_calls: Callable[[Any], bool], collect_all: Callable[[Any], Any]) -> None:
-    """Make `torch.futures.collect_all` and `wait_all` use `collect_all` for futures that satisfy `has_calls`."""
+    """Make `torch.futures.collect_all` and `wait_all` use `collect_all` for lists of futures that pass `has_calls`."""
     _collectors[:] = [(has_calls, collect_all)]
     _collect_calls()
 

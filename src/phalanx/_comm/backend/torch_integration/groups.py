@@ -5,8 +5,8 @@ The connection between torch and our groups has two directions, both in this mod
     TorchGroup                  our groups derive from it; its `register_with_torch` registers a group with torch's C++
     phalanx_group(group)        returns our group behind a group of torch
 
-Today both ends are one object, because our group is a subclass of `ProcessGroup`. Another connection (a subclass of
-`torch.distributed.BackendBase` behind a plain `ProcessGroup`) would be added only here.
+Today both ends are one object, because our group is a subclass of `ProcessGroup`. The alternative, a subclass of c10d's
+`Backend` behind a plain `ProcessGroup`, would change only this module.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class TorchGroup(dist.ProcessGroup):
 
     def register_with_torch(self, device_types: Sequence[torch.device]) -> None:
         """Register the group with torch's C++ for these devices; called once, at the end of its construction."""
-        self._inner_backend = _attach_backend(self, device_types)  # C++ does not keep it
+        self._inner_backend = _attach_backend(self, device_types)  # C++ does not keep it alive
 
 
 def phalanx_group(group: Any) -> PhalanxProcessGroup | None:
@@ -44,7 +44,7 @@ def phalanx_group(group: Any) -> PhalanxProcessGroup | None:
 
 
 def pickle_authenticator(group: Any) -> PickleAuthenticator | None:
-    """Return the authenticator of the pickles of `group` (None: the default one) on this rank.
+    """Return this rank's authenticator for the pickles of `group` (by default the default group).
 
     Return None for other backends' groups, and for a group whose ranks all share memory.
     """
@@ -136,12 +136,12 @@ def _world() -> Any:
     return find("torch.distributed.distributed_c10d._world", loses=_NO_LIST)
 
 
-# Put a `Backend` behind our process group for torch's C++, in versions in which Python can create one (2.14 on).
+# Put a `Backend` behind our process group for torch's C++, in versions in which Python can create one (2.14 and later).
 #
-# For its hooks, torch's C++ queries the backends of a group, not the group: name, options, support of abort hooks.
-# `init_process_group` of torch 2.15 attaches a flight recorder to every group, and so needs a backend. The backend
-# forwards operations of C++ (`torch.ops.c10d`, and methods of the group that Python cannot override for C++) to our
-# group.
+# For its hooks, torch's C++ asks a group's backends, not the group, for the name, the options and the support of abort
+# hooks. In torch 2.15 `init_process_group` attaches a flight recorder to every group, and so needs a backend. The
+# backend forwards calls from C++ (`torch.ops.c10d`, and methods of the group that Python cannot override for C++) to
+# our group.
 
 _torch: Any = find("torch._C._distributed_c10d", loses="hooks of our groups are not called")
 
@@ -208,7 +208,7 @@ def _inner_class() -> type[Any]:
 
         @property
         def options(self) -> Any:
-            """Return the group's timeout as torch's own class; the inherited method recurses endlessly (2.14, 2.15)."""
+            """Return the group's timeout in torch's own class; the inherited method recurses forever (2.14, 2.15)."""
             group = self._group()
             timeout = timedelta() if group is None else group.options._timeout
             return base.Options(self.getBackendName(), timeout)

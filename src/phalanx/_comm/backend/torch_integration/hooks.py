@@ -1,12 +1,12 @@
-"""Call the hooks before and after each operation (torch 2.14 and on), such as `group.register_pre_hook`'s.
+"""Call torch's hooks before and after each operation (torch 2.14 and later), such as those of `register_pre_hook`.
 
-torch calls a group's hooks where the dispatcher runs an operator of c10d. Our calls bypass the dispatcher. So a group
+torch calls a group's hooks when the dispatcher runs a c10d operator, and our calls bypass the dispatcher. So a group
 with a hook changes its class to one whose methods are torch's own:
 
     group.allreduce ─▶ torch's C++ ─▶ c10d::allreduce_ ─▶ hooks ─▶ the backend behind the group ─▶ our allreduce
 
-A group without a hook keeps its class, and its calls check nothing. The flight recorder's hook does not count, since
-our recorder records the same (`flight_recorder`).
+A group without a hook keeps its class, and its calls do not check for hooks. The hook of torch's flight recorder does
+not count, because our `flight_recorder` records the same.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _hookable: list[type] = []
 
 
 class _ThisThread(threading.local):
-    """A `_ThisThread` records whether this thread is inside an operation whose hooks were called, and its work."""
+    """A `_ThisThread` records whether this thread is in an operation whose hooks torch calls, and the latest work."""
 
     inside = False
     work: Any = None
@@ -53,7 +53,7 @@ def _registering(kind: str) -> Callable[..., None]:
     theirs = getattr(_torch_group, f"register_{kind}")
 
     def register(self: Any, hook_id: int, hook: Callable[[Any], None]) -> None:
-        """Call `hook` at each operation from now on; operations then go through torch's dispatcher."""
+        """Call `hook` for each operation from now on; operations then go through torch's dispatcher."""
         if not _has_backend(self):
             raise RuntimeError(
                 f"register_{kind}: this torch does not let Python create a Backend, so the hook is not called"
@@ -76,7 +76,7 @@ def _unregistering(kind: str) -> Callable[..., None]:
 
 
 def call_hooks(group: Any, reason: object) -> None:
-    """Make each operation of the group call its hooks, until `_stop_calling` with the same reason."""
+    """Make each operation of the group call its hooks, until `_stop_calling` is called with the same reason."""
     group.__dict__.setdefault("hook_reasons", set()).add(reason)
     if not hasattr(group, "class_without_hooks"):
         kind: Any = type(group)
@@ -158,7 +158,7 @@ def _patch_nan_check() -> None:
 
 
 def _patch_recorder() -> None:
-    """Let a group start if torch cannot attach its recorder; ours replaces it (`flight_recorder`)."""
+    """Let groups be created even if torch cannot attach its flight recorder; our `flight_recorder` records the same."""
     hook: Any = dist.distributed_c10d.FlightRecorderHook  # type: ignore[attr-defined]
     if hook in _patched:
         return
@@ -190,5 +190,5 @@ def _attach(name: str, theirs: Callable[..., Any], group: Any, *args: Any, loses
 
 
 def _has_backend(group: Any) -> bool:
-    """Return whether torch's C++ can call our group behind its own group, as the dispatcher does."""
+    """Return whether the group has a `Backend` through which torch's C++, such as the dispatcher, can call it."""
     return getattr(group, "_inner_backend", None) is not None

@@ -1,4 +1,4 @@
-"""Patch modules of torch that most programs never import, after their import."""
+"""Patch modules that most programs never import, once a program imports them."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from phalanx._comm.backend.torch_integration.stores import patch_file_store, pat
 def patch_launched_rank() -> None:
     """In a rank of `phalanx run`, make ours the default backend, and `env://` use the agent's store.
 
-    The zygote of `phalanx run`, which imports torch for all ranks, calls this before the ranks' variables are set.
+    The zygote of `phalanx run`, which imports torch for all ranks, calls this before each rank's environment is set.
     """
     _extend_start()
     patch_agent_rendezvous()
@@ -40,6 +40,6 @@ def _extend_start() -> None:
             return
         module.init_process_group(original, backend, *args, **kwargs)
 
-    # A device mesh creates the group itself if there is none.
+    # A device mesh creates the default group itself if there is none.
     for name in ("distributed", "distributed.distributed_c10d", "distributed.device_mesh"):
         vars(importlib.import_module(f"torch.{name}"))["init_process_group"] = init_process_group

@@ -1,4 +1,4 @@
-"""Make `torch.distributed.monitored_barrier`, which accepts only Gloo's groups, accept ours."""
+"""Make `torch.distributed.monitored_barrier`, which accepts only Gloo groups, accept our groups."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from phalanx._comm.backend.torch_integration.patch import distributed_c10d, patc
     loses="torch.distributed.monitored_barrier refuses our groups; call the group's own, group.monitored_barrier()",
 )
 def extend_monitored_barrier() -> None:
-    """Make torch's function, which refuses groups not named Gloo, accept ours; ends when torch calls the group.
+    """Make torch's function, which compares a backend's name, accept our groups; needed until torch calls the group.
 
     The function is changed in place: a program may have imported it before it uses our backend.
     """
@@ -43,7 +43,7 @@ def monitored_barrier(group: Any, timeout: timedelta | float | None, wait_all_ra
     """Run `dist.monitored_barrier`: ours for our groups, torch's for other groups.
 
     Raises:
-        DeadlineError: some rank did not join within `timeout` (default: the group's); `missing` lists the ranks.
+        DeadlineError: some ranks did not join within `timeout` (default: the group's); `missing` lists them.
     """
     ours = phalanx_group(distributed_c10d().group.WORLD if group is None else group)
     if ours is None:

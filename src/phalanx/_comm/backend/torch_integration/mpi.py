@@ -1,4 +1,4 @@
-"""Make a torch without MPI accept the backend "mpi": it is our group with MPI as its engine."""
+"""Make a torch that was built without MPI accept the backend "mpi": our group, with MPI as its engine."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from phalanx._comm.transport.options import Options
     loses="backend 'mpi' is not there, as this torch was built without MPI",
 )
 def patch_mpi() -> None:
-    """Make backend "mpi" work; `is_mpi_available()` becomes true with the first group, since libraries choose by it.
+    """Make backend "mpi" work. Libraries choose by `is_mpi_available()`, so it is true only from the first group on.
 
-    torch's own code for the name calls `is_mpi_available()` and `ProcessGroupMPI.create(ranks)`. It passes neither the
-    store nor the timeout, so the wrapper around torch's helper reads them.
+    For this name torch calls `is_mpi_available()` and `ProcessGroupMPI.create(ranks)`. It passes neither the store nor
+    the timeout to them, so a wrapper around `_new_process_group_helper` reads both.
     """
     c10d = distributed_c10d()
     helper = c10d._new_process_group_helper

@@ -1,7 +1,7 @@
 """Authenticate PyTorch's collectives of objects (`all_gather_object`, `send_object_list`, …) between hosts.
 
-torch pickles and unpickles in two functions of its own; their replacements here add and check the MAC. The functions do
-not receive the call for which they run, so each collective of objects records it: a number binds a message to its call.
+torch pickles and unpickles objects in two helper functions; their replacements here add and check a MAC. The helpers do
+not receive the call for which they run, so each object collective records it: a number binds a message to its call.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _UNKNOWN_CALL = PickleStream("object of an unknown call", 0)
     loses="objects that collectives send between hosts are pickles without a MAC",
 )
 def authenticate_object_collectives() -> None:
-    """Add a MAC to the pickles of torch's object collectives between hosts; ends when torch authenticates them."""
+    """Add a MAC to the pickles of torch's object collectives between hosts; needed until torch authenticates them."""
     c10d: Any = distributed_c10d()
     to_tensor, to_object = c10d._object_to_tensor, c10d._tensor_to_object
 
@@ -79,9 +79,10 @@ def authenticate_object_collectives() -> None:
     loses=_REPLAYED,
 )
 def number_object_collectives() -> None:
-    """Record each call of an object collective for the functions that pickle; ends when torch authenticates pickles.
+    """Record each call of an object collective for the functions that pickle; needed until torch authenticates pickles.
 
-    The functions are wrapped inside torch's own wrapper, so that names that were imported earlier call them, too.
+    The collectives are wrapped inside torch's own decorator, so that this also affects references that a program
+    imported earlier.
     """
     c10d: Any = distributed_c10d()
     for name in _COLLECTIVES:
@@ -117,10 +118,10 @@ def _recording(function: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 
 class _Call:
-    """A `_Call` is one call of an object collective on this rank; it assigns objects to streams, in their order.
+    """A `_Call` is one call of an object collective on this rank; it assigns the call's objects to streams, in order.
 
-    All objects of a call have the same number in their stream. The call's first object takes the next number: a call
-    that fails before it sends or receives an object takes none, and a call that receives only some objects takes one.
+    All objects of a call have the same number in their stream. The first object takes the next number: a call that
+    fails before it sends or receives any object takes none, and a call that receives only some objects takes one.
     """
 
     def __init__(self, name: str, arguments: dict[str, Any], group: Any, pickles: PickleAuthenticator) -> None:
@@ -154,7 +155,7 @@ class _Call:
         """Return the pickle of the next object that this rank receives.
 
         Raises:
-            PhalanxError: the message is not the expected message.
+            PhalanxError: this is not the message that is due next, or its MAC is wrong.
         """
         if not self._receives:
             self._receives = [(s, self._pickles.count_received(s)) for s in self._incoming()]

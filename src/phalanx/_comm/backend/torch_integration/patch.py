@@ -32,9 +32,9 @@ _applied: set[str] = set()
 
 
 def patch(*needs: str, loses: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Apply a change to torch at the first call of the decorated function, if torch has all that it `needs`.
+    """Apply a change to torch at the first call of the decorated function, if torch has all names in `needs`.
 
-    Otherwise the function changes nothing, and logs one line about the missing feature.
+    Otherwise the function changes nothing, and logs one line about the lost feature.
     """
 
     def decorate(change: Callable[..., None]) -> Callable[..., None]:
@@ -57,5 +57,5 @@ def patch(*needs: str, loses: str) -> Callable[[Callable[..., None]], Callable[.
 
 
 def distributed_c10d() -> ModuleType:
-    """Import torch's module of process groups, and return it."""
+    """Return the module `torch.distributed.distributed_c10d`; import it if necessary."""
     return importlib.import_module("torch.distributed.distributed_c10d")

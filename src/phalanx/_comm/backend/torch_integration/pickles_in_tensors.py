@@ -1,7 +1,7 @@
 """Add a MAC to the pickles that torch sends as plain tensors, in groups of ours that span hosts.
 
 ZeroRedundancyOptimizer.consolidate_state_dict    goes through `broadcast_object_list`, which authenticates
-PGTransport, of torch.distributed.checkpoint      has a MAC for each receiver before the pickle of its metadata
+PGTransport, of torch.distributed.checkpoint      sends a MAC for each receiver before the pickle of its metadata
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _PG_TRANSPORT = "torch.distributed.checkpoint._pg_transport"
 
 
 def authenticate_pickles_in_tensors() -> None:
-    """Add a MAC to these pickles between hosts, once the modules that send them are imported."""
+    """Add a MAC to these pickles between hosts, once a program imports the modules that send them."""
     call_once_imported(_ZERO, _authenticate_zero)
     call_once_imported(_PG_TRANSPORT, _authenticate_pg_transport)
 

@@ -31,7 +31,7 @@ def patch_agent_rendezvous() -> None:
 def patch_launcher_rendezvous() -> None:
     """Make `env://` and `tcp://` work under mpiexec and Slurm, with better errors; make `file://` refuse foreign files.
 
-    This applies only to our backend, under both of its names.
+    This applies only to our backend, under either of its names.
     """
     _extend_scheme("env", "rendezvous.env_rendezvous", ours_only=True)
     _extend_scheme("tcp", "rendezvous.address_rendezvous", ours_only=True)
@@ -39,7 +39,7 @@ def patch_launcher_rendezvous() -> None:
 
 
 def _extend_scheme(scheme: str, name: str, *, ours_only: bool = False) -> None:
-    """Make `phalanx._comm.backend.<name>` the handler of the scheme; it receives the previous handler."""
+    """Make `phalanx._comm.backend.<name>` handle the scheme; its first argument is the previous handler."""
     rendezvous = importlib.import_module("torch.distributed.rendezvous")  # the package exports a function of that name
     original = rendezvous._rendezvous_handlers[scheme]
 
@@ -54,7 +54,7 @@ def _extend_scheme(scheme: str, name: str, *, ours_only: bool = False) -> None:
 
 
 def _calling_backend() -> str:
-    """Return the backend that was passed to `init_process_group`, which torch does not pass to handlers; "" in RPC."""
+    """Return the `backend` of the running `init_process_group`, which torch does not pass to handlers; "" in RPC."""
     start = inspect.unwrap(distributed_c10d().init_process_group).__code__
     frame: types.FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_code is not start:

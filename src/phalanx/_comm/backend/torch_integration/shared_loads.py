@@ -1,4 +1,4 @@
-"""Make `load_state_dict` wait for ranks that still read parameters which all ranks share."""
+"""Make `load_state_dict` wait for ranks that still read the parameters, if ranks share their memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from phalanx._comm.backend.torch_integration.patch import patch
     "torch.distributed.barrier() before it",
 )
 def wait_before_loads() -> None:
-    """Make a module's `load_state_dict` wait until no rank reads its parameters any more, if ranks share them."""
+    """Make a module's `load_state_dict` wait until no other rank reads its parameters, if ranks share them."""
     original = nn.Module.load_state_dict
 
     @functools.wraps(original)

@@ -1,4 +1,4 @@
-"""Add missing methods to torch's stores: queues and lists of keys of our stores, appends that lose nothing."""
+"""Add to torch's stores what they lack: a PrefixStore's queues and list of keys, a FileStore's reliable append."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _is_in_file(store: Any) -> bool:
     loses="the store of `phalanx run` may lose values that ranks append to a key, and does not raise DistStoreError",
 )
 def patch_file_store() -> None:
-    """Make FileStore append, delete and fail as TCPStore does, also behind PrefixStores; ends when torch's does.
+    """Make FileStore append, delete and fail as TCPStore does, also behind PrefixStores; needed until torch's does.
 
     `delete_key` returns whether the key existed; if two ranks delete it at once, both may return True.
     """
@@ -75,7 +75,7 @@ def patch_file_store() -> None:
 def patch_prefix_store() -> None:
     """Add queues and the list of keys to a PrefixStore around one of our stores (a store with `name_through`).
 
-    torch's C++ forwards neither to a store that is written in Python; ends when torch does.
+    torch's C++ does not forward these calls to a store that is written in Python; needed until it does.
     """
     prefixed: Any = distributed_c10d().PrefixStore
 

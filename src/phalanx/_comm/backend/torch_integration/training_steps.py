@@ -1,4 +1,4 @@
-"""Notify a run's recorder of the parts of a training step: batches, backwards, losses, scaled losses and updates."""
+"""Notify a step recorder of the parts of a training step: batches, backward passes, losses and optimizer updates."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from phalanx._comm.backend.torch_integration.patch import patch
 from phalanx._comm.diagnostics.interruptions import SuppressedErrors, is_interruption
 
 _recorders: list[Any] = []  # at most one
-_marks: list[Any] = []  # the `mark` of the recorder's log, for batches and backwards
+_marks: list[Any] = []  # the `mark` of the recorder's log, for batches and backward passes
 _hooks: list[Any] = []  # the optimizers' hooks, for updates
 
 _NUM_EXAMINED = 16  # elements of a list that are examined: the first elements show its kind
 _DEEPEST = 8
-_MOST_PARTS = 256  # the most parts examined: nested lists without a tensor have up to 16 on each level
+_MOST_PARTS = 256  # the maximum number of parts examined: nested lists have up to 16 per list and level
 
 
 def observe_steps(recorder: Any) -> None:
-    """Notify `recorder` (a `phalanx._comm.diagnostics.step_recorder.StepRecorder`) of batches, backwards and updates.
+    """Notify `recorder`, a `phalanx._comm.diagnostics.step_recorder.StepRecorder`, of the parts of training steps.
 
-    If torch has not been imported, this starts with its import. A previous recorder is no longer notified.
+    If torch is not imported yet, the notifications start with its import. A previous recorder is no longer notified.
     """
     _recorders[:] = [recorder]
     _marks[:] = [recorder.log.mark]
@@ -57,7 +57,7 @@ def _hook_optimizers() -> None:
     loses="a run report lacks the DataLoader's batches",
 )
 def _observe_batches() -> None:
-    """Notify the recorder of batches. The code is short: each training step evicts it from the caches."""
+    """Notify the recorder of batches. The code is short, because each training step evicts it from the CPU's caches."""
     import torch
     from torch.utils.data import dataloader
 
@@ -90,7 +90,7 @@ def _observe_batches() -> None:
 
 @patch("torch.autograd.backward(tensors)", loses="a run report lacks backwards and losses")
 def _observe_backward() -> None:
-    """Notify the recorder of backwards and losses. The code is short, as in `_observe_batches`."""
+    """Notify the recorder of backward passes and losses. The code is short, as in `_observe_batches`."""
     import torch
 
     from phalanx._comm.diagnostics.step_machine import BEGIN_BACKWARD, END_BACKWARD, END_BACKWARD_WITH_LOSS
@@ -131,9 +131,9 @@ def _samples_in(iterator: Any, batch: Any) -> float:
 
 
 def count_samples(batch: Any) -> float | None:
-    """Return the first dimension of the first tensor (or array) in the batch, or else the first list's length, or None.
+    """Return the size of dimension 0 of the batch's first tensor or array, or else the first list's length, or None.
 
-    Never raises, because it runs inside a user's loader.
+    This never raises, because it runs inside the user's loader.
     """
     with SuppressedErrors():
         parts = list(itertools.islice(_parts(batch, 0), _MOST_PARTS))
@@ -178,7 +178,7 @@ _has_scaled = [False]  # whether a GradScaler has scaled since the last backward
 
 @patch("torch.amp.GradScaler.scale(outputs)", loses="a run report shows the losses of a GradScaler as scaled")
 def _observe_scaler() -> None:
-    """Attach the unscaled loss to the result of `GradScaler.scale`, since backward starts from the scaled loss.
+    """Attach the unscaled loss to the result of `GradScaler.scale`, because `backward` receives the scaled loss.
 
     This includes subclasses, such as FSDP's ShardedGradScaler, which has its own `scale`. A subclass that is imported
     later is patched when its first scaler is created.

@@ -3,8 +3,8 @@
 runtime   the MPI of this process: found, started once, polled with a deadline, finalized
 engine    messages between the ranks of a group; how a rank leaves
 
-Every call into MPI returns at once, and waits poll: so each wait has a deadline, and Ctrl-C ends it. Calls come from
-several threads, which MPI must allow (MPI_THREAD_MULTIPLE).
+Messages use only MPI calls that return at once, and waits poll: so each wait has a deadline, and Ctrl-C interrupts it.
+Several threads call MPI, which must therefore provide MPI_THREAD_MULTIPLE.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`MpiEngine` sends messages between the ranks of a group over MPI, and detects a rank that leaves."""
+"""`MpiEngine` sends messages between the ranks of a group over MPI, and detects when a rank leaves the group."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from phalanx._base.threads import call_in_thread
 from phalanx._comm.engines.engine import DATA
 from phalanx._comm.engines.mpi.runtime import Runtime, wait_until
 
-# The time for a message to arrive after its sender or receiver has announced that it leaves: it may be in transit.
+# How long a wait continues after the peer has announced that it leaves, because the message may still be in transit.
 _GRACE_S = 0.2
 _DEPARTURE_S = 0.05
 _ANYBODY = -1
 
 
 class EngineClosed(RuntimeError):
-    """This rank has left."""
+    """This rank has left the group."""
 
 
 class TimedOut(RuntimeError):
@@ -32,7 +32,7 @@ class TimedOut(RuntimeError):
 
 
 class PeerLeft(RuntimeError):
-    """Rank `peer`, for which this rank waits, has left."""
+    """Rank `peer`, for which this rank waited, has left the group."""
 
     def __init__(self, peer: int) -> None:
         super().__init__(f"rank {peer} has left the group")
@@ -42,7 +42,7 @@ class PeerLeft(RuntimeError):
 class PendingOperation:
     """A `PendingOperation` is an MPI operation with its memory, which stays alive while MPI may access it.
 
-    `start` returns MPI's request, or None while there is no message to receive; then `test` calls it again.
+    `start` returns MPI's request, or None if there is no message to receive yet; then `test` calls `start` again.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class PendingOperation:
         self._engine._forget(self)
 
     def give_up(self) -> bool:
-        """Try to cancel a receive; return whether MPI has released the memory."""
+        """Stop the operation, and cancel it if it is a receive; return whether MPI has released the memory."""
         with self._testing:
             if self._request is None:
                 self._error = EngineClosed("this rank has left the group")
@@ -107,7 +107,7 @@ class PendingOperation:
         """Wait until the operation is complete.
 
         Raises:
-            TimedOut, EngineClosed, PeerLeft: it is not complete.
+            TimedOut, EngineClosed, PeerLeft: the operation has not completed.
             RuntimeError: as `test`.
         """
 
@@ -133,7 +133,7 @@ class PeerWatch:
         self._left: Deadline | None = None
 
     def check(self) -> None:
-        """Raise PeerLeft if the rank left a while ago."""
+        """Raise PeerLeft once the awaited rank, or every rank that could send, has been gone for `_GRACE_S`."""
         engine = self._engine
         if self._peer >= 0:
             gone = [self._peer] if self._peer in engine.departed else []
@@ -148,12 +148,12 @@ class PeerWatch:
 class MpiEngine:
     """An `MpiEngine` sends messages between a group's ranks. All ranks create theirs together, and wait for each other.
 
-    Sends and receives start at once; MPI moves their bytes while this process waits for any of them. A rank that leaves
-    notifies all others.
+    Sends and receives start at once; MPI makes progress on all of them while this process waits for any. A rank that
+    leaves notifies all others.
 
     Raises:
         TimedOut: some rank did not join within `timeout`.
-        RuntimeError: MPI cannot create a communicator (it has a few thousand).
+        RuntimeError: MPI cannot create a communicator (most MPIs support a few thousand).
     """
 
     name = "mpi"
@@ -176,13 +176,13 @@ class MpiEngine:
         self.comm.Set_errhandler(mpi.ERRORS_RETURN)
         group.Free()
         everybody.Free()
-        # An MPI's tags may have only 15 bits, often 20 or 29: the lower half for messages, the upper for collectives.
+        # MPI guarantees 15 bits of tags; 20 or 29 are common. Messages get the lower half, collectives the upper half.
         self._half = 1 << ((int(self.comm.Get_attr(mpi.TAG_UB)) + 1).bit_length() - 2)
         self._departure_tag = 2 * self._half - 1  # not a collective's tag, whose last twelve bits are never all set
         runtime.add_listener(self.listen)
 
     def _in_time(self, call: Callable[[], Any], timeout: timedelta) -> Any:
-        """Run `call` on another thread, and return its result within `timeout`: MPI offers no non-blocking variant."""
+        """Run `call`, which has no non-blocking variant, in a thread; return its result, or raise TimedOut."""
         created = call_in_thread(call, "phalanx-mpi-create")
         if not wait([created], timeout.total_seconds()).done:
             self.runtime.abandoned.append(created)
@@ -191,18 +191,18 @@ class MpiEngine:
 
     @property
     def num_tags(self) -> int:
-        """Return the number of tags: the user's messages have tags below this."""
+        """Return the number of tags for the user's messages, whose tags must be below this number."""
         return min(self._half, DATA)
 
     # -- messages ------------------------------------------------------------------------------------------------
 
     def send(self, dst: int, tensor: Tensor, tag: int) -> PendingOperation:
-        """Start to send a contiguous tensor."""
+        """Start a send of a contiguous tensor."""
         data = self._bytes(tensor)
         return self._begin(lambda: self.comm.Isend(data, dst, self._tag(tag)), tensor, dst)
 
     def recv(self, src: int, tensor: Tensor, tag: int) -> PendingOperation:
-        """Start to receive into a contiguous tensor."""
+        """Start a receive into a contiguous tensor."""
         data = self._bytes(tensor)
         return self._begin(lambda: self.comm.Irecv(data, src, self._tag(tag)), tensor, src, receives=True)
 
@@ -210,7 +210,7 @@ class MpiEngine:
         """Start a receive from the first rank that sends; after the wait, `_source_rank()` returns the rank.
 
         The message is probed before it is received: on hosts with several ranks, MPICH 5.0.2 over UCX does not match a
-        receive from any rank with a message that arrived before it.
+        receive from any rank with a message that arrived before the receive was posted.
         """
         data, anybody = self._bytes(tensor), self.runtime.mpi.ANY_SOURCE
 
@@ -223,7 +223,7 @@ class MpiEngine:
     def _begin(
         self, start: Callable[[], Any], memory: Tensor | None, peer: int = _ANYBODY, *, receives: bool = False
     ) -> PendingOperation:
-        """Begin an operation on a tensor's memory; `start` returns MPI's request for it."""
+        """Start an operation on a tensor's memory; `start` returns MPI's request, as for `PendingOperation`."""
         with self._guard:
             if self.is_closed:
                 raise EngineClosed("this rank has left the group")
@@ -240,7 +240,7 @@ class MpiEngine:
         return tag if tag < DATA else self._half | (tag & (self._half - 1))
 
     def _forget(self, operation: PendingOperation) -> None:
-        self._underway.discard(operation)  # no lock: `close` holds it while it tests
+        self._underway.discard(operation)  # takes no lock: `close` holds the lock while it tests operations
 
     def wait_for_data(self, timeout_s: float) -> None:
         """Do nothing: waits poll."""
@@ -251,7 +251,7 @@ class MpiEngine:
     # -- the end -------------------------------------------------------------------------------------------------
 
     def listen(self) -> bool:
-        """Receive the empty messages of ranks that leave; return False once this rank has left."""
+        """Receive the empty messages by which ranks announce that they leave; return False once this rank has left."""
         with self._guard:
             if not self.is_closed:
                 self._receive_departures()
@@ -290,12 +290,12 @@ class MpiEngine:
                 self.runtime.sweep()
 
     def free(self) -> None:
-        """Do nothing: MPI releases a communicator when all other ranks have left it as well: see `close`."""
+        """Do nothing: the communicator is freed once all other ranks have left, too (see `_is_free`)."""
 
     def _is_free(self) -> bool:
         """Free the communicator once all others have left and every message is received; return whether it is freed.
 
-        MPI reuses the communicator's number for the next one, which would receive remaining messages of a late rank.
+        MPI reuses the context id for the next communicator, which would then receive a late rank's remaining messages.
         """
         mpi, status = self.runtime.mpi, self.runtime.mpi.Status()
         with self._guard:
@@ -312,6 +312,6 @@ class MpiEngine:
 
 
 def _tag_of(world_ranks: Sequence[int]) -> int:
-    """Return a tag that distinguishes groups that different ranks create at the same time."""
+    """Return a tag that distinguishes groups of different ranks that are created at the same time."""
     digest = hashlib.blake2b(repr(list(world_ranks)).encode(), digest_size=2).digest()
     return int.from_bytes(digest, "little") >> 1  # MPI guarantees tags up to 32767

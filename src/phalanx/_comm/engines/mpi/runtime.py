@@ -24,9 +24,9 @@ _EXIT_SWEEP_S = 1.0
 
 @dataclass(frozen=True)
 class Launcher:
-    """A `Launcher` is the program that started this process, with its number of ranks. `name` is for messages.
+    """A `Launcher` is the program that started this process, and the number of ranks that it started.
 
-    For an `mpiexec`, `is_mpi` is true, and `name` is "Open MPI" or "MPICH" (also for the MPIs derived from it).
+    For an `mpiexec`, `is_mpi` is true, and `name` is "Open MPI" or "MPICH" (also for the MPIs derived from MPICH).
     """
 
     name: str
@@ -36,7 +36,7 @@ class Launcher:
 
 @dataclass
 class Runtime:
-    """A `Runtime` is MPI, started. `mpi` is the module `mpi4py.MPI`; `rank` and `size` describe MPI_COMM_WORLD."""
+    """A `Runtime` is this process's initialized MPI: the module `mpi4py.MPI`, and rank and size in MPI_COMM_WORLD."""
 
     mpi: Any
     rank: int
@@ -46,13 +46,13 @@ class Runtime:
     failed: bool = False
     # Operations that will never complete, with their memory: MPI may still write to it.
     abandoned: list[Any] = field(default_factory=list)
-    # Remaining work for groups that this process has left; each function returns whether it is done.
+    # The cleanup of groups that this process has left; each function is called until it returns True.
     pending_frees: list[Callable[[], bool]] = field(default_factory=list)
     _listeners: list[Callable[[], bool]] = field(default_factory=list)
     _guard: Any = field(default_factory=threading.Lock)
 
     def sweep(self) -> bool:
-        """Try the remaining work for groups that this process has left; return whether nothing remains."""
+        """Try to clean up the groups that this process has left; return whether no cleanup remains."""
         self.pending_frees[:] = [pending_free for pending_free in self.pending_frees if not pending_free()]
         return not self.pending_frees
 
@@ -62,14 +62,14 @@ class Runtime:
 
     @property
     def is_over(self) -> bool:
-        """Return whether MPI must not be called: it is finalized, or this process is a fork of its starter."""
+        """Return whether MPI must not be called: it is finalized, or this process was forked after its start."""
         return self.pid != os.getpid() or bool(self.mpi.Is_finalized())
 
     def add_listener(self, listen: Callable[[], bool]) -> None:
         """Call `listen` many times a second, from a background thread, until it returns False.
 
-        MPI moves bytes only during calls. A rank that computes, or waits in memory, may have sent messages that are
-        still in transit.
+        MPI makes progress only inside MPI calls. Without this thread, messages of a rank that computes, or waits in
+        shared memory, could stay in transit.
         """
         with self._guard:
             self._listeners.append(listen)
@@ -110,13 +110,18 @@ _starting = threading.Lock()
 
 
 def start(launcher: Launcher | None) -> Runtime:
-    """Start the MPI of this process, unless it is started, and return it; `launcher` is from the environment.
+    """Start MPI in this process, unless it is already started, and return it.
 
-    This waits for all processes of the job, as MPI_Init does. At the end of the process MPI is finalized, which also
-    waits for all; after an uncaught exception, or with incomplete operations, the job is aborted instead (MPI_Abort).
+    This waits for all processes of the job, as MPI_Init does. The end of the process also waits for all of them, and
+    finalizes MPI if this function started it; after an uncaught exception, or with incomplete operations, it aborts the
+    job instead (MPI_Abort).
+
+    Arguments:
+        launcher: the launcher that the environment names; None if it names none.
 
     Raises:
-        PhalanxError: mpi4py or MPI is missing; the launcher is another MPI's or none; MPI lacks MPI_THREAD_MULTIPLE.
+        PhalanxError: mpi4py or MPI is missing; the launcher is another MPI's, or not MPI's; MPI is already finalized,
+            or lacks MPI_THREAD_MULTIPLE.
     """
     global _runtime
     with _starting:
@@ -132,7 +137,7 @@ def start(launcher: Launcher | None) -> Runtime:
 def why_not(launcher: Launcher | None) -> str:
     """Return why MPI cannot be started in this process, as far as is known without starting it; or "".
 
-    Ranks exchange this before any of them starts MPI: a rank that could not would make all others wait.
+    Ranks exchange this before any of them starts MPI: a rank that cannot start it would make all others wait.
     """
     if _runtime is not None:
         return ""
@@ -146,7 +151,7 @@ def why_not(launcher: Launcher | None) -> str:
         return ""
     vendor = _vendor(mpi)
     if launcher.is_mpi and (launcher.name == "Open MPI") != (vendor == "Open MPI"):
-        # An MPI under another MPI's launcher starts alone, or ends the process.
+        # Under another MPI's launcher, MPI starts as a job of one rank, or aborts the process.
         return (
             f"MPI: this process was started by the mpiexec of {launcher.name}, but mpi4py has loaded {vendor}.\n"
             f"Start it with the mpiexec of {vendor}, or name the library of {launcher.name} in MPI4PY_LIBMPI."
@@ -157,7 +162,7 @@ def why_not(launcher: Launcher | None) -> str:
 
 
 def _load() -> Any:
-    """Return the module mpi4py.MPI; on first import, without its default of starting MPI."""
+    """Return the module mpi4py.MPI; its first import here does not start MPI, as it would by default."""
     if "mpi4py.MPI" in sys.modules:
         return sys.modules["mpi4py.MPI"]
     try:
@@ -200,7 +205,7 @@ def _start(mpi: Any) -> Runtime:
 
 
 def _unlike(launcher: Launcher, vendor: str, size: int) -> str:
-    """Return the error of a launcher and an MPI with different numbers of ranks."""
+    """Return the error message for a launcher and an MPI that disagree about the number of ranks."""
     if launcher.is_mpi:
         return (
             f"MPI: mpiexec ({launcher.name}) started {launcher.world_size} processes, but {vendor} sees {size}.\n"
@@ -213,7 +218,7 @@ def _unlike(launcher: Launcher, vendor: str, size: int) -> str:
 
 
 def _finish(runtime: Runtime, ours: bool) -> None:
-    """Finalize MPI at the end of the process, after all groups were left."""
+    """Finalize MPI, or abort the job, at the end of the process, which has left all of its groups."""
     if runtime.is_over:
         return
     if runtime.failed or runtime.abandoned:
@@ -222,7 +227,7 @@ def _finish(runtime: Runtime, ours: bool) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         runtime.mpi.COMM_WORLD.Abort(1)
-    while not runtime.sweep():  # MPI_Finalize also waits for all, but Ctrl-C does not end that
+    while not runtime.sweep():  # MPI_Finalize would also wait for all ranks, but Ctrl-C does not interrupt it
         time.sleep(_PAUSE_S)
     if ours:
         runtime.mpi.Finalize()
@@ -238,8 +243,8 @@ _POLL_PAUSE_S = 50e-6
 def wait_until(is_done: Callable[[], bool], look_around: Callable[[], None], timeout_s: float) -> bool:
     """Poll `is_done` until it is true, and return True; return False after `timeout_s` and at least two polls.
 
-    MPI moves bytes only during calls, so pauses stay short. `look_around` is called during a long wait, and may raise
-    to end it.
+    MPI makes progress only inside MPI calls, so pauses stay short. `look_around` is called between the polls of a wait
+    of more than a millisecond, and may raise to end the wait.
     """
     begin = time.monotonic()
     while not is_done():
@@ -249,7 +254,7 @@ def wait_until(is_done: Callable[[], bool], look_around: Callable[[], None], tim
         if waited < _SPIN_S:
             continue
         if waited < _YIELD_S:
-            time.sleep(0)  # lets another process of this core run first
+            time.sleep(0)  # lets another process on this core run first
             continue
         look_around()
         time.sleep(_POLL_PAUSE_S)
