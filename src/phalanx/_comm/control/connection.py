@@ -1,7 +1,7 @@
 """A client's `Connection` to the coordinator: a request blocks until its answer or deadline; events are queued.
 
-Any number of threads may use it at once; `Reader` decides which of them reads the socket. A member has a thread more,
-for its heartbeats (see `member_connection`).
+Any number of threads may use it at once; `Reader` decides which of them reads the socket. A member also has a heartbeat
+thread (see `member_connection`).
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class _EndedConnection(NamedTuple):
 
 
 class ConnectionGuard:
-    """A `ConnectionGuard` watches the listening socket `watched`, and closes unauthenticated connections if too many.
+    """A `ConnectionGuard` watches the listening socket `watched`, and limits its unauthenticated connections.
 
     Arguments:
         listening: the descriptor of the socket from which ZeroMQ accepts.

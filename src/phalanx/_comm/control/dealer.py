@@ -34,7 +34,7 @@ def open_dealer(
     dealer.linger = 0
     dealer.routing_id = b"\x01" + os.urandom(15)
     protect(dealer)
-    dealer.sndhwm, dealer.rcvhwm = 1000, 0  # unlimited: libzmq may abort if a heartbeat meets unread data
+    dealer.sndhwm, dealer.rcvhwm = 1000, 0  # rcvhwm 0: at a limit, a heartbeat may make libzmq abort
     dealer.ipv6 = True
     dealer.reconnect_ivl, dealer.reconnect_ivl_max = 50, 1000
     dealer.connect_timeout = 1500

@@ -1,4 +1,6 @@
-"""Turn a rank's events into training steps with the time of each phase; the events of a killed rank, too.
+"""Turn a rank's events into training steps, with the time of each phase.
+
+This code is pure, so the events that a killed rank has left in its file give the same steps.
 
     data ─▶ forward and loss ─▶ backward ─▶ update ─▶ other ─▶ data ...
          │                   │           │         │

@@ -109,7 +109,7 @@ def describe_end(symm_mem: SymmetricMemory, rank: int) -> str:
 
 
 def has_finished(symm_mem: SymmetricMemory, rank: int) -> bool:
-    """Return whether a rank has left or its process has ended, and this because its program had finished."""
+    """Return whether a rank's program has finished, so that the rank has left or its process has ended."""
     life, _, _, _, _, exit_reason = symm_mem.core.state(rank)
     if exit_reason or life == core_numbers.LEFT:
         return not exit_reason or ended_normally(exit_reason)

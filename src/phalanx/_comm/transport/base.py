@@ -2,7 +2,7 @@
 
     shared_memory   the ranks of one host                              memory that all of them map
     hierarchical    ranks on several hosts                             memory in each, an engine between
-    gloo            ranks that cannot share memory, or lack the C core torch's Gloo
+    gloo            ranks without shared memory or without the C core  torch's Gloo
 
 **Order.** All ranks call the same collectives of a group in the same order. Every call has a fingerprint (sequence
 number, operation, dtype, element count, root, reduction), which the ranks compare before any tensor changes. A group
