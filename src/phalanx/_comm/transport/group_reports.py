@@ -207,8 +207,8 @@ class GroupReports:
         """End the operation and the group: a waiting thread was interrupted (Ctrl-C, a signal handler that raised).
 
         Notify the peers, and add to `error` the ranks for which this rank waited. `what` describes a message with
-        `peer`; if it is empty, the operation is the collective. This waits at most about a second for the other ranks to
-        report their positions.
+        `peer`; if it is empty, the operation is the collective. This waits at most about a second for the other ranks
+        to report their positions.
         """
         if self.here.closed or self.report is not None:
             return
