@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Address:
-    """An `Address` is a host and a port; or, with `path`, a Unix socket, which needs no key."""
+    """An `Address` is a host and a port, or a Unix socket if `path` is set; a Unix socket needs no key."""
 
     host: str = ""
     port: int = 0
@@ -17,7 +17,7 @@ class Address:
 
     @classmethod
     def parse(cls, text: str) -> Address:
-        """Parse the address in `text`.
+        """Parse an address, with or without the prefix `tcp://` or `ipc://`.
 
         Raises:
             ValueError: `text` is not an address.
@@ -76,7 +76,7 @@ def _listen(family: int, place: tuple[object, ...], backlog: int, *, both: bool)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
             listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0 if both else 1)
-        # a connection that sends nothing stays in the kernel, and costs this process nothing
+        # for its first five seconds, a connection that has sent nothing stays in the kernel
         if hasattr(socket, "TCP_DEFER_ACCEPT"):
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, 5)
         listener.setblocking(False)

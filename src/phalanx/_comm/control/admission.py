@@ -1,7 +1,7 @@
-"""Admit only processes that know the key; count the refused ones, and report them with their addresses.
+"""Admit only processes that know the key; count refused connections, and log them with their addresses.
 
-ZeroMQ does the cryptography (CURVE), and sends this module a request for each public key (ZAP). A process with another
-key fails earlier, in the handshake, which `connection_guard` observes.
+ZeroMQ does the cryptography (CURVE), and asks this module whether to admit a client's public key (ZAP). A process with
+a different job's key fails earlier, in the handshake, which `connection_guard` observes.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import zmq
 from zmq.utils import z85
 
 _MAX_REMEMBERED = 1024
-_PAUSE_S = 10.0  # the shortest pause between two equal lines
-_MAX_LINES = 20  # the most lines in such a pause
+_PAUSE_S = 10.0  # the minimum interval between two identical lines
+_MAX_LINES = 20  # the maximum number of lines per interval
 _MAX_GUESSES = 4
-_MAX_SCANNED = 4096  # connections: a flood leaves tens of thousands in the kernel's table
+_MAX_SCANNED = 4096  # connections per table: a flood leaves tens of thousands in the kernel's tables
 _ENDED = (4, 5, 6, 8, 9, 11)  # FIN_WAIT1, FIN_WAIT2, TIME_WAIT, CLOSE_WAIT, LAST_ACK, CLOSING
 
 
 class RateLimitedLog:
-    """A `RateLimitedLog` reports errors of members, and refused connections, in few lines, however many there are."""
+    """A `RateLimitedLog` logs members' errors and refused connections, with a limit on the lines per interval."""
 
     def __init__(self, write: Callable[[str], None]) -> None:
         self._write = write
@@ -39,7 +39,7 @@ class RateLimitedLog:
         self.report(f"refused a connection from {peer}: {why}", now)
 
     def report(self, line: str, now: float) -> None:
-        """Report an event to the user, each `line` at most once per pause."""
+        """Log `line`, at most once per interval; its next occurrence says how many were suppressed."""
         written_at, since = self._seen.pop(line, (-_PAUSE_S, 0))
         if now - self._window >= _PAUSE_S:
             self._window, self._num_lines = now, 0
@@ -55,7 +55,7 @@ class RateLimitedLog:
 
 
 class Admission:
-    """`Admission` answers ZAP requests of one ZeroMQ context: it admits only processes with this public key."""
+    """`Admission` answers the ZAP requests of one ZeroMQ context: it admits only clients with `member_key`."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], member_key: bytes, log: RateLimitedLog) -> None:
         self._member_key = z85.decode(member_key)
@@ -77,18 +77,18 @@ class Admission:
             self.socket.send_multipart((version, request, *status, b"", b""))
 
     def close(self) -> None:
-        """Close the socket; from now on no process is admitted."""
+        """Close the socket; no process is admitted afterwards."""
         self.socket.close()
 
 
 def recent_peers(port: int) -> str:
-    """Return, from the kernel's table, the addresses whose connections to our `port` ended a moment ago."""
+    """Return up to four addresses whose connections to our `port` have just ended, from the kernel's TCP tables."""
     found: dict[str, None] = {}
     for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
         try:
             with open(f"/proc/self/net/{table}") as file:
                 lines = list(itertools.islice(file, 1, 1 + _MAX_SCANNED))
-        except OSError:  # no Linux
+        except OSError:  # not Linux
             continue
         for local, remote, state in (line.split()[1:4] for line in lines):
             if int(local.rpartition(":")[2], 16) == port and int(state, 16) in _ENDED:

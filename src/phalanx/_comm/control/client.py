@@ -16,13 +16,13 @@ from phalanx._comm.control.wire import MAX_VALUE_BYTES, Op, pack_number
 from phalanx.errors import DeadlineError
 
 _BUSY_PAUSE_S, _TRY_S = 0.005, 5.0
-_MAX_PART = 4096  # the most fields of one request
+_MAX_PART = 4096  # the maximum number of fields in a request
 
 
 class Client(MemberConnection):
-    """A `Client` sends requests to the coordinator. Any number of threads may call it.
+    """A `Client` sends requests to the coordinator. Any number of threads may use it at once.
 
-    The constructor has the arguments and errors of `Connection`.
+    The constructor takes the same arguments and raises the same errors as `Connection`.
     """
 
     def __enter__(self) -> Client:
@@ -40,28 +40,31 @@ class Client(MemberConnection):
         return self._call(Op.GET, _name(key), deadline=self._deadline(timeout), waits_for=(key,))[0]
 
     def begin_get(self, key: str) -> PendingGet:
-        """Request the value of `key`, without waiting."""
+        """Request the value of `key`, without waiting for it."""
         return PendingGet(self, self._send_request(Op.GET, _name(key), deadline=self._deadline(None)))
 
     def add(self, key: str, amount: int) -> int:
-        """Add to the number at `key`, which is zero if the key is missing, and return the sum."""
+        """Add `amount` to the integer at `key`, and return the sum; a missing key counts as zero."""
         return int(self._call(Op.ADD, _name(key), pack_number(amount))[0])
 
     def add_item(self, counter: str, prefix: str, value: str | bytes) -> int:
-        """Set the key `prefix` + the number at `counter`, and add one to that number, in one request.
+        """Atomically set the key `prefix` + n to `value`, where n is the number at `counter`, and increment `counter`.
 
-        Return the number before the addition; the first is zero.
+        Return n; a missing counter counts as zero.
         """
         return int(self._call(Op.ADD_ITEMS, _name(counter), _name(prefix), _bytes(value))[0])
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        """Set `key` to `desired` if its value is `expected`, or if both are missing; return the value afterwards."""
+        """Set `key` to `desired` if its value is `expected`; a missing key counts as empty. Return the resulting value.
+
+        As in TCPStore: if the key is missing and `expected` is not empty, return `expected`.
+        """
         return self._call(Op.COMPARE_SET, _name(key), _bytes(expected), _bytes(desired))[0]
 
     def read_and_check(self, key: str, checked: str) -> tuple[bytes, bool]:
-        """Return the value of `key`, set to "" if the key is missing, and whether the key `checked` exists.
+        """Return the value of `key`, and whether the key `checked` exists. A missing `key` is set to "".
 
-        Cost: one round trip and two requests, each shared by the ranks of a host.
+        Cost: one round trip with two requests; a host's relay combines the identical requests of its ranks.
         """
         deadline = self._deadline(None)
         requests = [(Op.COMPARE_SET, (_name(key), b"", b"")), (Op.CHECK, (_name(checked),))]
@@ -69,10 +72,10 @@ class Client(MemberConnection):
         return value, is_there == b"1"
 
     def _call_all(self, requests: Sequence[Request], deadline: Deadline) -> list[PendingCall]:
-        """Send these requests in one frame, and return the completed calls.
+        """Send the requests in one frame, and return the completed calls.
 
         Raises:
-            DeadlineError: not all were answered in time.
+            DeadlineError: not all of them were answered in time.
         """
         calls = self._send_requests(requests, deadline)
         with contextlib.ExitStack() as ends:
@@ -120,7 +123,7 @@ class Client(MemberConnection):
             self._call(Op.MULTI_SET, *part)
 
     def barrier(self, key: str, size: int, timeout: Timeout = None) -> None:
-        """Wait until `size` calls have been made with this `key`; the number at `key` counts the calls."""
+        """Wait until `barrier` has been called `size` times with this `key`, whose value counts the calls."""
         deadline = self._deadline(timeout)
         self._call(Op.BARRIER, _name(key), pack_number(size), deadline=deadline, waits_for=(key,))
 
@@ -149,11 +152,11 @@ class Client(MemberConnection):
     # Membership.
 
     def expel(self, member: int, why: str) -> None:
-        """Remove another member from the job: all members are notified that it is lost."""
+        """Remove another member from the job; the members are notified that it is lost."""
         self._call(Op.LEAVE, pack_number(member), why.encode())
 
     def members(self) -> dict[int, dict[str, Any]]:
-        """Return the facts of all members, by number."""
+        """Return the facts of all members, by member number."""
         found: dict[int, dict[str, Any]] = {}
         start = 0
         while page := self._call(Op.MEMBERS, pack_number(start)):
@@ -162,10 +165,11 @@ class Client(MemberConnection):
         return found
 
     def post(self, to: int, body: bytes, timeout: Timeout = None) -> None:
-        """Send a message to a member, or with -1 to all others; wait while the receiver's outbox is full.
+        """Send a message to member `to`, or to all other members if `to` is -1; wait while a receiver's outbox is full.
 
         Raises:
             ValueError: there is no such member, or it has left.
+            DeadlineError: the outbox was still full when the time ran out, or the coordinator did not answer.
         """
         deadline = self._deadline(timeout)
         # Each attempt must wait for its answer, which the coordinator sends at once unless the network is cut.
@@ -180,13 +184,14 @@ class Client(MemberConnection):
             )
 
     def post_all(self, messages: Sequence[tuple[int, bytes]], timeout: Timeout = None) -> list[int]:
-        """Send messages, each to a member or with -1 to all others, in one frame of at most `MAX_MESSAGES`.
+        """Send at most `MAX_MESSAGES` messages in one frame, each to the given member, or to all others if that is -1.
 
-        Return the indices of the messages for which a receiver's outbox was full; post these again. A message is
-        dropped if it is too long, or if its member does not exist.
+        Return the indices of the messages for which a receiver's outbox was full; post these again. A message that is
+        too long, or whose receiver does not exist, is dropped.
 
         Raises:
-            DeadlineError: not all were answered in time; some may have been posted.
+            ValueError: the messages together are too long for a frame.
+            DeadlineError: not all of them were answered in time; some may have been posted.
             CoordinationError: the connection failed, or this process is not a member.
         """
         deadline = self._deadline(timeout)
@@ -211,7 +216,7 @@ class PendingGet:
         self._call: PendingCall | None = call
 
     def poll(self) -> bytes | None:
-        """Return the value, or None if it has not arrived. This takes at most a millisecond.
+        """Return the value, or None if it has not arrived; wait at most a millisecond.
 
         Raises:
             CoordinationError: the connection failed.
@@ -225,7 +230,7 @@ class PendingGet:
         """Wait for the value and return it, or None after `timeout`.
 
         Raises:
-            CoordinationError, ClosedError: as `poll`.
+            CoordinationError, ClosedError: as for `poll`.
         """
         assert self._call is not None
         self._client._await(self._call, Deadline.after(timeout))
@@ -253,7 +258,7 @@ def _bytes(value: str | bytes) -> bytes:
 
 
 def _parts(fields: list[bytes], step: int) -> Iterator[list[bytes]]:
-    """Split fields into parts that each fit in a request, at multiples of `step`; if empty, yield one empty part."""
+    """Split `fields`, at multiples of `step`, into parts that each fit in a request; if empty, yield one empty part."""
     part: list[bytes] = []
     size = 0
     for at in range(0, len(fields), step):

@@ -1,7 +1,7 @@
-"""A `Connection` to the coordinator: its requests block until a deadline; its events do not block.
+"""A client's `Connection` to the coordinator: a request blocks until its answer or deadline; events are queued.
 
-Any number of threads may call it; `Reader` decides which of them reads. A member has one more thread (see
-`member_connection`).
+Any number of threads may use it at once; `Reader` decides which of them reads the socket. A member also has a heartbeat
+thread (see `member_connection`).
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from phalanx._comm.control.wire import (
 )
 from phalanx.errors import AuthenticationError, ClosedError, CoordinationError, DeadlineError
 
-_LONGEST_POLL_S = 3.0  # then unanswered requests are checked for resending
-_MAX_CALLS = 400  # the most concurrent calls; the coordinator remembers more answers than that
-_HANDSHAKES, _HANDSHAKES_S = 2, 1.0  # failed handshakes, and their duration, before the failure is diagnosed
+_LONGEST_POLL_S = 3.0  # after each poll, overdue requests are sent again
+_MAX_CALLS = 400  # the maximum number of concurrent calls; the coordinator remembers more answers than that
+_HANDSHAKES, _HANDSHAKES_S = 2, 1.0  # diagnose after this many failed handshakes, over at least this time
 _DIAGNOSIS_S = 2.0
 
 # Plain numbers: pyzmq's enumerations cost more than the operations that use them.
@@ -51,19 +51,21 @@ Timeout = float | timedelta | None
 
 
 class Connection:
-    """A `Connection` is a client of the coordinator. Its constructor finds a route, connects and authenticates.
+    """A `Connection` connects a client to the coordinator. Its constructor finds a route, connects and authenticates.
 
     Arguments:
         address: HOST:PORT, or the path of the coordinator's socket on this host.
         key: the job's key; a path needs none.
-        timeout: for the construction, and for each call that passes no timeout.
+        timeout: for connecting, and for each call that passes no timeout.
         job: the job's name, which must match the coordinator's if both have one.
-        heartbeat_s: the pause between ZeroMQ's heartbeats; a process that becomes a member needs few.
+        context: the ZeroMQ context to use; by default the connection creates its own.
+        heartbeat_s: the interval between ZeroMQ's heartbeats; a member needs few, because it sends its own.
 
     Raises:
-        AuthenticationError: the coordinator has another key, or no key was given.
-        CoordinationError: there is no coordinator at the address; the message lists the answer of each address tried.
-        DeadlineError: no answer in time.
+        AuthenticationError: the coordinator has a different key, or no key was given.
+        CoordinationError: no coordinator answers at the address (the message lists every address tried), or the
+            coordinator serves another job or speaks another version of the protocol.
+        DeadlineError: there was no answer in time.
     """
 
     def __init__(
@@ -151,7 +153,7 @@ class Connection:
         self._beat_s = heartbeat_s(self._lost_after_s)
 
     def redirect(self, address: Address, epoch: bytes, timeout: Timeout = None) -> None:
-        """Switch to the coordinator that has taken over; it knows this client and the client's answered requests.
+        """Switch to the standby that has taken over; it knows this client, and which of its requests were answered.
 
         Raises:
             CoordinationError: there is no coordinator at the address.
@@ -248,11 +250,11 @@ class Connection:
         return call.result(self._where)
 
     def _send_request(self, what: int, *fields: bytes, deadline: Deadline) -> PendingCall:
-        """Send a request; release the call with `_release_call`."""
+        """Send a request; the caller must pass the result to `_release_call`."""
         return self._send_requests([(what, fields)], deadline)[0]
 
     def _send_requests(self, requests: Sequence[Request], deadline: Deadline) -> list[PendingCall]:
-        """Send at most `MAX_MESSAGES` requests in one frame; release each call with `_release_call`."""
+        """Send at most `MAX_MESSAGES` requests in one frame; the caller must pass each result to `_release_call`."""
         if os.getpid() != self._pid:
             self._revive(deadline)
         if self._is_closed:
@@ -274,14 +276,14 @@ class Connection:
         return calls
 
     def _await(self, call: PendingCall, deadline: Deadline) -> None:
-        """Wait until the request is answered or the deadline has passed; the request stays pending."""
+        """Wait until the request is answered or has failed; after the deadline, return with the request pending."""
         while not call.is_over and not deadline.passed:
             self._reader.wait(call, deadline, self._poll_once)
-        if not call.is_over:  # this process may have been stopped, with the answer unread
+        if not call.is_over:  # this process may have been stopped (SIGSTOP) with the answer unread
             self._try_read(call)
 
     def _try_read(self, call: PendingCall) -> None:
-        """Read the data that has arrived, unless another thread reads."""
+        """Read the data that has arrived, unless another thread is reading."""
         self._reader.try_read(call, self._poll_once)
 
     def _release_call(self, call: PendingCall) -> None:
@@ -315,7 +317,7 @@ class Connection:
         try:
             assert self._socket is not None
             send_in_pieces(self._socket, message)
-        except zmq.Again:  # its queue is full: the message will be sent again
+        except zmq.Again:  # the socket's queue is full; a request is sent again later
             pass
 
     def _send_heartbeat(self) -> None:
@@ -325,7 +327,7 @@ class Connection:
             self._inbox.note_reported()
 
     def _poll_once(self, limit_s: float) -> None:
-        """Wait for data, and read it. Only the thread that has the turn may call this."""
+        """Wait at most `limit_s` for data, read it, and repeat overdue requests. The caller holds `Reader.turn`."""
         if self._suspect is not None:
             self._diagnose(self._suspect, limit_s)
             return
@@ -357,7 +359,7 @@ class Connection:
             self._received_at = time.monotonic()
             epoch = frame[:EPOCH_BYTES]
             if epoch != self._epoch:
-                if epoch in self._former_epochs:  # it was in transit during the switch
+                if epoch in self._former_epochs:  # the former coordinator sent this frame before the switch
                     continue
                 if self._epoch:
                     self._fail_all(started_again(self._where))
@@ -396,7 +398,7 @@ class Connection:
 
     def _note(self, event: int) -> None:
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-            if self._was_connected:  # reconnected: messages in transit may be lost
+            if self._was_connected:  # reconnected: messages in transit may have been lost
                 for call in list(self._calls.values())[:_MAX_CALLS]:
                     call.num_sent = 0
                     self._transmit(call)
@@ -415,7 +417,10 @@ class Connection:
                 self._suspect = self._route
 
     def _diagnose(self, route: Route, limit_s: float) -> None:
-        """Find out why a connection cannot be established. This may take seconds, so it runs without the lock."""
+        """Find out why no connection can be established, and fail all calls with the reason.
+
+        The diagnosis may take seconds, so it runs without the lock.
+        """
         error = explain_refusal(self.address, route, self.key, min(limit_s, _DIAGNOSIS_S))
         with self._lock:
             self._suspect, self._failed = None, 0
@@ -457,16 +462,16 @@ class Connection:
 
 
 class CallSlots:
-    """`CallSlots` are a semaphore with `size` slots. Any number of threads may use it."""
+    """`CallSlots` is a semaphore with `size` slots, of which a caller can acquire several at once."""
 
     def __init__(self, size: int) -> None:
         self._num_free = size
         self._changed = threading.Condition(threading.Lock())
 
     def acquire(self, number: int, timeout_s: float) -> bool:
-        """Acquire `number` slots as soon as all of them are free; return False after `timeout_s`.
+        """Wait until `number` slots are free, and acquire them all; return False after `timeout_s`.
 
-        The call acquires no slot while it waits, so that two large requests cannot deadlock.
+        A waiting caller holds no slot, so two large requests cannot deadlock.
         """
         with self._changed:
             if self._num_free < number and not self._changed.wait_for(
@@ -495,7 +500,7 @@ class EventInbox:
         self._events: deque[Event] = deque()
         self._wakeup = Wakeup()
         self.last = 0  # the number of the last event received
-        self.consumed = 0  # the number of the last event popped, which the coordinator need not keep
+        self.consumed = 0  # the number of the last event popped; the coordinator need keep only later ones
         self._unreported_bytes = 0  # the bytes popped since the last heartbeat
 
     def fileno(self) -> int:
@@ -503,20 +508,20 @@ class EventInbox:
         return self._wakeup.fileno()
 
     def restart(self) -> None:
-        """Restart the numbering: this process has joined, perhaps again."""
+        """Restart the numbering, because this process has joined, perhaps not for the first time."""
         self.last = self.consumed = self._unreported_bytes = 0
 
     def receive(self, number: int, event: Event) -> None:
-        """Keep event `number` if it is next; drop it if it is a duplicate, or if an earlier event is missing.
+        """Add event `number` if it is the next; drop it if it is a duplicate, or if an earlier event is missing.
 
-        The coordinator sends dropped events again.
+        After a gap, the coordinator sends the missing events and the dropped ones again.
         """
         if number == self.last + 1:
             self.last = number
             self.put(event)
 
     def put(self, event: Event) -> None:
-        """Add an event of this process, which has no number."""
+        """Add an event without checking its number; datagrams and this process's own events have none."""
         self._events.append(event)
         self._wakeup.ring()
 
@@ -531,11 +536,11 @@ class EventInbox:
 
     @property
     def is_overdue(self) -> bool:
-        """Return whether to send the value of `consumed` at once, since senders may be blocked."""
+        """Return whether to report `consumed` to the coordinator at once, since senders may be blocked."""
         return self._unreported_bytes > _REPORT_BYTES
 
     def note_reported(self) -> None:
-        """Record that the value of `consumed` was sent to the coordinator."""
+        """Record that `consumed` was reported to the coordinator."""
         self._unreported_bytes = 0
 
     def close(self) -> None:
@@ -548,14 +553,14 @@ class EventInbox:
 #     call ──► send ──► does another thread read? ── no ──► read until my answer arrives, then wake another reader
 #                                                 └─ yes ─► sleep until the reader wakes this thread
 #
-# If only one thread calls, it never switches to another thread.
+# If only one thread uses the connection, it reads its own answers, without a switch to another thread.
 
 PollOnce = Callable[[float], None]
 """A function that waits for data up to the given number of seconds, and reads the data."""
 
 
 class Reader:
-    """A `Reader` gives threads their turn to read. `lock` guards `calls`, the unanswered calls by number."""
+    """A `Reader` lets one thread at a time read. `lock` guards `calls`, the unanswered calls by number."""
 
     def __init__(self, lock: threading.Lock, calls: Mapping[int, PendingCall]) -> None:
         self._lock = lock
@@ -566,12 +571,15 @@ class Reader:
         self.is_closed = False
 
     def wait(self, call: PendingCall, deadline: Deadline, poll_once: PollOnce) -> None:
-        """Read until the call is over, or sleep until the reading thread wakes this one, perhaps before that."""
+        """Read until the call is over or the deadline passes; if another thread is reading, sleep until it wakes us.
+
+        After a sleep, the call may not be over; then call this again.
+        """
         if not self.turn.acquire(blocking=False):
             wake = threading.Lock()
             wake.acquire()
             call.wake = wake
-            if not self.turn.acquire(blocking=False):  # a reader that stopped just now did not see this thread
+            if not self.turn.acquire(blocking=False):  # a reader that has just stopped did not see `call.wake`
                 if not call.is_over:
                     wake.acquire(timeout=min(deadline.left_s, 0.5))
                 call.wake = None
@@ -587,7 +595,7 @@ class Reader:
             self._wake_next_reader()
 
     def try_read(self, call: PendingCall, poll_once: PollOnce) -> None:
-        """Read the data that has arrived, unless the call is over or another thread reads."""
+        """Read the data that has arrived, unless the call is over or another thread is reading."""
         if not call.is_over and self.turn.acquire(blocking=False):
             try:
                 poll_once(0.0)
@@ -596,7 +604,7 @@ class Reader:
                 self._wake_next_reader()
 
     def read_for(self, limit_s: float, poll_once: PollOnce) -> None:
-        """Read once, if no other thread reads; wait at most `limit_s` for the turn, and for data."""
+        """Wait at most `limit_s` for the turn to read, and at most `limit_s` more for data; read once."""
         if self.turn.acquire(timeout=limit_s):
             try:
                 self._thread = threading.get_ident()
@@ -613,7 +621,7 @@ class Reader:
             self.wakeup.ring()
 
     def _wake_next_reader(self) -> None:
-        """Wake a waiting thread to take over from a reader that stops."""
+        """Wake a waiting thread, which takes over from the reader that stops."""
         with self._lock:
             for call in self._calls.values():
                 if call.wake is not None:
@@ -635,7 +643,7 @@ _FAILED = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EV
 def explain_refusal(
     address: Address, route: Route, key: Key | None, timeout_s: float
 ) -> AuthenticationError | CoordinationError | None:
-    """Try once more, and return the reason for a refusal as an error; None if the coordinator is busy or silent."""
+    """Connect once more, and return the reason for the refusal as an error; None if it is busy or silent."""
     assert key is not None
     answer, refuses = who_answers(route.address, timeout_s, lambda deadline: _hangs_up(route, key, deadline))
     if refuses:
@@ -652,7 +660,7 @@ def explain_refusal(
 
 
 def _hangs_up(route: Route, key: Key, deadline: Deadline) -> bool:
-    """Return whether the coordinator closes a connection in the handshake with our key; False if it does not in time.
+    """Return whether the coordinator closes a connection during a handshake with our key, before the deadline.
 
     The coordinator cannot report a wrong key: its answer would be encrypted for processes with its key.
     """
@@ -674,7 +682,7 @@ def _hangs_up(route: Route, key: Key, deadline: Deadline) -> bool:
 
 
 def without_key(address: Address) -> AuthenticationError:
-    """Return the error for a client without a key."""
+    """Return the error for a client that has no key."""
     return AuthenticationError(
         f"the coordinator at {address} accepts only clients that have the job's key, and there is no key here.\n"
         "Give the key of the host where it runs: a file (PHALANX_KEY_FILE, or ~/.config/phalanx/key), or "

@@ -1,11 +1,11 @@
-"""Prevent strangers from occupying the connections of a listening ZeroMQ socket.
+"""Keep unauthenticated clients from using up the connections of a listening ZeroMQ socket.
 
     accepted ──► unauthenticated ──a member's message──► admitted
                    ├── not authenticated within HANDSHAKE_S ──► closed by ZeroMQ
                    ╰── too many are unauthenticated, or too many open ──► the oldest unauthenticated one is closed
 
-ZeroMQ accepts every connection and has no limit, so the guard closes individual connections. A member whose connection
-is closed reconnects automatically.
+ZeroMQ accepts every connection and has no limit, so the guard closes some of them. A member whose connection is closed
+reconnects automatically.
 
 The guard also notices when a member's connection has ended and was not replaced: the kernel closes the connections of
 a killed process, whereas a live process reconnects at once.
@@ -27,12 +27,12 @@ from phalanx._comm.control.admission import RateLimitedLog, recent_peers
 
 HANDSHAKE_S = 5.0
 _UNAUTHENTICATED_S = HANDSHAKE_S + 1.0  # by then a connection is authenticated, or ZeroMQ has closed it
-PIECE_BYTES = 1 << 14  # the most that ZeroMQ allocates at once for a connection that is not authenticated
-_CURVE_BYTES = 64  # the most bytes that encryption adds to a piece
+PIECE_BYTES = 1 << 14  # the maximum that ZeroMQ allocates at once for an unauthenticated connection
+_CURVE_BYTES = 64  # the maximum that encryption adds to a piece
 _EVENT_BYTES = 6
 _MAX_OPEN_FILES = 1 << 16
 _ROUND_EVENTS = 256  # events read between two rounds of messages
-_READ_S = 1.0  # the pause between two readings of the kernel's table, which may be long
+_READ_S = 1.0  # the minimum interval between two reads of the kernel's TCP tables, which may be long
 # Plain numbers: pyzmq's enumerations cost more than the operations that use them.
 _NOBLOCK, _MORE_FOLLOW = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 
@@ -47,12 +47,12 @@ class _EndedConnection(NamedTuple):
 
 
 class ConnectionGuard:
-    """A `ConnectionGuard` watches the listening socket `watched`, and closes the oldest connections of strangers.
+    """A `ConnectionGuard` watches the listening socket `watched`, and limits its unauthenticated connections.
 
     Arguments:
         listening: the descriptor of the socket from which ZeroMQ accepts.
-        max_unauthenticated: the most connections that may be open before their first message.
-        max_open: the most connections that may be open in all.
+        max_unauthenticated: the maximum number of open connections that have sent no message yet.
+        max_open: the maximum number of open connections in all.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class ConnectionGuard:
 
     @property
     def needs_admission(self) -> bool:
-        """Return whether the next message may be the first of its connection, and must be given to `admit`."""
+        """Return whether the next message may be the first on its connection, so that it must be passed to `admit`."""
         return bool(self._unauthenticated or self._unread)
 
     @property
@@ -102,15 +102,15 @@ class ConnectionGuard:
         return bool(self._unauthenticated or self._ended)
 
     def admit(self, frame: zmq.Frame, identity: bytes = b"") -> None:
-        """Record that the connection of `frame`, a part of a message, belongs to a member.
+        """Record that the connection on which `frame` arrived belongs to a member.
 
-        `identity` is the member's identity, which `pop_ended` needs.
+        `frame` is a part of a message; `pop_ended` later returns the member's `identity`.
         """
         fd = int(frame.get(zmq.SRCFD))
         place = _find_place(fd)
         if place is None:  # the connection has ended
             return
-        while self._peers.get(fd) != place and self._read_event():  # ZeroMQ has queued its event before its message
+        while self._peers.get(fd) != place and self._read_event():  # ZeroMQ queues an accept before any message
             pass
         self._ended.pop(identity, None)
         self._unauthenticated.pop(fd, None)
@@ -119,10 +119,10 @@ class ConnectionGuard:
         self._current[identity] = fd
 
     def read_events(self, now: float) -> None:
-        """Read new events, at most one round of them. Call `make_room` after reading the messages.
+        """Read at most one round of new events. Call `make_room` after reading the messages.
 
-        While events are unread, ZeroMQ accepts no connection. So strangers who connect faster than they are closed are
-        slowed down, and members' messages are read between two calls.
+        While its queue of events is full, ZeroMQ accepts no connection. So clients that connect faster than the guard
+        closes them are slowed down, and members' messages are read between two rounds.
         """
         self._now = now
         while self._unauthenticated and now - next(iter(self._unauthenticated.values())) > _UNAUTHENTICATED_S:
@@ -142,7 +142,7 @@ class ConnectionGuard:
         if event == zmq.EVENT_ACCEPTED:
             self._accept(fd)
         elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
-            self._failed = True  # the next connection to end is the failed connection: one thread reports both events
+            self._failed = True  # the next connection to end is the one that failed: one thread reports both events
         elif event == zmq.EVENT_DISCONNECTED:
             self._note_end(fd)
         return True
@@ -164,14 +164,14 @@ class ConnectionGuard:
             and place is not None
             and not any(self._is_from(other, place[0]) for other in self._unauthenticated)
         ):
-            # otherwise an unauthenticated connection may be the member's next one
+            # otherwise an unauthenticated connection from this host may be the member's next one
             self._ended[identity] = _EndedConnection(place[0], self._now)
         if self._failed:
             self._failed = False
             self._refuse("" if place is None else place[0])
 
     def _forget(self, fd: int) -> bytes:
-        """Forget a descriptor; return the member whose newest connection it was."""
+        """Forget a descriptor; return the identity of the member whose newest connection it was, or b""."""
         self._unauthenticated.pop(fd, None)
         self._unread.discard(fd)
         identity = self._members.pop(fd, b"")
@@ -187,9 +187,10 @@ class ConnectionGuard:
     def pop_ended(self, now: float) -> list[tuple[bytes, float]]:
         """Return, once each, the members whose connection ended at least CONNECTION_ENDED_S ago.
 
-        Each entry has the member's identity and the time of the end. A new connection from a member's host removes it.
+        Each entry has the member's identity and the time of the end. A member is left out if any process on its host
+        has connected since.
         """
-        if self._ended and int(self.socket.get(zmq.EVENTS)) & int(zmq.POLLIN):  # they may have reconnected
+        if self._ended and int(self.socket.get(zmq.EVENTS)) & int(zmq.POLLIN):  # the members may have reconnected
             return []
         found = [(who, ended.at) for who, ended in self._ended.items() if now - ended.at >= CONNECTION_ENDED_S]
         for identity, _ in found:
@@ -214,20 +215,20 @@ class ConnectionGuard:
             fd = next(iter(self._unauthenticated))
             del self._unauthenticated[fd]
             place = self._peers.pop(fd)
-            assert place is not None  # a connection whose end is unknown is no unauthenticated one
+            assert place is not None  # a connection with an unknown peer is never in `_unauthenticated`
             self._close(fd, place)
             self._log.report_refusal(place[0], why, now)
 
     def close(self) -> None:
-        """Stop reading. ZeroMQ's context must be closed next; that ends its monitoring thread.
+        """Stop reading events. Terminate the ZeroMQ context next, which ends the monitoring.
 
-        ZeroMQ's thread blocks if more events have occurred than the queue holds; `disable_monitor` would wait for that
-        thread while it holds Python's lock.
+        ZeroMQ's I/O thread blocks while the queue of events is full; `disable_monitor` would wait for that thread while
+        it holds the GIL.
         """
         self.socket.close(0)
 
     def _close(self, fd: int, place: _Place) -> None:
-        """Shut down ZeroMQ's connection `fd`, if `fd` still leads to `place`."""
+        """Shut down ZeroMQ's connection `fd`, if its peer is still `place`."""
         with contextlib.suppress(OSError, IndexError):  # it has ended, or is a socket of another kind
             connection = socket.socket(fileno=fd)
             try:
@@ -244,16 +245,16 @@ class ConnectionGuard:
 
 
 def protect(listening: zmq.Socket[bytes], piece_bytes: int = PIECE_BYTES) -> None:
-    """Limit the cost of an unauthenticated connection to `listening`, which is not bound yet."""
+    """Limit what an unauthenticated peer can cost this socket; call this before `bind` or `connect`."""
     listening.maxmsgsize = piece_bytes + _CURVE_BYTES
     listening.handshake_ivl = int(HANDSHAKE_S * 1000)
 
 
 def connections_allowed(wanted: int = _MAX_OPEN_FILES) -> int:
-    """Raise the limit of open files to `wanted` if possible, and return how many connections a socket may have.
+    """Raise the limit on open files to `wanted` if possible, and return how many connections a socket may have.
 
-    A quarter is left for other files of this process, and for connections that ZeroMQ has accepted but the guard has
-    not seen, at most a thousand. ZeroMQ's thread spins when accept() finds no descriptor.
+    A quarter of the limit is reserved for this process's other files, and for up to a thousand connections that ZeroMQ
+    has accepted but the guard has not seen. Without a free descriptor, accept() fails and ZeroMQ's I/O thread spins.
     """
     limit = min(raise_limit(wanted), _MAX_OPEN_FILES)
     return limit - limit // 4
@@ -268,7 +269,7 @@ def cut(part: bytes | memoryview, piece_bytes: int = PIECE_BYTES) -> list[memory
 def send_in_pieces(to: zmq.Socket[bytes], message: bytes, identity: bytes | None = None) -> None:
     """Send a message in pieces that a protected socket accepts, without waiting; a router sends it to `identity`.
 
-    `send_multipart` would do the same in three times the time, since it combines the flags for each piece.
+    `send_multipart` would take three times as long, because it combines the flags for each piece.
 
     Raises:
         zmq.Again: the queue is full; nothing was sent.
@@ -283,15 +284,15 @@ def send_in_pieces(to: zmq.Socket[bytes], message: bytes, identity: bytes | None
 
 
 def _find_place(fd: int) -> _Place | None:
-    """Return the other end of a ZeroMQ connection, if it still exists; this opens no descriptor."""
-    try:  # with a given family and kind, Python does not query the kernel; getpeername returns the right ones
+    """Return the address and port of a ZeroMQ connection's peer, or None if it has ended; this opens no descriptor."""
+    try:  # with a given family and type, Python does not query the kernel; getpeername works for any family
         connection = socket.socket(socket.AF_INET6, socket.SOCK_STREAM, socket.IPPROTO_TCP, fileno=fd)
     except OSError:  # the connection has ended
         return None
     try:
         host, port = connection.getpeername()[:2]
         return (host, port) if isinstance(port, int) else None
-    except (OSError, ValueError):  # the connection has ended, and the number belongs to another file
+    except (OSError, ValueError):  # the connection has ended, and its descriptor was reused for another file
         return None
     finally:
         connection.detach()

@@ -1,4 +1,4 @@
-"""An `Event` is a message that a client receives without a request."""
+"""An `Event` notifies a client of a member's arrival, loss or message, or of the coordinator's silence."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Event:
-    """An `Event` concerns a member or this process; events arrive in the coordinator's order.
+    """An `Event` is about a member or about this process. Events arrive in the coordinator's order, except datagrams.
 
     "joined"                      `member` has joined, and has published `facts`
     "left", "lost"                `member` has left or was lost; `why` is the reason
     "message"                     `body` is a message from `member`
     "datagram"                    the same, but unreliable: it may be lost
-    "expelled"                    this process no longer counts as a member; `why` is the reason
+    "expelled"                    this process is no longer a member; `why` is the reason
     "unreachable", "reachable"    the coordinator has been silent for too long (`why`), or is back
     """
 
@@ -30,5 +30,5 @@ class Event:
 
     @property
     def why(self) -> str:
-        """Return why a member left or was lost."""
+        """Return the reason for a departure, a loss, an expulsion or the coordinator's silence."""
         return self.body.decode(errors="replace")

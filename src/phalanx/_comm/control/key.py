@@ -1,8 +1,8 @@
 """A job's `Key` authenticates the job's processes to the coordinator, and the coordinator to them.
 
-A key is 32 random bytes, shown as 52 characters: `plx-`, and base64 of the bytes and of their checksum, so that a
-truncated key differs from another job's key. Two CURVE pairs are derived from it, one for the coordinator and one for
-the members. The key and the secret halves are never sent.
+A key is 32 random bytes, shown as 52 characters: `plx-`, then base64 of the bytes and their checksum, so that a
+truncated key is not mistaken for another job's key. Two CURVE key pairs are derived from it, one for the coordinator
+and one for the members. The key and the secret halves of the pairs are never sent.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _CHECKSUM_BYTES = 4
 
 @dataclass(frozen=True)
 class CurvePair:
-    """A pair of CURVE keys in ZeroMQ's encoding (Z85)."""
+    """A CURVE key pair in ZeroMQ's Z85 encoding."""
 
     public: bytes
     secret: bytes = field(repr=False)
@@ -29,7 +29,7 @@ class CurvePair:
 
 @dataclass(frozen=True)
 class Key:
-    """A `Key` is a job's key. `str` shows the key; `repr` only a fingerprint, by which users compare two keys."""
+    """A `Key` is a job's key. `str` shows the key itself; `repr` shows only a fingerprint for comparing keys."""
 
     raw: bytes = field(repr=False)
 
@@ -39,12 +39,12 @@ class Key:
 
     @classmethod
     def generate(cls) -> Key:
-        """Return a new key from the system's random numbers."""
+        """Return a new key from the operating system's random source."""
         return cls(os.urandom(_BYTES))
 
     @classmethod
     def parse(cls, text: str) -> Key:
-        """Parse a key that `str(key)` printed.
+        """Parse a key in the form that `str(key)` returns.
 
         Raises:
             ValueError: `text` is not a key; the message says why and does not repeat the text.
@@ -66,19 +66,19 @@ class Key:
 
     @property
     def fingerprint(self) -> str:
-        """Return eight characters that differ between keys and reveal nothing about them."""
+        """Return eight hex digits that identify the key without revealing it."""
         return hashlib.blake2b(self.raw, digest_size=4, person=b"plx-fingerprint").hexdigest()
 
     def coordinator_pair(self) -> CurvePair:
-        """Return the pair by which the coordinator proves that it knows the key."""
+        """Return the key pair with which the coordinator proves that it knows the key."""
         return self._pair(b"plx-coordinator")
 
     def member_pair(self) -> CurvePair:
-        """Return the pair by which every other process proves that it knows the key."""
+        """Return the key pair with which every other process proves that it knows the key."""
         return self._pair(b"plx-member")
 
     def reach_secret(self) -> bytes:
-        """Return the secret with which a host answers a visitor's nonce, to prove only that it belongs to the job."""
+        """Return the secret with which a host signs a client's nonce, to prove only that it belongs to the job."""
         return self._derive(b"plx-reach")
 
     def _derive(self, purpose: bytes) -> bytes:

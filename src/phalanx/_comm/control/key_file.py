@@ -1,6 +1,6 @@
-"""Find and store a job's key: in a file, a variable, the user's configuration folder, or typed in by the user.
+"""Find and create a job's key: in a file, an environment variable or the user's configuration directory, or typed in.
 
-The key is never on a command line, which every user of a machine can read (`ps`).
+The key is never passed on a command line, which every user of the machine can read with `ps`.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _WRITING_S, _WHOLE_BYTES = 2.0, 52
 
 
 def default_path(environment: Mapping[str, str]) -> Path:
-    """Return the path of the user's own key: `phalanx/key` in the configuration folder (XDG_CONFIG_HOME)."""
+    """Return the path of the user's own key: `phalanx/key` in XDG_CONFIG_HOME, which defaults to ~/.config."""
     folder = environment.get("XDG_CONFIG_HOME", "")
-    if not os.path.isabs(folder):  # its specification requires an absolute path
+    if not os.path.isabs(folder):  # the XDG specification ignores relative paths
         folder = os.path.join(environment.get("HOME") or os.path.expanduser("~"), ".config")
     return Path(folder, "phalanx", "key")
 
@@ -34,7 +34,7 @@ def find_key(path: str | os.PathLike[str] | None = None, environment: Mapping[st
     """Return the job's key: from the file `path`, PHALANX_KEY_FILE, PHALANX_KEY, or the user's own file; else None.
 
     Raises:
-        AuthenticationError: a named file is missing, other users can read it, or it holds no valid key.
+        AuthenticationError: `read_key` fails for the file, or PHALANX_KEY holds no valid key.
     """
     if path is not None:
         return read_key(path)
@@ -50,7 +50,7 @@ def find_key(path: str | os.PathLike[str] | None = None, environment: Mapping[st
 
 
 def ask_for_key() -> Key | None:
-    """Read the key from the terminal without echo; return None without a terminal."""
+    """Read the key from the terminal without echo, until it is valid; return None for an empty line or no terminal."""
     import getpass
 
     if not sys.stdin.isatty():
@@ -66,13 +66,13 @@ def ask_for_key() -> Key | None:
 
 
 def read_key(path: str | os.PathLike[str]) -> Key:
-    """Read the key from a file that only its owner can read.
+    """Read the key from a file that belongs to this user or to root, and that no other user can access.
 
     Raises:
-        AuthenticationError: the file cannot be read, other users can read it, or it holds no valid key.
+        AuthenticationError: the file cannot be read, is not regular or not private, or holds no valid key.
     """
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # do not block on a pipe
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # do not block on a FIFO
     except OSError as error:
         raise AuthenticationError(
             f"the key file {os.fspath(path)}: {error.strerror}.\n`phalanx key {os.fspath(path)}` makes one."
@@ -104,13 +104,14 @@ def read_key(path: str | os.PathLike[str]) -> Key:
 def make_key(path: str | os.PathLike[str]) -> tuple[Key, bool]:
     """Read the key from the file `path`, creating it if it is missing; return the key, and whether it is new.
 
-    Several hosts that share the folder and call this at the same time get the same key: the file appears atomically.
+    Hosts that share the directory and call this at the same time all get the same key: one creates the file
+    exclusively, and the others wait until it is complete.
 
     Raises:
-        AuthenticationError: the file holds no valid key, or cannot be written; or there is no home folder for it.
+        AuthenticationError: `read_key` fails for the file, the file cannot be written, or there is no home directory.
     """
     path = Path(path)
-    if path.parts[:1] == ("~",):  # the default path: the shell would expand a path that the user types
+    if path.parts[:1] == ("~",):  # the default path, without a home; a shell expands the `~` that a user types
         raise AuthenticationError(
             "there is no folder for the key: HOME is not set, and this user is not in the user database (getent "
             f"passwd).\nMake one in a file of your choice, and name the file in {FILE_VARIABLE}: phalanx key FILE"
@@ -127,10 +128,10 @@ def make_key(path: str | os.PathLike[str]) -> tuple[Key, bool]:
                 print(key, file=file, flush=True)
                 os.fsync(fd)
             try:
-                os.link(draft, path)  # fails if the file exists: no key is ever overwritten
+                os.link(draft, path)  # fails if the file exists, so a key is never overwritten
             except FileExistsError:
                 return _read_when_whole(path), False
-            except OSError:  # a file system without links
+            except OSError:  # a file system without hard links
                 if not _copy_exclusively(draft, path):
                     return _read_when_whole(path), False
         finally:
@@ -141,7 +142,7 @@ def make_key(path: str | os.PathLike[str]) -> tuple[Key, bool]:
 
 
 def _read_when_whole(path: Path) -> Key:
-    """Read the key in `path`, waiting while another process writes it."""
+    """Read the key in `path`; wait up to two seconds for another process to finish writing it."""
     deadline = Deadline.after(_WRITING_S)
     while True:
         was_whole = path.stat().st_size >= _WHOLE_BYTES  # before reading: it may become complete afterwards

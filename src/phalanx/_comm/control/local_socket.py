@@ -16,9 +16,10 @@ BACKLOG = 4096
 
 
 class LocalSocket:
-    """A `LocalSocket` is an address of this host at which `router` listens; on Linux a killed process leaves no file.
+    """A `LocalSocket` is a Unix socket at which `router` listens; on Linux a killed process leaves no file behind.
 
-    No key is needed: on Linux the kernel identifies the user who connects; elsewhere the folder is private.
+    Clients need no key: on Linux the kernel identifies the connecting user; elsewhere only this user can access the
+    socket's directory.
     """
 
     def __init__(self, router: zmq.Socket[bytes]) -> None:

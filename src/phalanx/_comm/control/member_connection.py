@@ -1,6 +1,6 @@
 """A `MemberConnection` makes a process a member of the job: it sends heartbeats, and receives membership events.
 
-Its own thread sends the heartbeats, and reads while no other thread does, so that events arrive without calls.
+Its own thread sends the heartbeats, and reads while no other thread does, so that events arrive even without requests.
 """
 
 from __future__ import annotations
@@ -21,19 +21,23 @@ from phalanx._comm.control.route import is_refused
 from phalanx._comm.control.wire import Op, pack, pack_number
 
 _REFUSED_EVERY_S, _PROBE_S = 0.25, 0.3
-_STOPPED_S = 1.0  # so late a heartbeat means that the whole process, or its machine, was stopped
+_STOPPED_S = 1.0  # a heartbeat this late means that the whole process, or its machine, was stopped
 
 
 class MemberConnection(Connection):
-    """A `MemberConnection` is a `Connection` whose process may join the job; it has the same arguments and errors."""
+    """A `MemberConnection` is a `Connection` whose process may join the job. It takes the same arguments."""
 
     is_served: Callable[[], bool] | None = None
-    """Whether this process runs a coordinator that is serving; then its silence means nothing."""
+    """Returns whether this process itself serves as the coordinator; if so, silence is not reported."""
 
     def join(self, facts: Mapping[str, Any], *, watch: Collection[int] | None = None) -> int:
-        """Become a member, and return its number; from now on receive the joins and ends of `watch`, or of all members.
+        """Become a member, and return its number; from now on, receive the joins, departures and losses of members.
 
-        `facts` is published to the other members: JSON, up to 64 KiB; messages name this member by its "host".
+        `watch` limits these events to the given members. `facts` are published to the other members as a JSON object of
+        up to 64 KiB; messages to users name this member by its fact "host".
+
+        Raises:
+            ValueError: this client is a member already, or the coordinator refuses the facts.
         """
         if self.member >= 0:
             raise ValueError(f"this client is member {self.member} already")
@@ -55,20 +59,20 @@ class MemberConnection(Connection):
         self._thread.start()
 
     def follow_member(self, member: int, address: Address, epoch: bytes, timeout: Timeout = None) -> None:
-        """Continue as this member at the coordinator that has taken over; raise the same as `redirect`."""
+        """Continue as `member` at the standby that has taken over. This raises the same errors as `redirect`."""
         self._stop.set()
         self._ring()
         if self._thread is not None:
             self._thread.join()
         self.redirect(address, epoch, timeout)
-        # messages of the old coordinator no longer apply, for example that this process was lost
+        # messages from the former coordinator no longer apply, for example that this process was lost
         self._stop.clear()
         self.is_removed = False
         self.member = member
         self._start_heartbeats()
 
     def send_datagram(self, to: int, body: bytes) -> None:
-        """Send a member an unreliable message, without waiting: it may be lost."""
+        """Send an unreliable message to a member, without waiting; the message may be lost."""
         with self._lock:
             if self._socket is not None:
                 self._transmit_raw(pack(Op.DATAGRAM, 0, pack_number(to), body))
@@ -89,7 +93,7 @@ class MemberConnection(Connection):
                 self._stop.clear()
 
     def is_over(self) -> bool:
-        """Return whether the coordinator has ended: its host answers, but its port is closed. This is slow."""
+        """Return whether the coordinator has ended: its port is closed, or its local socket is gone. This is slow."""
         if self._route is not None:
             return is_refused(self._route.address, _PROBE_S)
         return not os.path.exists(self.address.path)
@@ -110,7 +114,7 @@ class MemberConnection(Connection):
         return events
 
     def wait_event(self, timeout: Timeout = None) -> list[Event]:
-        """Wait for an event, and return the events received since the last call; none after `timeout`."""
+        """Wait for an event, and return the events received since the last call, or an empty list after `timeout`."""
         deadline = self._deadline(timeout)
         poll = select.poll()  # select() refuses descriptors above 1,023
         poll.register(self.fileno(), select.POLLIN)
@@ -129,7 +133,7 @@ class MemberConnection(Connection):
             now = time.monotonic()
             if now >= next_at:
                 with self._lock:
-                    if now - next_at > _STOPPED_S:  # this process was stopped, and received nothing
+                    if now - next_at > _STOPPED_S:  # this process was stopped, and could not receive
                         self._received_at = min(now, self._received_at + now - next_at)
                     self._send_heartbeat()
                     self._read()
@@ -153,9 +157,9 @@ class MemberConnection(Connection):
             self._inbox.put(Event("reachable"))
 
     def _check_end(self, cut_at: float) -> None:
-        """After a cut connection, check whether the coordinator has ended: its host answers, but its port is closed.
+        """Fail all calls if the coordinator has ended, that is, its host answers but its port has stayed closed.
 
-        A host that is switched off, or a cut link, gives no answer: only silence reveals it.
+        A host that is switched off, or a cut link, gives no answer; only the silence reveals it.
         """
         is_over = self.is_over()
         now = time.monotonic()

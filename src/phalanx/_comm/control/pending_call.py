@@ -1,4 +1,4 @@
-"""A `PendingCall` is a request to the coordinator, with the thread that waits for the answer, and then the answer."""
+"""A `PendingCall` is a request that was sent to the coordinator, and later its answer or error."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ RESEND_PARKED_S = 20.0  # the coordinator drops the requests of a client that is
 def resend_after(num_sent: int, *, is_parked: bool) -> float:
     """Return the seconds after which to repeat an unanswered request that was sent `num_sent` times.
 
-    The pauses grow: a coordinator with thousands of clients answers late, and each repeated request adds to its load.
-    The coordinator has confirmed the arrival of a parked request.
+    The interval doubles up to eight times its initial value: a coordinator with thousands of clients answers late, and
+    each repeated request adds to its load. A parked request is one whose arrival the coordinator has confirmed.
     """
     if is_parked:
         return RESEND_PARKED_S
@@ -36,7 +36,7 @@ class PendingCall:
         self.message = message
         self.sent_at = 0.0
         self.num_sent = 0  # times sent since the connection was established
-        self.is_parked = False  # the coordinator has confirmed the request, which waits there
+        self.is_parked = False  # the coordinator has confirmed that the request waits there
         self.answer: int | None = None
         self.fields: list[bytes] = []
         self.error: Exception | None = None
@@ -58,10 +58,12 @@ class PendingCall:
         self.num_sent += 1
 
     def result(self, where: str) -> list[bytes]:
-        """Return the fields of the answer from the coordinator at `where`.
+        """Return the fields of the answer; none if there is no value, [b"busy"] if a receiver's outbox is full.
 
         Raises:
-            CoordinationError: the connection failed, or the coordinator no longer knows this process.
+            CoordinationError: the connection failed, or the coordinator does not count this process as a member.
+            AuthenticationError: the coordinator has a different key.
+            ClosedError: the client was closed.
             ValueError: the coordinator refused the request.
         """
         if self.error is not None:
@@ -79,10 +81,10 @@ class PendingCall:
 
 
 def pack_calls(requests: Sequence[Request], first: int) -> list[PendingCall]:
-    """Return a call for each request, numbered from `first`; their messages make one frame.
+    """Return a call for each request, numbered from `first`; their messages together form one frame.
 
     Raises:
-        ValueError: the messages are too long for a frame.
+        ValueError: the messages together are too long for a frame.
     """
     calls = [
         PendingCall(number, what, pack(what, number, *fields)) for number, (what, fields) in enumerate(requests, first)

@@ -1,13 +1,13 @@
-"""Answer one short request per connection, for anyone who connects, with bounded resources.
+"""Answer one short request per connection, from any client, with bounded resources.
 
     accepted ──► reading ──a whole request──► answering ──all is sent──► closed
                     ╰─── too many others, or time is up ───┴──► closed
 
-A stranger costs no thread, and a bounded number of descriptors and bytes: each of the two states has at most 64
-connections, with the beginning of a request or the rest of an answer. Beyond that, one is closed: in "reading"
-the oldest; in "answering" the connection whose client has received nothing for longest. A connection whose answer is
-being made is never closed, nor is a connection in its first quarter of a second: until then new connections wait in the
-kernel. A connection that sends nothing also waits there, for its first five seconds.
+Clients cost no threads, and a bounded number of descriptors and bytes: each of the two states has room for 64
+connections, each with part of a request or of an answer. If there are more, one is closed: in "reading", the
+oldest; in "answering", the one whose client has received nothing for longest. To make room, the server closes no
+connection whose answer is being made, and none in its first quarter of a second: until then, new connections wait in
+the kernel's backlog. On Linux, a connection that sends nothing also waits there for its first five seconds.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MOST_OPEN = 64  # in each state
 BACKLOG = 128
 _REQUEST_S = 10.0  # the time limit for receiving a whole request
 _ANSWER_S = 60.0  # the time limit for sending its answer
-_GRACE_S = 0.25  # from connecting to sending a request, on a busy machine
+_GRACE_S = 0.25  # the time that a client on a busy machine may need to send its request after connecting
 _CHECK_S = 1.0
 _PAUSE_S = 0.05  # while the process has no descriptor left
 
@@ -38,10 +38,10 @@ class RequestServer:
     """A `RequestServer` serves the connections of `listener`, which it owns, until `close`.
 
     Arguments:
-        answer: called with the bytes received on a connection. It returns None while the request is incomplete; then
-            the answer, or a function that makes a slow answer: these run in another thread, one at a time.
-        most_bytes: the longest request; a connection that has sent more without a whole request is closed.
-        name: the name of the threads.
+        answer: called with the bytes received so far on a connection. It returns None while the request is incomplete,
+            then the answer, or a function that makes a slow answer. Such functions run in another thread, one by one.
+        most_bytes: the maximum size of a request; a connection that has sent this much of an incomplete one is closed.
+        name: the name of the thread, and the prefix of the name of the thread that makes slow answers.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class RequestServer:
                 self._close(next(iter(waiting)))
 
     def _room_s(self) -> float:
-        """Return the seconds until the next connection can be accepted; infinity while answers are being made."""
+        """Return the seconds until the next connection can be accepted; infinity while 64 answers are being made."""
         if sum(not self._connections[fd].left for fd in self._answering) >= MOST_OPEN:
             return math.inf
         if len(self._reading) < MOST_OPEN:
@@ -156,7 +156,7 @@ class RequestServer:
         self._connections[connection.fd] = connection
         self._reading[connection.fd] = time.monotonic()
         self._selector.register(accepted, selectors.EVENT_READ)
-        self._receive(connection)  # read first: a connection that brings a whole request need not make room
+        self._receive(connection)  # read first: if the request is already complete, no connection need be closed
         if len(self._reading) > MOST_OPEN:
             oldest = next(iter(self._reading))
             self._receive(self._connections[oldest])
@@ -235,7 +235,7 @@ class RequestServer:
 
 
 class _Connection:
-    """A `_Connection` has the bytes received of its request, and the unsent bytes of its answer."""
+    """A `_Connection` has the received part of its request, and the unsent part of its answer."""
 
     def __init__(self, accepted: socket.socket) -> None:
         self.socket = accepted

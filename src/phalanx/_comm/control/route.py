@@ -1,4 +1,4 @@
-"""Find an address at which the coordinator can be reached, by trying all addresses of its host."""
+"""Find an address at which the coordinator can be reached, by trying all addresses to which its host name resolves."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from phalanx._base.deadline import Deadline
 from phalanx._comm.control.address import Address
 
 _EACH_S = 3.0
-_STAGGER_S = 0.25  # before the next address is tried in parallel, as browsers do
+_STAGGER_S = 0.25  # before the next address is tried in parallel, as in Happy Eyeballs (RFC 8305)
 _LINGER_S, _LEAST_S = 0.05, 0.001
 _NO_HELLO = b"\x04\xc8\x05HELLO" + bytes(194)
 _GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32)
@@ -22,7 +22,7 @@ _GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x01" + b"CURVE".ljust(20, b"\0
 
 @dataclass(frozen=True)
 class Route:
-    """A `Route` is a numeric address that answered, and this host's own address on the way to it."""
+    """A `Route` is a numeric address that accepted a connection, and this host's own address on that connection."""
 
     address: Address
     own_host: str
@@ -30,7 +30,7 @@ class Route:
 
 @dataclass
 class NoRouteError(Exception):
-    """No address answered; the message lists the result of each attempt."""
+    """No address accepted a connection; the message lists the result of each attempt."""
 
     tried: dict[str, str] = field(default_factory=dict)
 
@@ -39,10 +39,10 @@ class NoRouteError(Exception):
 
 
 def find_route(place: Address, deadline: Deadline) -> Route:
-    """Return the first address of `place` that accepts a connection; attempts start one after another, in parallel.
+    """Return the first address of `place` that accepts a connection; attempts start one by one, and run in parallel.
 
     Raises:
-        NoRouteError: none answered in time (a few seconds for each address, or `deadline`).
+        NoRouteError: the name does not resolve, or no address accepted a connection within a few seconds or `deadline`.
     """
     try:
         found = socket.getaddrinfo(place.host, place.port, type=socket.SOCK_STREAM)
@@ -104,7 +104,7 @@ def _words(code: int) -> str:
 
 
 def is_refused(address: Address, timeout_s: float) -> bool:
-    """Return whether the host at a numeric address answers that the port is closed."""
+    """Return whether the host at a numeric address replies that the port is closed."""
     try:
         socket.create_connection((address.host, address.port), timeout_s).close()
     except ConnectionRefusedError:
@@ -117,12 +117,12 @@ def is_refused(address: Address, timeout_s: float) -> bool:
 def who_answers(
     address: Address, timeout_s: float, hangs_up: Callable[[Deadline], bool] = lambda deadline: False
 ) -> tuple[str, bool]:
-    """Return what listens at a numeric address, and whether a coordinator refuses our handshake.
+    """Return what listens at a numeric address, and whether a coordinator there refuses our handshake.
 
-    The first result is 'coordinator', a guess, or '' without an answer. `hangs_up` makes that handshake, and returns
-    whether the coordinator closed the connection. The coordinator may also close it because it is full or ending, so a
-    second, silent connection is opened first: a full coordinator closes the older connection first. This takes at most
-    `timeout_s`, however slow the other end is.
+    The first result is 'coordinator', a description of something else, or '' if the answer is missing or incomplete.
+    `hangs_up` attempts the handshake, and returns whether the coordinator closed the connection. A coordinator also
+    closes connections when it is full or ending. So a silent connection is opened before: only if that older
+    connection stays open was the handshake refused. This takes at most `timeout_s`, however slow the other end is.
     """
     deadline = Deadline.after(timeout_s)
     greeting, refuses = b"", False
@@ -140,12 +140,12 @@ def who_answers(
                 refuses = hangs_up(deadline)
             time.sleep(_LINGER_S)
             refuses = refuses and _is_open(probe)
-            probe.sendall(_NO_HELLO)  # refused: so the coordinator certainly logs our address
+            probe.sendall(_NO_HELLO)  # an invalid handshake, so that the coordinator logs a refusal with our address
     except OSError:
         return "", False
     if is_coordinator:
         return "coordinator", refuses
-    if greeting[:1] in (b"", b"\xff") and len(greeting) < 64:  # perhaps a coordinator that was full
+    if greeting[:1] in (b"", b"\xff") and len(greeting) < 64:  # may be a coordinator that was full
         return "", False
     return f"something else ({greeting[:40]!r})", False
 

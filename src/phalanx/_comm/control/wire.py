@@ -1,9 +1,10 @@
-"""Pack messages between a member and the coordinator: a few byte strings each. A frame has one or more messages.
+"""Pack and unpack the messages between clients and the coordinator. A frame holds one or more messages:
 
     fields (u16) · what (u8) · number (u64) · length of each field (u32) · the fields
 
-`what` is an `Op` in a request and an `AnswerStatus` in an answer; `number` is the number of the request. All numbers
-are little-endian. Nothing received is executed, and a length is checked before memory is allocated for it.
+`fields` is the number of fields, which are byte strings. `what` is an `Op` in a request, an `AnswerStatus` in an answer
+or event. `number` is that of the request, also in its answer, or that of the event. All integers are little-endian.
+Received bytes are never unpickled or evaluated, and each length is checked before memory is allocated for it.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from typing import NamedTuple, TypeVar
 VERSION = 6
 MAX_VALUE_BYTES = 8 << 20  # TCPStore has the same limit
 MAX_FRAME_BYTES = MAX_VALUE_BYTES + (1 << 20)
-MAX_MESSAGES = 256  # the most messages in a frame, handled before the next member's turn
+MAX_MESSAGES = 256  # the maximum per frame; the coordinator handles a whole frame before the next client's
 MAX_FIELDS = 0xFFFF
-MAX_ENVELOPE_BYTES = MAX_FRAME_BYTES + (64 << 10)  # for frames that a relay forwards together
+MAX_ENVELOPE_BYTES = MAX_FRAME_BYTES + (64 << 10)  # for several frames that a relay forwards together
 WRITE_ONCE = "#once"
-"""A key with this ending is set once and never changes: a host need not request it twice."""
+"""A key with this suffix is set once and never changes, so a host's relay requests it once for all its ranks."""
 
-# errors of parsing a malformed message, which is then ignored
+# what parsing a malformed message may raise; the message is then ignored
 MALFORMED = (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
 
 _HEAD = struct.Struct("<HBQ")
@@ -60,24 +61,24 @@ class Op(enum.IntEnum):
     BARRIER = 26
     RELAY = 27  # from a relay: frames from processes on its host
     UNDELIVERED = 28  # from a relay: answers that a process on its host did not receive
-    ADD_ITEMS = 29  # set numbered keys to these values, and add their number to the counter
+    ADD_ITEMS = 29  # set numbered keys to these values, and add the number of values to the counter
     FOLLOW = 30  # from a standby: send the whole state, and every later change
     FOLLOWED = 31  # from a standby: the last batch of changes received
     DATAGRAM = 32  # an unreliable message to a member: it may be lost
-    RELAY_OWNER = 33  # from a relay: the member that opened it; the relay's clients end with that member's host
+    RELAY_OWNER = 33  # from a relay: the member that opened it; the relay and its clients are lost with that member
 
 
 class AnswerStatus(enum.IntEnum):
-    """The kind of a message from the coordinator: the status of an answer, or an unrequested message."""
+    """The kind of a message to a client: the status of an answer, or an unrequested message."""
 
     OK = 0
     WRONG_CALL = 1  # the caller's error: a value is not a number, or a limit is exceeded
-    EMPTY = 2  # there is no value, and the caller did not want to wait
+    EMPTY = 2  # there is no value, and the caller asked not to wait
     BUSY = 3  # the receiver's outbox is full: try again
-    UNKNOWN = 4  # this process is not a member, or no longer
+    UNKNOWN = 4  # this process is not a member, or is no longer one
     EVENT = 5  # unrequested: an event
     HEARTBEAT = 6
-    PARKED = 7  # not an answer: the repeated request already waits at the coordinator
+    PARKED = 7  # not an answer: the coordinator already has this request, which waits there
     RELAYED = 8  # to a relay: frames for the processes on its host
     CUT = 9  # from a relay: it has lost the coordinator for now
     RESUMED = 10  # from a relay: it has reached the coordinator again; messages sent meanwhile may be lost
@@ -98,7 +99,7 @@ class WireError(ValueError):
 
 
 def pack(what: int, number: int, *fields: bytes) -> bytes:
-    """Return one message; a frame is a sequence of messages."""
+    """Return the bytes of one message; a frame is the concatenation of messages."""
     n = len(fields)
     if n == 1:
         (field,) = fields
@@ -110,7 +111,7 @@ _ONE = struct.Struct("<HBQI")
 
 
 def pack_head(what: int, number: int, sizes: Sequence[int]) -> bytes:
-    """Return the bytes of a message before its fields, which have these sizes."""
+    """Return the header of a message whose fields have the given sizes in bytes."""
     return _HEAD.pack(len(sizes), what, number) + struct.pack(f"<{len(sizes)}I", *sizes)
 
 
@@ -118,7 +119,7 @@ def unpack(frame: bytes, max_fields: int | None = None) -> list[WireMessage]:
     """Return the messages of a frame.
 
     Raises:
-        WireError: the frame is malformed, or has too many messages, or more than `max_fields` fields in all.
+        WireError: the frame is malformed, or has more than MAX_MESSAGES messages or `max_fields` fields in all.
     """
     messages: list[WireMessage] = []
     at, end, num_fields = 0, len(frame), 0
@@ -143,15 +144,15 @@ def unpack(frame: bytes, max_fields: int | None = None) -> list[WireMessage]:
 
 
 def pack_number(value: int) -> bytes:
-    """Return a number as a field."""
+    """Return a field with an integer in decimal."""
     return b"%d" % value
 
 
 def unpack_number(field: bytes) -> int:
-    """Return the number in a field.
+    """Return the integer in a field.
 
     Raises:
-        WireError: the field is not a number of 64 bits.
+        WireError: the field is not a signed 64-bit integer in decimal.
     """
     if len(field) > 20:
         raise WireError("a number of more than 20 digits")
@@ -177,7 +178,7 @@ def unpack_text(field: bytes) -> str:
 
 
 def frames(messages: Sequence[M]) -> list[list[M]]:
-    """Group the messages into as few frames as the limits allow."""
+    """Group the messages, in order, into as few frames as the limits allow."""
     made: list[list[M]] = []
     size = 0
     for message in messages:

@@ -28,10 +28,10 @@ _PACKAGES = tuple(
         )
     }
 )
-# Decorators of torch's public functions: a deprecated function is called through the first file.
+# Files of decorators of torch's public functions: a deprecated function is called through typing_extensions.
 _FORWARDING = ("typing_extensions.py", "contextlib.py")
 
-# Modules that only forward the call. Files of phalanx's own examples or tests count as the user's.
+# By file: whether it only forwards calls. Phalanx's own examples and tests count as the user's files.
 _library: dict[str, bool] = {}
 
 
@@ -59,7 +59,7 @@ class ScriptCall(NamedTuple):
 def find_script_call() -> ScriptCall | None:
     """Return the script's own call of the current operation; None if a library's code calls it.
 
-    The constructor of a wrapper is a library's code, and so is every installed package.
+    The constructor of a wrapper counts as a library's code, and so does every installed package.
     """
     frame: FrameType | None = sys._getframe(1)
     function = ""
@@ -78,7 +78,7 @@ def find_script_call() -> ScriptCall | None:
 IN_THREAD = "a thread of "
 """The prefix of the call site of a call on a library's own thread."""
 
-# Our collective functions whose names do not show that: a rank that waits alone in such a function sees its name.
+# Collective functions of ours whose names do not show that: the errors of a rank that waits alone in one give its name.
 _NAMED = frozenset({"save_checkpoint", "consolidate_state_dict"})
 
 

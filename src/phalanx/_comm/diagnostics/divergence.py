@@ -1,4 +1,4 @@
-"""Describe ranks that are in different lines of the program, or have run out of data."""
+"""Describe ranks that are on different lines of the program, or have run out of data."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ JOIN_ADVICE = f"{EVEN_ADVICE}; or train inside `with torch.distributed.algorithm
 
 
 def describe_divergence(operations: Mapping[int, str]) -> str:
-    """Return a sentence about ranks in different lines of the program; "" if all ranks are in the same line.
+    """Return a sentence about ranks on different lines of the program; "" if all ranks are on the same line.
 
-    `operations` has each rank's operation with the same number, 'all_reduce #42 (train.py:88)', or "". Ranks in one
-    operation and line do not diverge, even if a size or an option differs.
+    `operations` has each rank's operation with the same number, 'all_reduce #42 (train.py:88)', or "" if it has called
+    none. Ranks in the same operation on the same line do not diverge, even if a size or an option differs.
     """
     places: dict[str, list[int]] = {}
     for rank, operation in operations.items():
         places.setdefault(operation, []).append(rank)
     if len(places) < 2:
         return ""
-    # The smaller group comes first, and of equal groups the lower ranks, since usually rank 0 does extra work.
+    # The smallest group comes first, and of equally large ones the lowest ranks: usually rank 0 does extra work.
     (place, who), *others = sorted(places.items(), key=lambda item: (len(item[1]), item[1]))
     if not place:
         (place, who), others = others[0], [(place, who), *others[1:]]
@@ -48,14 +48,14 @@ def describe_divergence(operations: Mapping[int, str]) -> str:
 def describe_left_alone(operation: str, here: Sequence[int], gone: Sequence[int], behind: Mapping[int, str]) -> str:
     """Return a sentence about an operation that its missing ranks never join, because their program has finished.
 
-    `here` are the ranks in the operation, `gone` those that have left; `behind` has the places of the others.
+    `here` are the ranks in the operation, `gone` those that have left; `behind` has the positions of the others.
     """
     rest = "".join(f"; rank {rank} {position}" for rank, position in behind.items())
     return f"{name_ranks(here).capitalize()} {_are(here, operation)}, which {name_ranks(gone)} can never reach{rest}."
 
 
 def describe_earlier_divergence(records: Sequence[Sequence[Record]], before: int) -> str:
-    """Return a sentence about the latest operation before `before` that ranks called from different lines, or "".
+    """Return a sentence about the latest operation before #`before` that ranks called from different lines, or "".
 
     Matching calls from different lines are not a mismatch, but they show that the ranks are out of step; a later
     operation fails.

@@ -1,7 +1,7 @@
 """A `FailureReport` has the facts of a group's failure; only this module turns them into text.
 
-Shared memory, hosts and MPI detect failures in their own ways. All of them make a `FailureReport`, so that the same
-mistake has the same text on every transport.
+Each transport detects failures in its own way. All of them make a `FailureReport`, so that the same mistake has the
+same text on every transport.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SILENT = "does not answer: it hangs, is stopped, or is cut off"
 LEFT = "it left the group (destroy_process_group)"
 LEFT_IN_FLIGHT = "it left the group while its operations were in flight (destroy_process_group)"
 QUIET_END = "it ended without destroy_process_group"
-"""The text for a process that exited by itself, with any exit code."""
+"""The reason for a process that exited by itself, with any exit code."""
 KILLED = "it ended without a word (killed, or crashed)"
 
 Kind = Literal["mismatch", "lost", "interrupted", "late", "no memory", "broken", "internal"]
@@ -39,7 +39,7 @@ Kind = Literal["mismatch", "lost", "interrupted", "late", "no memory", "broken",
 
 @dataclass(frozen=True)
 class FailedOperation:
-    """A `FailedOperation` is the operation with which a message begins: 'all_reduce #42 in group 'dp' on rank 3'."""
+    """A `FailedOperation` is the operation that a message names first: 'all_reduce #42 in group 'dp' on rank 3'."""
 
     label: str  # 'all_reduce #42', 'send to rank 1'
     group: str
@@ -60,7 +60,7 @@ class FailedOperation:
 class RankCall:
     """A `RankCall` is a rank's call: 'all_reduce(SUM) of float32 (3, 4) at train.py:88'.
 
-    `operation` is as in `RankPosition`; it is empty if the rank's line is not known.
+    `operation` is as in `RankPosition`; it is empty if the line of the program is not known.
     """
 
     text: str
@@ -75,17 +75,17 @@ class FailureReport:
     ranks: tuple[int, ...] = ()  # the ranks at fault
     # descriptions of processes for users: 'pid 17 on node3'
     processes: Mapping[int, str] = field(default_factory=dict)
-    positions: Mapping[int, RankPosition] = field(default_factory=dict)  # where the ranks are; silent ranks are missing
+    positions: Mapping[int, RankPosition] = field(default_factory=dict)  # by rank, without those that did not answer
     calls: Mapping[int, RankCall] = field(default_factory=dict)  # of a mismatch: each rank's call
     reason: str = ""  # how the rank ended, what interrupted it, or the error
     timeout_s: float = 0.0  # the timeout of `waiter`; 0 if unknown
     waiter: int = -1  # the rank that gave up waiting; -1 if unknown
     is_collective: bool = True  # otherwise the operation is a message
-    earlier: str = ""  # where the ranks began to be in different lines of the program
+    earlier: str = ""  # a sentence about an earlier call that ranks made from different lines of the program
     remarks: tuple[str, ...] = ()  # further sentences
 
     def message(self, operation: FailedOperation | str) -> str:
-        """Return the user's message for the rank that was in `operation`."""
+        """Return the message to the user of the rank that was in `operation`."""
         sentences: dict[Kind, Callable[[], Sequence[str]]] = {
             "mismatch": self._mismatch if self.is_collective else self._message_mismatch,
             "lost": lambda: self._lost(operation),
@@ -123,9 +123,9 @@ class FailureReport:
         return "\n".join(f"  rank {rank}: {call.text}" for rank, call in self.calls.items())
 
     def _mismatch(self) -> list[str]:
-        # A round of gradients is not checked at its beginning: buckets that all ranks passed are already averaged.
+        # A gradient round is not checked at its beginning, so buckets that all ranks have passed are already averaged.
         in_round = any(call.text.startswith("gradients") for call in self.calls.values())
-        # A rank whose call matches the root's copies its data, and does not wait for the others' calls.
+        # A rank whose call matches the root's copies the root's data without waiting for the other ranks' calls.
         is_early = any(call.text.startswith("broadcast_buffers") for call in self.calls.values())
         changed = "no tensor was changed"
         if in_round:
@@ -135,7 +135,7 @@ class FailureReport:
         known = all(call.operation or call.text == NOTHING_CALLED.text for call in self.calls.values())
         divergence = describe_divergence({rank: call.operation for rank, call in self.calls.items()}) if known else ""
         advice = self._advice(is_divergence=bool(divergence))
-        # PyTorch's DDP averages gradients with all_reduce; a loop may average its losses likewise, in another line.
+        # PyTorch's DDP averages gradients with all_reduce; a loop may average its losses likewise, on another line.
         averages = divergence and all(call.text.startswith("all_reduce") for call in self.calls.values())
         may_have_no_data = (in_round or averages) and not self.remarks and advice != THREAD_ADVICE
         return [
@@ -206,7 +206,7 @@ class FailureReport:
     # -- between processes -----------------------------------------------------------------------------------------
 
     def to_json(self) -> str:
-        """Return the report as JSON, for ranks of other hosts."""
+        """Return the report as JSON, for other ranks."""
         return json.dumps(asdict(self))
 
     @classmethod
@@ -223,14 +223,14 @@ NOTHING_CALLED = RankCall("nothing yet")
 
 
 def ended_normally(reason: str) -> bool:
-    """Return whether `reason`, a rank's own text about its end, means that its program had finished."""
+    """Return whether `reason`, the exit reason that a rank published, means that its program had finished."""
     return reason in (LEFT, QUIET_END)
 
 
 def describe_wait(operation: str, group: str, rank: int, missing: Sequence[int], waited_s: float, where: str) -> str:
-    """Return the warning of a rank that has waited long for the `missing` ranks, whose places are `where`.
+    """Return the warning of a rank that has waited long for the `missing` ranks, whose positions are `where`.
 
-    Without missing ranks, `where` is what the rank waits for.
+    If `missing` is empty, `where` is what the rank waits for.
     """
     whom = name_ranks(missing) if missing else where
     positions = f" ({where})" if missing and where else ""
@@ -243,9 +243,9 @@ def describe_interruption(
     processes: Mapping[int, str],
     positions: Mapping[int, RankPosition] | None,
 ) -> str:
-    """Return the text of an interruption of `operation`: the ranks that this rank waited for, and their places.
+    """Return the text of an interruption of `operation`: the ranks that this rank waited for, and their positions.
 
-    `processes` are the missing ranks' processes; `positions` is None if their places were not requested.
+    `processes` are the missing ranks' processes; `positions` is None if their positions were not requested.
     """
     awaited = f"waiting for {name_ranks(list(processes))}" if processes else "under way"
     lines = [f"{operation}: interrupted ({type(error).__name__}); it was {awaited}."]
@@ -255,7 +255,7 @@ def describe_interruption(
 
 
 def nested(what: str) -> PhalanxError:
-    """Return the error of a call in a signal handler that interrupted an operation of the same group."""
+    """Return the error for a call in a signal handler that interrupted an operation of the same group."""
     return PhalanxError(
         f"{what}: called in a signal handler that interrupted an operation of the same group, which cannot finish "
         "before the handler returns.\nLet the handler set a flag, and check the flag between two steps, on every rank."
@@ -263,7 +263,7 @@ def nested(what: str) -> PhalanxError:
 
 
 def occupied(group: str, rank: int, timeout_s: float) -> DeadlineError:
-    """Return the error of a collective that could not begin in time because of another thread's collective."""
+    """Return the error for a collective that could not begin in time because of another thread's collective."""
     return DeadlineError(
         f"group {group!r} on rank {rank}: another thread's collective was still under way after {timeout_s:.1f} s, so "
         "this one could not begin.\nLet one thread call the collectives of a group, or give each thread a group of its "
@@ -283,7 +283,7 @@ def late(
 ) -> FailureReport:
     """Return the report of rank `waiter`, which gave up after `timeout_s` because of the `missing` ranks.
 
-    `names` describe all ranks' processes; `answers` has the places of the ranks that still answer.
+    `names` describes all ranks' processes; `answers` has the positions of the ranks that still answer.
     """
     return FailureReport(
         "late",
@@ -298,7 +298,7 @@ def late(
 
 
 def closed(group: str) -> ClosedError:
-    """Return the error of a group that this process has left."""
+    """Return the error for a group that this process has left."""
     return ClosedError(
         f"group {group!r}: it was destroyed in this process, or this process was forked from a rank.\n"
         "Create the group again, or start processes that communicate with spawn."

@@ -1,10 +1,10 @@
-"""Signals notify ranks of a published failure, or of a rank that requests all ranks' places, for all groups at once.
+"""Notify ranks of published failures and of requests for their positions, for all groups of a store at once.
 
     phalanx/signal/<n>    the n-th signal: the key of the group whose part of the store must be read
     phalanx/signals       the number from which to search for the next signal
 
-A rank with many groups waits for one key. If the store can notify (the coordinator of `phalanx run` on several hosts),
-nothing is sent until there is a signal; the ranks of a host share one wait, in their agent's relay.
+A rank with many groups waits for one key only. If the store can notify (the coordinator of `phalanx run` on several
+hosts), nothing is sent until there is a signal; the ranks of a host share one wait, in their agent's relay.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class NotifyingStore(Protocol):
 class FailureSignals:
     """`FailureSignals` are the signals in `store`, shared by all groups of the job; their keys end with `suffix`.
 
-    All calls are best effort: a store that does not answer (its host was cut off, and torch's client would wait for a
-    quarter of an hour) is not queried again.
+    All calls are best effort: a store that does not answer is not queried again. (If its host was cut off, torch's
+    client would wait for a quarter of an hour.)
     """
 
     def __init__(self, store: Any, suffix: str = "") -> None:
@@ -62,15 +62,15 @@ class FailureSignals:
         self.is_store_lost = False
 
     def query(self, request: Callable[[], T], default: T) -> T:
-        """Return the store's answer to `request`; `default` if it takes over two seconds, or did so before."""
+        """Return the store's answer to `request`; `default` if it fails or takes over two seconds, or did so before."""
         if self.is_store_lost:
             return default
         try:
             answer = call_in_thread(request, "phalanx-failure-store")
-        except PhalanxError:  # no thread starts as the interpreter exits
+        except PhalanxError:  # no thread can start while the interpreter exits
             self.is_store_lost = True
             return default
-        for _ in range(2):  # if this process stalls, the second wait gives the answer time after the stall
+        for _ in range(2):  # if this process is stopped during the first wait, the second gives the answer time
             wait([answer], _ANSWER_S / 2)
         self.is_store_lost = not answer.done() or answer.exception() is not None
         return default if self.is_store_lost else answer.result()
@@ -81,7 +81,7 @@ class FailureSignals:
 
     def _send(self, group_key: str) -> None:
         number, mine = self._first(), f"{os.urandom(8).hex()} {group_key}"
-        # another rank took this number
+        # repeat while another rank has taken the number
         while self.connection.compare_set(self._key(number), "", mine).decode() != mine:
             number += 1
         self.connection.set(_NEXT, str(number + 1))

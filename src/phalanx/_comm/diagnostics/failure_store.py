@@ -1,12 +1,12 @@
-"""The failure store publishes failures among a group's ranks, in the job's store.
+"""Publish the failure of a group to all its ranks, through the job's store.
 
     failure/<group>           the report of the first failure; the first rank to publish wins, and all report the same
-    positions/<group>         a rank ran out of time, and requests all ranks' places
+    positions/<group>         a rank ran out of time, and requests all ranks' positions
     position/<group>/<rank>   the rank's answer
     known/<group>/<rank>      the rank has read the report: the process that serves the store may end
     exit/<group>/<rank>       how the rank ended and where it was, written by the rank as it exits
 
-All calls are best effort: if the store is gone, or does not answer (its host was cut off, and torch's client would wait
+All calls are best effort: if the store is gone, or does not answer (if its host was cut off, torch's client would wait
 for a quarter of an hour), a rank still reports its own error.
 """
 
@@ -30,8 +30,8 @@ from phalanx._comm.diagnostics.flight_recorder import RankPosition
 ServerState = Literal["ended", "hangs"]
 
 _COLLECT_S = 0.8
-_ANSWERS_PER_S = 2048  # answers per second that a store accepts from ranks that all answer at once
-_POLL_S, _LONGEST_POLL_S = 0.02, 0.2  # polling, since torch's own wait prints warnings on a timeout
+_ANSWERS_PER_S = 2048  # the rate at which a store accepts answers from ranks that all answer at once
+_POLL_S, _LONGEST_POLL_S = 0.02, 0.2  # polling, because torch's own wait prints warnings on a timeout
 _WAIT_S = 0.1  # in a store that can wait silently
 _ANSWER_S = 2.0
 _LINGER_S = 5.0
@@ -43,7 +43,7 @@ class FailureStore:
     `server_rank` is the rank whose process serves the store, -1 if it is not in this group; `address` is the store's
     address. `find_lost_host` returns the report of a lost host that this host's agent has written to a file.
     `find_local_report`, which a transport with shared memory sets, returns the report of a rank of this host. Neither
-    waits, and both work if the store cannot be reached.
+    waits, and both work even if the store cannot be reached.
     """
 
     def __init__(
@@ -73,14 +73,14 @@ class FailureStore:
 
     @property
     def is_lost(self) -> bool:
-        """Return whether the store failed to answer; it is not queried again."""
+        """Return whether the store has failed to answer, so that it is not queried again."""
         return self.signals.is_store_lost
 
     def server_state(self) -> tuple[int, ServerState] | None:
         """Return the rank that serves the store, and its state, if the store is silent and its port shows the state.
 
-        The port of a process that has ended is closed. The port of a stopped process is open: the kernel accepts its
-        connections. If the host does not answer either, the network may be at fault: return None.
+        The port of a process that has ended is closed. The port of a stopped process is open, because the kernel
+        accepts its connections. If the host does not answer either, the network may be at fault: return None.
         """
         if not self.is_lost or self._server_rank in (-1, self._rank) or self._address is None:
             return None
@@ -95,7 +95,7 @@ class FailureStore:
     # -- the report -----------------------------------------------------------------------------------------------
 
     def report(self) -> FailureReport | None:
-        """Return the report, if a rank has published one, or if a host is lost, which explains later failures."""
+        """Return the report that a rank has published, or that a host is lost, which explains later failures."""
         return self.report_on_host() or self.signals.query(self._read, None)
 
     def report_on_host(self) -> FailureReport | None:
@@ -113,7 +113,7 @@ class FailureStore:
         return f"position/{self.group_key}/{rank}"
 
     def post(self, report: FailureReport) -> FailureReport:
-        """Publish `report` unless there is one; return the published report."""
+        """Publish `report`, unless another report was published first; return the published one."""
         report = self.find_lost_host() or report
         key = f"failure/{self.group_key}"
         mine = report.to_json()
@@ -130,7 +130,7 @@ class FailureStore:
         return report
 
     def _pause(self, keys: list[str], longest_s: float) -> None:
-        """Wait a short time; in a store that can wait silently, at most until the keys are set."""
+        """Wait a short time; with a store that can wait silently, at most until the keys are set."""
         if self._waits_in_store and not self.is_lost:
             with contextlib.suppress(RuntimeError):
                 self._store.wait(keys, timedelta(seconds=max(longest_s, 0.001)))
@@ -146,7 +146,7 @@ class FailureStore:
     def linger(self, report: FailureReport) -> None:
         """Wait, at most five seconds, until the other ranks have read the report, if this process serves the store.
 
-        Without the store they could only report that this rank is gone.
+        Without the store, they could only report that this rank is gone.
         """
         if self._server_rank != self._rank:
             return
@@ -169,7 +169,7 @@ class FailureStore:
         self.signals.query(lambda: self._store.set(f"exit/{self.group_key}/{self._rank}", text), None)
 
     def exit_reason(self, rank: int) -> tuple[str, RankPosition | None]:
-        """Return how `rank` ended, in its own words, and where it was; "" and None if it published nothing."""
+        """Return how `rank` ended, and where it was, as it has published; "" and None if it has published nothing."""
         text = self.signals.query(lambda: self._get(f"exit/{self.group_key}/{rank}"), "")
         if not text:
             return "", None
@@ -179,10 +179,10 @@ class FailureStore:
     # -- who is where -------------------------------------------------------------------------------------------
 
     def collect_positions(self) -> dict[int, RankPosition]:
-        """Request all ranks' places, and wait a moment; ranks that do not answer are not in the result.
+        """Request all ranks' positions, and wait about a second; ranks that do not answer are not in the result.
 
-        If ranks run out of time together, the first that requests the places collects the answers. The others wait for
-        its report, which holds for all ranks; without a report, they read the answers.
+        If ranks run out of time together, the first that requests the positions collects the answers. The others wait
+        for its report, which is valid for all ranks; without a report, they read the answers.
         """
         mine, key = str(self._rank), f"positions/{self.group_key}"
         requested: bytes = self.signals.query(lambda: self._store.compare_set(key, "", mine), b"")
@@ -204,7 +204,7 @@ class FailureStore:
             pause_s = min(2 * pause_s, _LONGEST_POLL_S)
 
     def _read_positions(self, ranks: list[int]) -> dict[int, RankPosition]:
-        """Return these ranks' answers, read at once, or in halves if some are missing."""
+        """Return the answers of `ranks`, read in one request, or half by half if some are missing."""
         keys = [self._position_key(r) for r in ranks]
         if keys and self._store.check(keys):
             found = zip(ranks, self._store.multi_get(keys), strict=True)
@@ -219,7 +219,7 @@ class FailureStore:
         return self.signals.query(lambda: self._store.check([f"positions/{self.group_key}"]), False)
 
     def report_position(self, position: RankPosition) -> None:
-        """Publish this rank's place, if a rank requests it and this rank has not answered yet."""
+        """Publish this rank's position, if a rank requests it and this rank has not answered yet."""
         if not self._answered and self.are_positions_requested():
             self._answered = True
             self.signals.query(

@@ -1,4 +1,4 @@
-"""Make a failure report from a status of the C core and the shared memory of all ranks."""
+"""Make a failure report from an error status of the C core and the shared memory of all ranks."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from phalanx.errors import ClosedError, DeadlineError, MismatchError, PeerLostEr
 def failure(
     status: int, symm_mem: SymmetricMemory, group: str, timeout_s: float, *, kind: int = 0, peer: int = -1
 ) -> PhalanxError:
-    """Return the error for `status`, with the details of every rank in shared memory.
+    """Return the error for `status`, with what the shared memory shows about every rank.
 
-    The operation is this rank's latest collective, or with `kind` its latest message of that kind with `peer`: other
-    threads may have begun another operation meanwhile.
+    The error names this rank's latest collective or, with `kind`, its latest message of that kind with `peer`, because
+    other threads may have begun other operations meanwhile.
     """
     if status == CLOSED:
         return closed(group)
@@ -80,7 +80,7 @@ def _processes(symm_mem: SymmetricMemory, *ranks: int) -> dict[int, str]:
 def _mismatch(symm_mem: SymmetricMemory, mine: Record | None) -> FailureReport:
     core = symm_mem.core
     records = [read(core, r) for r in range(symm_mem.world_size)]
-    # A later call on the failed group has reported the same failure: use the call that failed first.
+    # A later call on the failed group reports the same failure: use the call that failed first.
     mine = next((r for r in records[symm_mem.rank] if r.status == MISMATCH), mine)
     if mine is None:
         return FailureReport("mismatch")
@@ -103,7 +103,7 @@ def _called(record: Record | None) -> RankCall:
 def _counterpart(records: list[Record], mine: Record) -> Record | None:
     """Return the call that a rank made instead of `mine`: not its latest call if it continued after the error."""
     collectives = [r for r in reversed(records) if r.is_collective]
-    for r in collectives:  # rounds of gradients are numbered separately
+    for r in collectives:  # gradient rounds are numbered separately
         if r.seq == mine.seq and r.is_numbered_call == mine.is_numbered_call:
             return r
     stopped = (r for r in collectives if r.status == MISMATCH or r.leave_ns == 0)

@@ -1,4 +1,4 @@
-"""Read the flight recorder: each rank's last operations, and its current one. This does not need torch."""
+"""Read the flight recorder: each rank's last operations, and its current one. This module does not need torch."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _TO_ROOT = (REDUCE, GATHER)
 
 @dataclass(frozen=True)
 class RankPosition:
-    """A `RankPosition` is where a rank is: in its `seq`-th collective, `operation`, for `seconds`, or past it."""
+    """A `RankPosition` says where a rank is: in its `seq`-th collective, `operation`, for `seconds`, or past it."""
 
     seq: int = 0
     operation: str = ""  # 'all_reduce #42 (train.py:88)'; empty if it has called nothing
@@ -100,7 +100,7 @@ class Record:
 
     @property
     def is_numbered_call(self) -> bool:
-        """Return whether this is a collective that every rank counts; rounds of gradients are numbered separately."""
+        """Return whether this is a collective that every rank counts; gradient rounds are numbered separately."""
         return self.is_collective and self.kind != GRADIENTS
 
     @property

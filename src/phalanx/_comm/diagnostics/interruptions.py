@@ -1,4 +1,4 @@
-"""Distinguish an exception of the user's signal handler, which may occur anywhere in our code, from our own errors."""
+"""Distinguish exceptions from the user's signal handlers, which may occur anywhere in our code, from our own errors."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from types import TracebackType
 def is_interruption(error: BaseException) -> bool:
     """Return whether an error came from outside our code, so that it must be passed on.
 
-    Such an error is not an `Exception`, for example KeyboardInterrupt, or was raised by a signal
-    handler or a debugger's trace function. Python passes such a function the frame that it interrupts: a function
-    whose caller's frame is also one of its local variables has interrupted that frame.
+    Such an error is not an `Exception` (KeyboardInterrupt, for example), or was raised by a signal handler or a
+    debugger's trace function. Python passes such a function the frame that it interrupts, so a function that has its
+    caller's frame among its local variables has interrupted that frame.
     """
     if not isinstance(error, Exception):
         return True

@@ -1,4 +1,4 @@
-"""Send the agent of `phalanx run` a group's memory, which the agent can read while ranks hang or are dead.
+"""Share a group's control memory with the agent of `phalanx run`, which can read it while ranks hang or are dead.
 
     first rank of the host ──a message: the group, and the descriptor of its control memory──▶ agent
 
@@ -25,7 +25,7 @@ _FETCH_S = 5.0
 
 @dataclass(frozen=True)
 class GroupInfo:
-    """A `GroupInfo` has a group's name, its world size, and this host's ranks: their job numbers, and processes."""
+    """A `GroupInfo` has a group's name and world size, and the job ranks and process IDs of its ranks on this host."""
 
     name: str
     world_size: int
@@ -35,7 +35,7 @@ class GroupInfo:
 
 @dataclass(frozen=True)
 class RankLog:
-    """A `RankLog` has one rank's operations in a group: whether it has joined (`came`), and has left, and why."""
+    """A `RankLog` has one rank's operations in a group, whether it has joined (`came`) and left, and why it left."""
 
     rank: int
     pid: int
@@ -47,7 +47,7 @@ class RankLog:
 
 @dataclass(frozen=True)
 class GroupLog:
-    """A `GroupLog` has the operations of this host's ranks in a group, at most the last 128 of each."""
+    """A `GroupLog` has the operations of this host's ranks in a group, at most the last 128 of each rank."""
 
     name: str
     world_size: int
@@ -65,7 +65,7 @@ def register_group(agent: str, group_info: GroupInfo, control: int) -> bool:
 def fetch_store(agent: str) -> int | None:
     """Return the descriptor of the job's store from the agent at `agent`, or None; the caller owns it.
 
-    Ranks that do not see the agent's process in their /proc need it.
+    Ranks that cannot see the agent's process in their /proc need this.
     """
     return next(iter(request(agent, "store", _FETCH_S)), None)
 
@@ -74,7 +74,7 @@ class Observer:
     """An `Observer` is the agent's read-only view of one group. It owns the descriptor `control`.
 
     Raises:
-        ValueError: the memory is of another version, or of another number of ranks.
+        ValueError: the memory has another version, or another number of ranks.
         OSError: the memory cannot be mapped.
     """
 
@@ -84,7 +84,7 @@ class Observer:
         self.read()
 
     def read(self) -> GroupLog:
-        """Return everything that the ranks have recorded so far."""
+        """Return what the ranks have recorded so far, as far as it has not been overwritten."""
         group_info = self.group_info
         with self._mapped() as core:
             return GroupLog(
@@ -130,5 +130,5 @@ class Observer:
         return RankLog(ranks[index], self.group_info.pids[index], life != ABSENT, life == LEFT, reason, tuple(records))
 
     def close(self) -> None:
-        """Release the memory."""
+        """Close the descriptor of the memory."""
         os.close(self.control)

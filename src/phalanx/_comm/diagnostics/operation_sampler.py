@@ -14,7 +14,7 @@ from phalanx._comm.diagnostics import whereabouts
 from phalanx._comm.diagnostics.step_file import StepFile
 
 _READ_AT_ONCE = 96  # records read at once, of the 128 that a recorder keeps
-_MAX_STEPS = 64  # the most steps between two readings
+_MAX_STEPS = 64  # the maximum number of steps between two reads
 _SIZES = {
     1: ("bytes", "bool", "uint8", "int8"),
     2: ("uint16", "int16", "float16", "bfloat16"),
@@ -26,7 +26,7 @@ ITEM_BYTES = {
     number: next((size for size, names in _SIZES.items() if name in names), 1) for number, name in DTYPE_NAMES.items()
 }
 
-_gradient_bytes: dict[str, int] = {}  # by group: the bytes of a round of its reducer
+_gradient_bytes: dict[str, int] = {}  # by group: the bytes in a gradient round of its reducer
 
 
 def note_gradients(group: str, num_bytes: int) -> None:
@@ -43,14 +43,14 @@ class OperationSampler:
     def __init__(self, file: StepFile, report_groups: Callable[[list[dict[str, object]]], None]) -> None:
         self._file = file
         self._report_groups = report_groups
-        # the numbers of groups, by their memory
+        # by a group's memory: the group's number
         self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._groups: list[dict[str, object]] = []
-        # the time of the last record read, by a group's memory
+        # by a group's memory: the time of the last record read
         self._last_read: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._read_step = 0
         self.steps_between = 1
-        """The number of steps until the next reading, before the recorder overwrites unread records."""
+        """The number of steps until the next read, so that the recorder does not overwrite unread records."""
         self.generation = 0
 
     def read(self, marks: Sequence[tuple[int, int]], step: int) -> None:
@@ -61,7 +61,7 @@ class OperationSampler:
         self._read_step = step
 
     def read_group(self, group: whereabouts.ObservedGroup, marks: Sequence[tuple[int, int]], step: int) -> int:
-        """Read the new operations of one group, and return their number. `marks` has when each phase began."""
+        """Read the new operations of one group, and return their number. `marks` has the time each phase began."""
         symm_mem = group.symm_mem
         if symm_mem.closed:
             return 0

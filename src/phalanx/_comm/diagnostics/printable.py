@@ -11,5 +11,5 @@ def printable(text: str) -> str:
 
 
 def printable_lines(text: str) -> str:
-    """Return `text` with each line escaped as by `printable`."""
+    """Return `text` with its tabs expanded, and each line escaped as by `printable`."""
     return "\n".join(printable(line.expandtabs()) for line in text.split("\n"))

@@ -1,12 +1,13 @@
-"""A rank writes its progress into a page of shared memory that other processes read, without messages.
+"""Publish a rank's progress in a page of shared memory, which other processes read without messages.
 
     rank ──a message, once: the descriptor of its page──▶ agent ──▶ any reader
     word 0   magic and version          word 4…     track `loop`: steps of a loop, as `phalanx.progress` counts them
          1   generation                 word 4+T…   track `state`: steps that `phalanx.elastic.State` has committed
          2   the loop that counts
 
-A track has the steps done, all steps (0: unknown), the samples so far, and for each of the last 64 steps its time and
-the samples until then. There is one writer; each word is written atomically, the number of steps last.
+A track has the number of steps done, the total number of steps (0: unknown), the samples so far, and for each of the
+last 64 steps its time and the samples until then. There is one writer, which writes each word atomically, and the
+number of steps done last.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class ProgressPage:
         self._num_loops = 0
 
     def begin_loop(self, total_steps: int | None) -> int:
-        """Begin a loop, and return its number for `count`. Of nested loops only the innermost counts."""
+        """Begin a loop, and return its number for `count`. Only the loop that was begun last counts."""
         self._num_loops += 1
         words = self._words
         words[_LOOP] = 0
@@ -76,13 +77,13 @@ class ProgressPage:
         return self._num_loops
 
     def count(self, loop: int, samples: int) -> None:
-        """Count one more step of the loop with this number, and this rank's samples."""
+        """Count one more step of loop number `loop`, and this rank's samples in it."""
         words = self._words
         if words[2] == loop:
             _advance(words, _LOOP, words[_LOOP] + 1, words[_LOOP + 2] + samples)
 
     def commit(self, step: int, samples: int = 0) -> None:
-        """Record that the step with this number is done, with this rank's samples, if known."""
+        """Record that step number `step` is done, and this rank's samples since the last commit, if known."""
         words = self._words
         _advance(words, _STATE, step, words[_STATE + 2] + samples)
 
@@ -119,7 +120,7 @@ def read_page(fd: int) -> RankProgress | None:
 
 
 def parse_page(data: bytes) -> RankProgress | None:
-    """Parse the bytes of a page, whose writer may have been interrupted in a step."""
+    """Parse the bytes of a page, whose writer may have been interrupted in the middle of an update."""
     if len(data) != PAGE_BYTES:
         return None
     words = _WORDS.unpack(data)
@@ -161,7 +162,7 @@ _own: ProgressPage | None = None
 def open_page(agent: str) -> ProgressPage:
     """Return this process's page, which the agent at `agent` ("name:token") gets on the first call.
 
-    Without an agent, or without shared memory, no process reads the page.
+    Without an agent, or without shared memory, no other process reads the page.
     """
     global _own
     if _own is None:
@@ -171,7 +172,7 @@ def open_page(agent: str) -> ProgressPage:
 
 
 def own_generation() -> int:
-    """Return how often the ranks of this process's job have formed their group again, as recorded on its page."""
+    """Return how many times the ranks of the job have formed their group again, as recorded on this process's page."""
     return 0 if _own is None else _own.generation
 
 

@@ -8,5 +8,5 @@ KIND = "report"  # the kind of the message
 
 
 def request_report(agent: str, folder: str) -> bool:
-    """Make the agent at `agent` ("name:token") write a report into `folder` as it exits; return False if it is gone."""
+    """Ask the agent at `agent` ("name:token") to write a report to `folder` as it exits; return False if it is gone."""
     return notify(agent, KIND, folder=folder)

@@ -1,4 +1,4 @@
-"""A rank's steps in a mapped file of fixed size: valid at any moment, and readable however the rank has ended.
+"""Keep a rank's steps in a mapped file of fixed size, which is valid at any moment, however the rank ends.
 
     words 0-63       the file's format, and measurements of the process
     facts            JSON: the rank, its program, the names of its groups
@@ -7,10 +7,10 @@
     state      x 2   JSON: the rank's state when it last turned events into records
     events           the newest 1,024, in order: those since the last state are not in the records yet
 
-An event is a few stores into the page cache: no system call, no thread, and nothing is lost when the process is killed:
-`read_rank_file` turns the last events into records. There is one writer. It writes a table first, then the count.
-Tables and states have twins: a full table is thinned into its twin, and a state is written to its twin, which then
-replaces it.
+An event costs a few stores to the page cache, without a system call or a thread. Nothing is lost if the process is
+killed, because `read_rank_file` turns the last events into records. There is one writer, which writes a record first,
+then the count. Tables and states are double-buffered: a full table is thinned into its twin, and a new state is written
+to the twin of the current one, which it then replaces.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _STATE_LENGTHS = (_FIRST_STATE_LENGTH, _SECOND_STATE_LENGTH)
 
 
 def _allocate(fd: int) -> None:
-    """Allocate the file's blocks on the disk: a store into a page without a block is a SIGBUS."""
+    """Allocate the file's blocks on the disk: on a full disk, a store to a page without a block raises SIGBUS."""
     os.ftruncate(fd, 0)
     if hasattr(os, "posix_fallocate"):
         try:
@@ -64,7 +64,7 @@ def _allocate(fd: int) -> None:
 
 
 class StepFile:
-    """A `StepFile` creates and writes the file at `path`; all methods but `set_facts` and `set_state` are a few stores.
+    """A `StepFile` creates and writes the file at `path`. Most calls cost only a few stores.
 
     If a signal handler raises in the middle of a method, `repair` makes the file valid again.
 
@@ -99,7 +99,7 @@ class StepFile:
         struct.pack_into("<Q", self._memory, 0, _MAGIC)
 
     def set_facts(self, facts: Mapping[str, Any]) -> None:
-        """Write the facts of this rank; without room, shorten the longest lists first, then leave out facts."""
+        """Write the facts of this rank; if they do not fit, first halve the longest lists, then leave out facts."""
         left = dict(facts)
         while len(data := json.dumps(left).encode()) > _FACTS_BYTES:
             lists = [name for name, value in left.items() if isinstance(value, list) and value]
@@ -149,7 +149,7 @@ class StepFile:
         self._words[_STEP_COUNT] = self._num_steps
 
     def repair(self) -> int:
-        """Complete the work that an exception has interrupted; return the number of steps in the records."""
+        """Complete a switch of tables that an exception has interrupted; return the number of steps in the records."""
         self._turn_steps()
         self._turn_operations()
         records = _records(self._tables, self._steps, self._num_steps, _STEP_FIELDS)
@@ -170,7 +170,7 @@ class StepFile:
 
     @property
     def events_address(self) -> int:
-        """Return the memory of the events: a word that counts them, and their ring from byte 64 on."""
+        """Return the address of a word that counts the events; the ring of events begins 64 bytes after it."""
         return self._mapped + _EVENTS_AT
 
     def close(self) -> None:
@@ -202,7 +202,7 @@ class StepFile:
         self._turn_operations()
 
     def _turn_steps(self) -> None:
-        """Switch to the other table: a concurrent reader sees some records of the new table, none of the old one."""
+        """Switch to the other table; a reader at that moment sees no records, rather than a mixture of both tables."""
         words = self._words
         words[_STEP_COUNT] = 0
         words[_STEP_TABLE] = self._steps * 8 // _STEPS_BYTES
@@ -233,7 +233,7 @@ class RankFile:
     steps: tuple[StepRecord, ...]
     operations: tuple[OperationRecord, ...]
     reached: int | None = None
-    """The number of the run's last step, which only other ranks may have reached; None if unknown."""
+    """The run's number of this rank's last step; None if unknown."""
     first_broken: int | None = None
     """The first step whose loss was not finite."""
     last_finite: int = 0
@@ -300,7 +300,7 @@ def _parse(data: bytes) -> RankFile:
     flat = read_events(whole[_EVENTS_AT + _EVENTS_BEGIN :].cast("d"), int(state.get("taken", 0)), num_events)
     for at in range(0, len(flat), 3):
         machine.feed(*flat[at : at + 3])
-    # The rank may have died after writing records and before its state: then both have these steps.
+    # If the rank died after it wrote records and before it wrote its state, the latest steps are in both.
     twice = sum(record.num_steps for record in steps) - state.get("in_records", 0)
     while late and twice > 0:
         twice -= late.pop(0).num_steps

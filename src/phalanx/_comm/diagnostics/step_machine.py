@@ -1,4 +1,6 @@
-"""Turn events into finished steps with the time of each phase. Pure, so a killed rank's events give the same steps.
+"""Turn a rank's events into training steps, with the time of each phase.
+
+This code is pure, so the events that a killed rank has left in its file give the same steps.
 
     data ─▶ forward and loss ─▶ backward ─▶ update ─▶ other ─▶ data ...
          │                   │           │         │
@@ -7,10 +9,10 @@
 
 The time between two events belongs to the phase that the later event ends: forward is the time from a batch to the
 backward, update the time from the end of the backward to the end of the optimizer's step (with clipping). A batch
-without a backward was for evaluation: it is `other`, like all time outside of these phases. Waits for other ranks
-inside a feature (`step_notes`) are in no phase. A step ends with its last update, which the next batch reveals; without
-a DataLoader, with the update before the next backward. An update without a batch or a backward before it is not part of
-a step: some programs try out an optimizer before the loop.
+without a backward was for evaluation: its time is `other`, like all time outside of these phases. Waits for other ranks
+that a feature reports (`step_notes`) belong to no phase. A step ends with its last update, which is known once the next
+batch is requested; without a DataLoader, a step ends with the update before the next backward. An update without a
+batch or a backward before it is not part of a step: some programs try out an optimizer before the loop.
 """
 
 from __future__ import annotations
@@ -29,15 +31,18 @@ _WAITED = len(PHASES)  # the index of waits among the parts; a wait is not a pha
  BEGIN_UPDATE, END_UPDATE,  # which optimizer; nothing
  END_PHASE, SAMPLES, OWN_LOSS, NO_LOSS, STEP,  # phase; samples; loss; nothing; nothing
  END_WAIT) = range(14)  # seconds  # fmt: skip
-WORKERS = 16  # in the kind of END_DATA, the DataLoader's number of workers is multiplied by this
+WORKERS = 16  # END_DATA + WORKERS * (num_workers + 1) is an END_DATA that has the DataLoader's number of workers
 
-_NUM_MARKS = 1024  # marks of phases kept: an operation before them is assigned to no phase
-# the most optimizers of a step in a saved state; some programs have one for each parameter
+_NUM_MARKS = 1024  # marks of phases kept: an operation before the oldest counts as `other`
+# the maximum number of a step's optimizers in a saved state; some programs have one for each parameter
 _MOST_OPTIMIZERS = 64
 
 
 class FinishedStep(NamedTuple):
-    """A `FinishedStep` has seconds of CLOCK_MONOTONIC, of each phase, and of waiting for other ranks."""
+    """A `FinishedStep` has its begin and end, by CLOCK_MONOTONIC, and as `parts` its time in each phase and in waits.
+
+    All times are in seconds.
+    """
 
     begin: float
     end: float
@@ -50,17 +55,17 @@ class StepMachine:
     """A `StepMachine` processes the events of one process. `now` is the time of its creation.
 
     Arguments:
-        on_step: called with each step, in the event that shows that the step is over.
+        on_step: called with each finished step, during the event that shows that the step is over.
     """
 
     def __init__(self, now: float, on_step: Callable[[FinishedStep], None]) -> None:
         self._on_step = on_step
         self.phase, self.num_workers = OTHER, -1
-        # the time at which each phase began
+        # the time in nanoseconds at which each phase began, and the phase
         self.marks: deque[tuple[int, int]] = deque([(0, OTHER)], maxlen=_NUM_MARKS)
         self._parts = [0.0] * (len(PHASES) + 1)
         self.since = self._begin = self._updated_at = now
-        self._batch_s = 0.0  # a batch that may be for training or for evaluation
+        self._batch_s = 0.0  # the loading time of a batch that may be for training or for evaluation
         self._batch_samples = 0.0
         self._has_batch = self._has_update = self._has_loader = self._has_begun = False
         self._has_backward = self._has_ended_one = False
@@ -87,14 +92,14 @@ class StepMachine:
         self._events[event](now, value)
 
     def end(self) -> None:
-        """End the last step, if it has its update, since no more events come."""
+        """End the last step, if it has had an update, because no more events will come."""
         if self._has_update:
             self._end_step()
 
     # -- the state for a reader ----------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Return the state for `resume`, for JSON."""
+        """Return the state for `resume`, as values for JSON."""
         state = {name: value for name, value in vars(self).items() if name not in ("_on_step", "_events", "marks")}
         state["_stepped"] = list(self._stepped)[:_MOST_OPTIMIZERS]
         state["_open"] = self._open[:_MOST_OPTIMIZERS]
@@ -116,7 +121,7 @@ class StepMachine:
             return
         if self._has_update:
             self._end_step()
-        if self._batch_s:  # the time since then was not a step's forward
+        if self._batch_s:  # the time since that batch was not a forward
             at = int(now * 1e9)
             while self.marks and self.marks[-1][1] in (FORWARD, DATA):
                 at, _ = self.marks.pop()
@@ -142,7 +147,7 @@ class StepMachine:
         if self._has_update and not (self._has_batch or self._batch_s):
             self._has_loader = False
             self._end_step()
-        elif self._has_update:  # the update of another optimizer, or of the next step with the same batch
+        elif self._has_update:  # a backward for another optimizer, or for the next step with the same batch
             self._split = (list(self._parts), self._samples, self._loss, self._updated_at)
         self._has_backward = True
         self._count_batch()
@@ -162,9 +167,9 @@ class StepMachine:
                 self._loss = loss + (self._loss or 0.0)
 
     def _begin_update(self, now: float, optimizer: float) -> None:
-        """Begin an update; if this optimizer has already stepped, that update belongs to another step."""
+        """Begin an update; if this optimizer has already stepped in this step, this update belongs to the next step."""
         if self._open and self._open[0] == UPDATE and self._updating == optimizer:
-            self._open.clear()  # it raised in its last step
+            self._open.clear()  # the optimizer raised in its last step
         if not self._enters(UPDATE):
             return
         self._updating = optimizer
@@ -186,7 +191,7 @@ class StepMachine:
                 self._has_begun = False
 
     def _end_phase(self, now: float, phase: float) -> None:
-        """Count the time since the last event for this phase."""
+        """Count the time since the last event as time in `phase`."""
         self._parts[int(phase)] += now - self.since
         self._turn_to(OTHER, now)
 
@@ -194,7 +199,7 @@ class StepMachine:
         self._samples, self._batch_samples = samples, 0.0
 
     def _own_loss(self, _: float, loss: float) -> None:
-        """Set the step's loss, which replaces the value of the tensor that the backward began from."""
+        """Set the step's loss, which replaces the value of the tensor on which `backward` was called."""
         self._loss, self._is_own_loss = loss, True
 
     def _no_loss(self, _: float, __: float) -> None:
@@ -216,7 +221,7 @@ class StepMachine:
     # -- inside --------------------------------------------------------------------------------------------------------
 
     def _enters(self, phase: int) -> bool:
-        """Return whether a phase begins: phases inside another phase do not count."""
+        """Open a phase, and return whether it counts: a phase inside another phase does not."""
         self._open.append(phase)
         return len(self._open) == 1
 
@@ -227,7 +232,7 @@ class StepMachine:
         return not self._open
 
     def _turn_to(self, phase: int, now: float) -> None:
-        if not self._has_begun:  # earlier time was the program's start
+        if not self._has_begun:  # the time before was the program's startup
             self._has_begun, self._begin, self._parts = True, now, [0.0] * (len(PHASES) + 1)
         self.since, self.phase = now, phase
         self.marks.append((int(now * 1e9), phase))
@@ -241,7 +246,7 @@ class StepMachine:
             self._batch_s = self._batch_samples = 0.0
 
     def _end_step(self) -> None:
-        """End the step, which ended with its last update."""
+        """End the step, at the time of its last update."""
         end = self._updated_at
         self._on_step(FinishedStep(self._begin, end, self._parts, self._samples, self._loss))
         self._parts = [0.0] * (len(PHASES) + 1)
@@ -253,7 +258,7 @@ class StepMachine:
         self._split = None
 
     def _end_step_before(self, parts: list[float], samples: float, loss: float | None, updated_at: float) -> None:
-        """End the step, which ended with an earlier update; later time belongs to the next step."""
+        """End the step, at the time of an earlier update; later time belongs to the next step."""
         since = [now - then for now, then in zip(self._parts, parts, strict=True)]
         loss_since = None if self._loss is None else self._loss - (loss or 0.0)
         self._parts, self._samples, self._loss = parts, samples, loss

@@ -1,6 +1,6 @@
-"""Features record here the facts of a step that only they know: their waits for other ranks, and the loss.
+"""Record facts about a step that only a feature knows: its waits for other ranks, and the loss.
 
-The step recorder is the listener; without a listener nothing happens.
+The step recorder is the listener; without a listener, nothing is recorded.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def waiting_for(on: Literal["stages", "servers"]) -> Iterator[None]:
 
 
 def note_loss(loss: Any) -> None:
-    """Record the step's loss, a tensor, if `backward` is not called on it."""
+    """Record a tensor as the step's loss, for a step that does not call `backward` on it."""
     for listener in _listeners:
         if (value := listener.read_loss(loss)) is not None:
             listener.note_loss(value)

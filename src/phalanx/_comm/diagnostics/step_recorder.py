@@ -3,11 +3,11 @@
     DataLoader, autograd, optimizers ─▶ event log ┄ periodically ┄▶ step machine ─▶ records, operations, state
                                         (stores)                    (what the events mean)
 
-A signal handler may raise anywhere in the second half, and the program may continue: interrupted work starts again
-from the previous state, as in a reader after a kill. No event is lost, and none counts twice.
+If a signal handler raises anywhere in the second half and the program continues, the interrupted work is repeated from
+the previous state, as a reader does after a kill. No event is lost, and none counts twice.
 
-The second half runs after half a second, or after as many steps as the flight recorder has records for. A step streams
-its parameters through the caches, so a line of Python between steps costs ten times as much as in a loop of its own.
+The second half runs every half second, or after as many steps as the flight recorder has room for. A step streams its
+parameters through the CPU caches, so a line of Python between steps costs ten times as much as in a loop of its own.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ from phalanx._comm.diagnostics.step_machine import (
 from phalanx._comm.diagnostics.step_records import StepRecord, StepTally, merge
 from phalanx._comm.diagnostics.whereabouts import ObservedGroup, listen_for_ends, stop_listening
 
-_MEASURE_S = 0.5  # between two measurements of the process's memory, and the longest delay of events
-_LOSS_S = 1.0  # between two losses that must be waited for
+_MEASURE_S = 0.5  # between two measurements of the process's memory, and the maximum delay of events
+_LOSS_S = 1.0  # between two reads of a loss from an accelerator, which wait for it
 _MOST_EVENTS = NUM_EVENTS // 2
-_NUM_EAGER = 1000  # after so many events without a step, some are waited for
+_NUM_EAGER = 1000  # after this many events without a step, events are no longer processed one by one
 _PAGE = resource.getpagesize()
 _BEGIN_OF = {"data": BEGIN_DATA, "backward": BEGIN_BACKWARD, "update": BEGIN_UPDATE}
 _END_OF = {"data": END_DATA, "backward": END_BACKWARD, "update": END_UPDATE}
@@ -88,7 +88,7 @@ class StepRecorder:
         self.log = _core.EventLog(
             self._file.events_address, NUM_EVENTS, float(BEGIN_UPDATE), float(END_UPDATE), self._process_events_safely
         )
-        """The event log, written by `mark(kind, value)` with the kinds of `step_machine`."""
+        """The event log; its `mark(kind, value)` writes an event, of the kinds in `step_machine`."""
         self.device_memory: Callable[[], float] = float
         self.rank_now: Callable[[], int] = lambda: self.rank
         """A function that returns this rank's number. It is called when the ranks have formed their group again,
@@ -112,7 +112,7 @@ class StepRecorder:
     # -- events --------------------------------------------------------------------------------------------------------
 
     def mark(self, kind: float, value: float = 0.0) -> None:
-        """Record an event of `step_machine`. Code that must be fast calls the log itself."""
+        """Record an event of `step_machine`. Code that must be fast calls `log.mark` directly."""
         if self._given_clock is None:
             self.log.mark(kind, value)
         else:
@@ -144,7 +144,7 @@ class StepRecorder:
         self.mark(STEP)
 
     def end_backward(self, loss: Any) -> None:
-        """Record that autograd is done; `loss` is the tensor that it began from, None if that is not a loss."""
+        """Record the end of `backward`; `loss` is the tensor on which it was called, or None if that is not a loss."""
         try:
             value = None if loss is None else self.read_loss(loss)
         except BaseException:  # a signal handler raised it
@@ -156,9 +156,10 @@ class StepRecorder:
             self.mark(END_BACKWARD_WITH_LOSS, value)
 
     def read_loss(self, loss: Any) -> float | None:
-        """Return the value of a tensor of one element. An accelerator's tensor is read at most once a second: it waits.
+        """Return the value of a tensor of one element, or None if it is not read.
 
-        Return None during the capture of a CUDA graph, which a wait would end: nothing runs, so there is no value.
+        An accelerator's tensor is read at most once a second, because the read waits for the device. It is not read
+        during the capture of a CUDA graph, which the wait would abort, and in which nothing runs.
         """
         if loss.is_cuda and sys.modules["torch"].cuda.is_current_stream_capturing():
             return None
@@ -174,7 +175,7 @@ class StepRecorder:
         return float(value) if isinstance(value, (float, int)) else None
 
     def note_loss(self, loss: float | None) -> None:
-        """Set the step's loss, which replaces the value of the backward's tensor; None if it is unknown."""
+        """Set the step's loss, in place of the tensor on which `backward` was called; None if it is unknown."""
         if loss is None:
             self.mark(NO_LOSS)
         else:
@@ -207,7 +208,7 @@ class StepRecorder:
 
     @property
     def sample_share(self) -> float:
-        """Return the weight of a sample on this rank: several ranks with parts of one model see the same samples."""
+        """Return the weight of a sample on this rank, below 1 if ranks with parts of one model see the same samples."""
         return self._tally.sample_share
 
     @sample_share.setter
@@ -264,9 +265,9 @@ class StepRecorder:
     # -- periodic work -------------------------------------------------------------------------------------------------
 
     def _process_events_safely(self) -> None:
-        """Process new events, inside the user's calls: an error of ours is logged, and ends the recording.
+        """Process new events. This runs inside the user's calls, so an error of ours is printed and ends the recording.
 
-        Only an exception of the user's own signal handler is raised; the interrupted work is repeated later.
+        Only Ctrl-C and exceptions from the user's signal handlers are raised; the interrupted work is repeated later.
         """
         try:
             self._process_events()
@@ -299,7 +300,7 @@ class StepRecorder:
         self.log.took(num, self._limit(), self._clock() + _MEASURE_S)
 
     def _restore_state(self) -> None:
-        """Return to the state before work that an exception has interrupted. The file keeps its content."""
+        """Return to the state before the work that an exception has interrupted. The file keeps its content."""
         state = json.loads(self._saved_state)
         began = int(state["machine"]["since"] * 1e9)
         marks = [mark for mark in self._machine.marks if mark[0] <= began]
@@ -316,7 +317,7 @@ class StepRecorder:
             self._pending = None
 
     def _limit(self) -> int:
-        """Return the number of events to wait for; few, while the place in the run is unknown."""
+        """Return the number of new events to process at a time; few while this rank's place in the run is unknown."""
         if self._is_place_unknown or not self._tally.num_steps:
             return 1 if self._num_processed < _NUM_EAGER else 6
         return max(1, min(_MOST_EVENTS, int(self._events_per_step * self._operations.steps_between)))
@@ -365,7 +366,7 @@ class StepRecorder:
             self.log.took(self._num_processed, 1, 0.0)
 
     def _update_place(self) -> None:
-        """Update the place in the run: after a loss the ranks continue from the last commit, with new rank numbers."""
+        """Update the place in the run: after ranks are lost, the others continue from the last commit, renumbered."""
         tally = self._tally
         self._is_place_unknown = False
         generation = own_generation()
@@ -378,14 +379,14 @@ class StepRecorder:
             tally.ahead = own_step() - tally.num_steps
 
     def _measure_process(self, now: float) -> None:
-        """Measure the process: its memory, its CPU time, its preemptions."""
+        """Measure the process's memory, CPU time and preemptions."""
         self._measured_at = now
         usage = resource.getrusage(resource.RUSAGE_SELF)
         try:
             with open("/proc/self/statm", "rb") as file:
                 fields = file.read().split()
             resident, shared = float(fields[1]) * _PAGE, float(fields[2]) * _PAGE
-        except (OSError, IndexError):  # no Linux: only the peak is known
+        except (OSError, IndexError):  # not Linux: only the peak is known
             resident, shared = float(usage.ru_maxrss), 0.0
         self._file.set_peak(usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024))
         cpu_s, on_device = usage.ru_utime + usage.ru_stime, 0.0

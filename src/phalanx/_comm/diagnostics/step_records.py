@@ -1,4 +1,4 @@
-"""Records of a rank's steps and collectives, as in the rank's file."""
+"""The records of a rank's steps and collectives in the rank's step file."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from phalanx._comm.diagnostics.step_machine import PHASES, FinishedStep
 
 
 class StepRecord(NamedTuple):
-    """A `StepRecord` is the sum of several steps; `first` is the number of the first step, in the run if known.
+    """A `StepRecord` summarizes consecutive steps; `first` is the number of the first one, in the run if known.
 
-    Times are seconds of CLOCK_MONOTONIC; parts are sums over the steps.
+    Times are in seconds, by CLOCK_MONOTONIC; the phases are sums over the steps.
     """
 
     first: float
@@ -28,13 +28,13 @@ class StepRecord(NamedTuple):
     samples: float
     loss: float  # sum over the steps that have a loss
     num_losses: float
-    longest: float  # the longest step
+    longest: float  # seconds of the longest step
     resident_bytes: float
     shared_bytes: float  # the shared part of these bytes
     cpu_s: float  # of the process, so far
     preemptions: float  # so far
     device_bytes: float
-    rank: float  # it may change when others are lost
+    rank: float  # it may change when other ranks are lost
     generation: float
     waited: float = 0.0  # seconds of waiting for other ranks outside of collectives, not in any phase
 
@@ -69,7 +69,7 @@ def merge(a: StepRecord, b: StepRecord) -> StepRecord:
 
 
 def order_records(records: Sequence[StepRecord]) -> tuple[StepRecord, ...]:
-    """Return the records with increasing times, even if the clock was set back (a restored snapshot)."""
+    """Return the records with increasing times, even if the clock was set back (by a restored snapshot of the host)."""
     ordered: list[StepRecord] = []
     for record in records:
         begin = max(record.begin, ordered[-1].end) if ordered else record.begin
@@ -81,7 +81,7 @@ def order_records(records: Sequence[StepRecord]) -> tuple[StepRecord, ...]:
 
 @dataclass
 class StepTally:
-    """A `StepTally` has the sums over a rank's steps so far. All of it can be written as JSON."""
+    """A `StepTally` has the totals over a rank's steps so far. All fields can be written as JSON."""
 
     rank: int
     num_steps: int = 0

@@ -1,6 +1,6 @@
 """Find out where the ranks of this host are, and how they ended, from the shared memory of their groups.
 
-A missing rank may wait in another group that this process shares with it: those groups are searched, too.
+A missing rank may be waiting in another group that it shares with this process, so those groups are searched, too.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _groups: weakref.WeakSet[ObservedGroup] = weakref.WeakSet()
 
 
 def register(group: ObservedGroup) -> None:
-    """Also search this group for missing ranks, as long as the group exists."""
+    """Search this group, too, for missing ranks, as long as the group exists."""
     _groups.add(group)
 
 
@@ -109,7 +109,7 @@ def describe_end(symm_mem: SymmetricMemory, rank: int) -> str:
 
 
 def has_finished(symm_mem: SymmetricMemory, rank: int) -> bool:
-    """Return whether a rank has left, or its process has ended, because its program had finished."""
+    """Return whether a rank's program has finished, so that the rank has left or its process has ended."""
     life, _, _, _, _, exit_reason = symm_mem.core.state(rank)
     if exit_reason or life == core_numbers.LEFT:
         return not exit_reason or ended_normally(exit_reason)

@@ -1,14 +1,15 @@
 """Authenticate the pickles sent between hosts: a changed or replayed pickle is refused before it is unpickled.
 
 Unpickling runs code. Gloo's connections between hosts are neither encrypted nor authenticated, so each pickle
-between hosts carries a MAC. The key of the MAC is derived from a secret of the group, which the ranks received at the
-rendezvous, in the job's store. In a job of `phalanx run` on several hosts, the store only accepts processes that have
+between hosts carries a MAC. The MAC's key is derived from a secret of the group, which the ranks received through the
+job's store at the rendezvous. In a job of `phalanx run` on several hosts, the store only accepts processes that have
 the job's key.
 
     message   MAC | number | pickle
 
-A stream has the messages of one kind from one rank to one rank, or to all ranks; they are numbered. The MAC covers the
-stream and the number, so that a message is valid in one place only. Pickles are not encrypted, and tensors have no MAC.
+A stream is the numbered sequence of messages of one kind from one rank to another, or to all ranks. The MAC covers the
+pickle, the stream and the number, so a message is valid at one position only. Pickles are not encrypted, and tensors
+have no MAC.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ EVERYBODY = -1
 
 
 class PickleStream(NamedTuple):
-    """A `PickleStream` has messages of one `kind` from rank `src` to rank `dst`, or to all ranks of the group."""
+    """A `PickleStream` names the messages of one `kind` from rank `src` to rank `dst`, or to all ranks of the group."""
 
     kind: str
     src: int
@@ -57,28 +58,28 @@ class PickleAuthenticator:
         return self.sign(pickle, stream, self.count_sent(stream))
 
     def receive(self, message: bytes | memoryview, stream: PickleStream) -> bytes | memoryview:
-        """Return the pickle in the next message of the stream; raise the errors of `verify`."""
+        """Return the pickle in the next message of the stream. This raises the same errors as `verify`."""
         return self.verify(message, stream, self.count_received(stream))
 
     def count_sent(self, stream: PickleStream) -> int:
-        """Return the number of the next message to send."""
+        """Count one more message to send, and return its number."""
         with self._lock:
             self._sent[stream] += 1
             return self._sent[stream]
 
     def take_back(self, stream: PickleStream) -> None:
-        """Reuse the last number of `count_sent` for the next message: nothing was sent."""
+        """Undo the last `count_sent`, because nothing was sent; the next message reuses the number."""
         with self._lock:
             self._sent[stream] -= 1
 
     def count_received(self, stream: PickleStream) -> int:
-        """Return the number of the next message to receive."""
+        """Count one more message to receive, and return its number."""
         with self._lock:
             self._received[stream] += 1
             return self._received[stream]
 
     def sign(self, pickle: bytes | memoryview, stream: PickleStream, number: int, index: int = 0) -> bytes:
-        """Return the message; `index` distinguishes several messages with one number."""
+        """Return the message for `pickle`; `index` distinguishes several messages with the same number."""
         packed = _NUMBER.pack(number)
         return self._mac(pickle, stream, packed, index) + packed + pickle
 
@@ -88,8 +89,8 @@ class PickleAuthenticator:
         """Return the pickle in the expected message: the one with this `number` and `index`.
 
         Raises:
-            PhalanxError: no rank of the group has sent this message, or one has sent it for another place; its pickle
-                was not read. If earlier messages are missing, the message after this one is expected next.
+            PhalanxError: no rank of the group sent this message, or a rank sent it for another position; its pickle was
+                not read. If earlier messages are missing, the message after this one is expected next.
         """
         mac, packed, pickle = message[:MAC_BYTES], message[MAC_BYTES:OVERHEAD_BYTES], message[OVERHEAD_BYTES:]
         if not hmac.compare_digest(mac, self._mac(pickle, stream, packed, index)):

@@ -1,4 +1,4 @@
-"""Wait in an engine on background threads, so that the calling thread still handles signals and lost connections."""
+"""Run an engine's blocking calls on background threads, so that the caller still handles signals and lost peers."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ T = TypeVar("T")
 def get_soon(outcomes: queue.SimpleQueue[T], timeout_s: float) -> T:
     """Return the next outcome; after `timeout_s`, wait a moment longer, because the caller then checks the peer.
 
-    A check writes to the connection. If the other end has left, the write closes the connection, and data that Gloo's
-    thread has not read yet are lost. If this process was stopped, or had no core, both threads wake up at once, and
-    Gloo's thread reads the data in that moment.
+    A check writes to the connection. If the peer has left, the write closes the connection, and data that Gloo's thread
+    has not read yet are lost. If this process was stopped, or got no CPU time, both threads wake up together, and the
+    extra wait lets Gloo's thread read the data first.
 
     Raises:
         queue.Empty: there was no outcome.
@@ -87,7 +87,7 @@ class _Workers:
             self.end_idle()
 
     def end_idle(self) -> None:
-        """End the idle threads."""
+        """End the idle threads, and wait for them."""
         ended = []
         with contextlib.suppress(IndexError):  # another thread may take the last one
             while True:
@@ -176,8 +176,8 @@ class Background:
     ) -> None:
         """Run `operation` on another thread, and raise its exception.
 
-        While the operation runs, call `look` every half second; it may raise. If this thread gets a KeyboardInterrupt
-        or an exception of a signal handler, pass it to `interrupted` before raising it. After an exception
+        While the operation runs, call `look` every half second; it may raise. If a KeyboardInterrupt or an exception
+        from a signal handler interrupts this thread, call `interrupted` with it before raising it. After an exception
         in this thread, the operation continues until it completes or the engine is closed.
         """
         outcome = self.start(operation)

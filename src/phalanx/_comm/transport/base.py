@@ -2,28 +2,29 @@
 
     shared_memory   the ranks of one host                              memory that all of them map
     hierarchical    ranks on several hosts                             memory in each, an engine between
-    gloo            ranks that cannot share memory, or lack the core   torch's Gloo
+    gloo            ranks without shared memory or without the C core  torch's Gloo
 
 **Order.** All ranks call the same collectives of a group in the same order. Every call has a fingerprint (sequence
-number, operation, dtype, element count, root, reduction), which the ranks compare before a tensor changes. A group runs
-one collective at a time: a second thread waits for the first thread's. Messages have an order of their own, per pair
-of ranks and tag.
+number, operation, dtype, element count, root, reduction), which the ranks compare before any tensor changes. A group
+runs one collective at a time: a call on a second thread waits for that of the first. Messages are ordered separately,
+per pair of ranks and tag.
 
-**Blocking.** Every method returns when the caller's tensors are no longer used; nothing is asynchronous. The process
+**Blocking.** A method returns only when it no longer uses the caller's tensors; nothing is asynchronous. The process
 group runs `async_op=True` calls on its own thread. Methods may be called from any thread.
 
-**Deadlines.** Every call has one, in its `CallContext`; waiting for another thread's collective counts.
+**Deadlines.** Every call has a timeout, in its `CallContext`, which also limits the wait for another thread's
+collective.
 
-**Sizes.** Tensors are on the CPU, of any strides, and checked by the caller. They have one size on all ranks, except
-the outputs of `gather` (outputs[r] is as large as rank r's tensor), the inputs of `reduce_scatter` (inputs[r] as rank
-r's output) and those of `all_to_all` with `splits`; ranks that disagree about these sizes raise a MismatchError. A
-message is as long as the tensor that receives it.
+**Sizes.** Tensors are on the CPU, have any strides, and were checked by the caller. They have the same size on all
+ranks, except the outputs of `gather` (outputs[r] is as large as rank r's tensor), the inputs of `reduce_scatter`
+(inputs[r] is as large as rank r's output) and those of `all_to_all` with `splits`; if ranks disagree about these sizes,
+all raise a MismatchError. A message must be exactly as large as the tensor that receives it.
 
-**Numerics.** The same bits on every rank, and in every run of the same job.
+**Numerics.** Results are bitwise identical on every rank, and in every run of the same job.
 
 **Errors**, and what has changed by then:
 
-    MismatchError   the ranks' calls differ; raised on every rank      no tensor was changed (one message: its tensor)
+    MismatchError   the ranks' calls differ; raised on every rank      no tensor was changed
     PeerLostError   a rank ended, left, or was interrupted             outputs are undefined, inputs unchanged
     DeadlineError   a rank was late; the error names it                the same
     ClosedError     this process has left, or was forked               nothing
@@ -33,8 +34,8 @@ After the first three errors the group has failed: all ranks report the same cau
 exception: with shared memory, a message of the wrong size fails only that message.
 
 **The end.** `close` leaves the group: all ranks that wait for this one are notified at once. If operations of this
-process are still running, `leave_in_flight` wakes them first. `abandon` is for the end of the process, when running
-operations need not end.
+process are still running, call `leave_in_flight` first, which wakes them. `abandon` is for the exit of the process,
+when running operations need not end.
 """
 
 from __future__ import annotations
@@ -53,10 +54,10 @@ from phalanx._comm.transport.authentication import PickleAuthenticator
 
 
 class CallContext:
-    """A `CallContext` has an operation's timeout, in seconds, and its place in the program.
+    """A `CallContext` has an operation's timeout and its call site in the program.
 
-    `call_site` is the number of the place in the rank's table. `awaited`: the caller waits for the operation, whichever
-    thread runs it.
+    `call_site` is the number of the file and line in the rank's table of call sites. `awaited` is True if the caller
+    waits for the operation, even if another thread runs it.
     """
 
     __slots__ = ("awaited", "call_site", "timeout_ns", "timeout_s")
@@ -69,11 +70,11 @@ class CallContext:
 
 
 class Collectives(ABC):
-    """`Collectives` are the collectives that can run where the tensors are, on the CPU or on a device."""
+    """`Collectives` are the collectives that can run on the tensors' own device, be it the CPU or an accelerator."""
 
     @abstractmethod
     def all_reduce(self, tensor: Tensor, redop: int, ctx: CallContext, *, root: int = -1, factor: Any = None) -> None:
-        """Reduce `tensor` over ranks in place, on all or only on `root`; multiply each input by `factor` first."""
+        """Reduce `tensor` over ranks in place, on all ranks or on `root` only; multiply inputs by `factor` first."""
 
     @abstractmethod
     def broadcast(self, tensor: Tensor, root: int, ctx: CallContext) -> None:
@@ -105,7 +106,7 @@ class Collectives(ABC):
 
 
 class Transport(Collectives):
-    """A `Transport` is one rank's side of a group. `group` is its name in messages."""
+    """A `Transport` is one rank's side of a group. `group` is the group's name in messages to users."""
 
     group: str
     rank: int
@@ -120,11 +121,11 @@ class Transport(Collectives):
 
     @property
     def hosts(self) -> tuple[tuple[int, ...], ...]:
-        """Return the ranks on each of several hosts; empty if all are on one host, or the hosts are unknown."""
+        """Return the ranks of each host; empty if all ranks are on one host, or if the hosts are unknown."""
         return ()
 
     closes_in_flight = False
-    """Whether `close` may be called during operations of this process: its memory stays until they have ended."""
+    """Whether `close` may be called during operations of this process: the memory stays mapped until they end."""
 
     eager_bytes = 256
     """The bytes per rank up to which an all_gather costs little more than its latency."""
@@ -133,15 +134,15 @@ class Transport(Collectives):
     """The authenticator of pickles between the group's ranks; it is None on one host."""
 
     ranks_share_memory = False
-    """Whether all ranks map the same memory. Then this is a `SharedMemoryTransport` with additional features:
-    symmetric tensors, in-place reductions of them, steps that skip some ranks, posted receives.
+    """Whether all ranks map the same memory. If so, this is a `SharedMemoryTransport`, with additional features:
+    symmetric tensors, in-place reductions of them, broadcasts that do not wait for all ranks, posted receives.
     """
 
     def allocate_on_host(self, nbytes: int, ctx: CallContext) -> dict[int, Tensor]:
-        """Allocate `nbytes` for each rank, and return the tensors of this host's ranks, by rank. All ranks call it.
+        """Allocate `nbytes` for each rank, and return the tensors of this host's ranks, by rank. All ranks call this.
 
-        A rank writes its own tensor, and reads the tensors of other ranks as long as it holds its own. The data of a
-        rank outlive the rank. If ranks do not share memory, each gets only its own tensor.
+        A rank may write its own tensor, and read the others for as long as it keeps its own. The data outlive the rank
+        that wrote them. If the ranks of a host do not share memory, each gets only its own tensor.
         """
         return {self.rank: torch.empty(nbytes, dtype=torch.uint8, device="cpu")}
 
@@ -175,7 +176,7 @@ class Transport(Collectives):
 
     @abstractmethod
     def leave_in_flight(self) -> None:
-        """End the group while operations of this process still run, so that they wake up."""
+        """End the group while operations of this process are still running, so that they wake up and fail."""
 
     @abstractmethod
     def close(self) -> None:

@@ -13,19 +13,19 @@ from torch import Tensor
 from phalanx._base.dtypes import dtype_name, dtype_of, reduction_name
 from phalanx._comm.diagnostics.failure_report import RankCall
 
-# A head has the digest, the sequence number, and the text.
+# A head ("header") consists of the digest, the sequence number and the text.
 HEAD_BYTES = 256
 _DIGEST_BYTES = 16
 _SEQ_BYTES = 4
 _SEPARATOR = "\x1f"
-_MAX_PLACE_BYTES = 120  # a longer path loses its beginning, so that there is room for the rest
+_MAX_PLACE_BYTES = 120  # a longer path loses its beginning, so that the rest of the text fits
 
 
 @dataclass(frozen=True)
 class CollectiveCall:
     """A `CollectiveCall` is one collective as its rank called it.
 
-    `sizes` has further values that must be the same on every rank; `place` is file and line.
+    `sizes` has further values that must be the same on every rank; `place` is 'file:line'.
     """
 
     name: str
@@ -48,7 +48,7 @@ class CollectiveCall:
         return _SEPARATOR.join((self.name, self.place.encode()[-_MAX_PLACE_BYTES:].decode(errors="ignore"), what))
 
     def head(self, seq: int) -> bytes:
-        """Return a digest of the compared fields, then the text; always `HEAD_BYTES` long."""
+        """Return a digest of the compared fields, the number `seq` and the text, in exactly `HEAD_BYTES` bytes."""
         digest, words = self._common
         return digest + (seq & 0xFFFFFFFF).to_bytes(_SEQ_BYTES, "little") + words
 
@@ -62,9 +62,9 @@ class CollectiveCall:
 
 
 def compare_splits(sizes: Sequence[Sequence[Sequence[int]]]) -> dict[int, RankCall]:
-    """Return the calls of the ranks whose sizes in an all_to_all do not match; nothing if all sizes match.
+    """Return the calls of the ranks whose sizes in an all_to_all do not match; an empty dict if all sizes match.
 
-    sizes[r] has the bytes that rank r sends to each rank, and the bytes that it expects from each.
+    sizes[r] has two lists: the bytes that rank r sends to each rank, and the bytes that it expects from each.
     """
     calls: dict[int, str] = {}
     for r, (sent, _) in enumerate(sizes):
@@ -118,7 +118,7 @@ def _same_call(
 
 
 def foreign_head(call: RankCall) -> bytes:
-    """Return a head that matches no other call, for a rank whose call is known only from its records."""
+    """Return a head that matches no other call, for a rank whose current call is known only from its flight records."""
     digest = hashlib.blake2b(call.text.encode(), digest_size=_DIGEST_BYTES).digest()
     room = HEAD_BYTES - _DIGEST_BYTES
     text, _, place = call.text.partition(" at ")
@@ -129,7 +129,7 @@ def foreign_head(call: RankCall) -> bytes:
 
 
 def digest_of(head: bytes | bytearray) -> int:
-    """Return a number that most likely differs, also in its last bits, if the compared fields differ."""
+    """Return a number that almost certainly differs, even in its low bits, if the compared fields differ."""
     number = int.from_bytes(head[: _DIGEST_BYTES - _SEQ_BYTES], "little")
     seq = int.from_bytes(head[_DIGEST_BYTES - _SEQ_BYTES : _DIGEST_BYTES], "little")
     return number ^ seq * 0x9E3779B1
@@ -141,14 +141,14 @@ def agree(head: bytes, other: bytes) -> bool:
 
 
 def disagreement(heads: Mapping[int, bytes], seq: int) -> dict[int, RankCall]:
-    """Return each rank's call as its collective number `seq` if the calls differ; else nothing."""
+    """If the calls differ, return each rank's call, as collective number `seq`; otherwise return an empty dict."""
     if len({head[:_DIGEST_BYTES] for head in heads.values()}) <= 1:
         return {}
     return {r: rank_call(head, seq) for r, head in sorted(heads.items())}
 
 
 def rank_call(head: bytes, seq: int) -> RankCall:
-    """Return the rank's call as its collective number `seq`."""
+    """Return the call that a head describes, as collective number `seq`."""
     words = head[_DIGEST_BYTES:].rstrip(b"\0").decode(errors="replace")
     name, _, rest = words.partition(_SEPARATOR)
     place, _, what = rest.partition(_SEPARATOR)

@@ -1,4 +1,4 @@
-"""Report the failures of a group, on any transport: ranks publish how they end and which operations failed."""
+"""Report the failures of a group through the job's store: ranks publish how they end and which operations failed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ReportingRank(Protocol):
     group: str
     rank: int
     world_size: int
-    lock: threading.Lock  # it serialises the group's collectives between threads
+    lock: threading.Lock  # held while a thread runs one of the group's collectives
 
     @property
     def names(self) -> Sequence[str]:
@@ -46,7 +46,7 @@ class ReportingRank(Protocol):
 
     @property
     def position(self) -> RankPosition:
-        """Return the position of this rank."""
+        """Return this rank's position in the sequence of collectives."""
 
     @property
     def closed(self) -> bool:
@@ -70,13 +70,13 @@ class GroupReports:
         self._has_published_exit = False
 
     def attach(self, store: FailureStore) -> None:
-        """Set the store, before the first operation."""
+        """Set the store. Call this before the first operation."""
         self.store = store
 
     # -- around a collective -------------------------------------------------------------------------------------
 
     def acquire_lock(self, call: CollectiveCall, timeout_s: float) -> None:
-        """Acquire the group's lock for `call`, even if its owner is blocked in the engine of a group that has failed.
+        """Acquire the group's lock for `call`; if the group fails meanwhile, raise, even if the owner stays blocked.
 
         Raises:
             PhalanxError: the group's failure.
@@ -169,7 +169,7 @@ class GroupReports:
     # -- communication between ranks -----------------------------------------------------------------------------
 
     def publish_exit_reason(self, reason: str) -> None:
-        """Publish the first `reason`, before the connections close: a rank that loses a connection reads the reason."""
+        """Publish why this rank leaves, once, before its connections close: a rank that loses one reads the reason."""
         if self.report is None and not self._has_published_exit and self.here.world_size > 1:
             self._has_published_exit = True
             self.store.publish_exit_reason(reason, self.where())
@@ -182,7 +182,8 @@ class GroupReports:
     def accept(self, report: FailureReport | None) -> None:
         """Keep the report of a failed group, acknowledge it, and wake all waiting threads and ranks.
 
-        The store may be gone when this rank begins the next operation. Without a report, only wake threads and ranks.
+        The report is kept because the store may be gone when this rank begins its next operation. Without a report,
+        only wake threads and ranks.
         """
         self.report = self.report or report
         if report is not None:
@@ -191,7 +192,7 @@ class GroupReports:
 
     def publish(self, report: FailureReport) -> None:
         """End the group with this report, unless another rank has already published one."""
-        # The monitor may have confirmed another rank's report meanwhile: that rank, and the store, may be gone by now.
+        # The monitor may have accepted another rank's report meanwhile: that rank, and the store, may be gone by now.
         self.report = self.report or self.store.post(report)
         self.store.acknowledge()
         self.here.end()
@@ -206,8 +207,8 @@ class GroupReports:
         """End the operation and the group: a waiting thread was interrupted (Ctrl-C, a signal handler that raised).
 
         Notify the peers, and add to `error` the ranks for which this rank waited. `what` describes a message with
-        `peer`; if it is empty, the operation is the collective. This takes at most a second, in which the others report
-        their positions.
+        `peer`; if it is empty, the operation is the collective. This waits at most about a second for the other ranks
+        to report their positions.
         """
         if self.here.closed or self.report is not None:
             return

@@ -1,4 +1,4 @@
-"""Watch for failures on a thread while this rank computes, waits or hangs; all groups of a store share that thread."""
+"""Watch for failures on a thread while this rank computes, waits or hangs; all groups of a store share the thread."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ class HealthMonitor:
     """A `HealthMonitor` publishes this rank's position when another rank requests it, and detects the group's failure.
 
     `where` returns this rank's position. `is_over` returns whether the group has failed on this host. `over` wakes all
-    waiting threads: it is called with None when the group has failed here, and with the report when the report arrives.
-    This host, and its launcher's file of lost hosts, are checked five times a second; the store is read after a signal.
+    waiting threads: it is called with None when the group has failed here, and with the report when that arrives.
+    This host, and its launcher's file of lost hosts, are checked five times a second; the store is read only after a
+    failure signal.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class HealthMonitor:
             if report is not None:
                 self._is_closed = True
                 self._over(report)
-            elif not self._woken and self._is_over():  # the report is still to come
+            elif not self._woken and self._is_over():  # the report has not arrived yet
                 self._woken = True
                 self._over(None)
 

@@ -17,7 +17,7 @@ Strides = tuple[int, ...]
 
 
 def find_strides(tensor: Tensor) -> Strides | None:
-    """Return the strides of `tensor` without gaps; None if `tensor` is contiguous."""
+    """Return the strides that `tensor` has without gaps; None if it is contiguous or empty."""
     strides, expected = tensor.stride(), 1
     for size, stride in zip(reversed(tensor.shape), reversed(strides), strict=True):
         if stride != expected:
@@ -32,7 +32,7 @@ def flatten(tensor: Tensor, strides: Strides | None) -> Tensor:
     """Return the elements of `tensor` in the order of `strides`, the result of `find_strides`.
 
     Shape: (N,); without strides, the shape of `tensor`.
-    Cost: one copy where `tensor` has gaps or repetitions, or must still be conjugated or negated.
+    Cost: one copy if `tensor` has gaps or repetitions, or is lazily conjugated or negated.
     """
     tensor = tensor.detach().resolve_conj().resolve_neg()
     if strides is None:
@@ -43,7 +43,7 @@ def flatten(tensor: Tensor, strides: Strides | None) -> Tensor:
 
 
 def restore(flat: Tensor, shape: tuple[int, ...], strides: Strides | None) -> Tensor:
-    """Invert `flatten`: return a tensor in the memory of `flat`, which is not a view of it."""
+    """Invert `flatten`: return a tensor that shares the memory of `flat`, but is not a view of it for autograd."""
     if strides is None:
         return flat
     made = torch.empty(0, dtype=flat.dtype, device=flat.device)
@@ -51,7 +51,7 @@ def restore(flat: Tensor, shape: tuple[int, ...], strides: Strides | None) -> Te
 
 
 def lay_out(tensor: Tensor, strides: Strides | None) -> Tensor:
-    """Return a tensor of the same elements with `strides`, the result of `find_strides`.
+    """Return a tensor with the same elements and with `strides`, the result of `find_strides`.
 
     Cost: one copy, unless `tensor` already has these strides.
     """

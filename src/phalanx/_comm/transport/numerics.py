@@ -11,12 +11,12 @@ HALF = (torch.float16, torch.bfloat16)
 
 
 def sum_of(redop: int) -> int:
-    """Return the reduction that runs for `redop`: a mean is a sum until it is divided, once, at the end."""
+    """Return the reduction that runs for `redop`: a mean is computed as a sum, which is divided once, at the end."""
     return SUM if redop == AVG else redop
 
 
 def sum_dtype(dtype: torch.dtype, redop: int) -> torch.dtype:
-    """Return the type in which tensors of `dtype` are reduced; the sum for a mean of small integers must fit."""
+    """Return the type in which tensors of `dtype` are reduced; for a mean of integers, the sum must fit into it."""
     if dtype in HALF:
         return torch.float32
     is_integer = not (dtype.is_floating_point or dtype.is_complex or dtype in (torch.bool, torch.uint64))
@@ -29,9 +29,9 @@ def sum_type(tensor: Tensor, redop: int) -> Tensor:
 
 
 def divide(total: Tensor, redop: int, world_size: int) -> None:
-    """Divide a sum over `world_size` ranks, in place, if `redop` is a mean; integer division drops the remainder.
+    """Divide a sum over `world_size` ranks, in place, if `redop` is a mean; integers are rounded towards zero.
 
-    `total` has a type of `sum_dtype`.
+    `total` has the type that `sum_dtype` returns.
     """
     if redop != AVG:
         return

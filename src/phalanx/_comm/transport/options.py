@@ -1,4 +1,4 @@
-"""`Options` are given to a group when it is made: `init_process_group("phalanx", pg_options=phalanx.Options(...))`."""
+"""`Options` of a process group, as in `init_process_group("phalanx", pg_options=phalanx.Options(...))`."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ class Options:
         algorithm: the algorithm between hosts, by its name in `phalanx explain`; None chooses the cheapest.
         wire_dtype: the type to which float32 (and half) sums are rounded when they are sent between hosts; they are
             added in float32. None sends them unrounded.
-        error_feedback: keep the rounding error, and add it to the next all_reduce of a tensor of that address and size.
+        error_feedback: keep the rounding error, and add it to the next all_reduce of a tensor at the same address and
+            with the same size.
         engine: the library that sends the bytes: "gloo", or "mpi" in a job that mpiexec started.
-        interface: the network interface by which other hosts reach this one; None: by the routing table.
+        interface: the network interface at which other hosts reach this one; None chooses it by the routing table.
         allow_public_address: tensors between hosts are neither encrypted nor authenticated, so an address that the
-            whole internet can reach is refused; True allows it, and so does the variable
-            PHALANX_ALLOW_PUBLIC_ADDRESS=1. It has no effect on MPI and NCCL, which choose addresses themselves.
-        link: the latency and bandwidth that the choice of `algorithm` assumes between hosts; None is 30 µs and
-            1 Gbit/s. They are never measured at run time: another algorithm adds in another order, and two
-            runs would differ in their bits.
+            whole internet can reach is refused by default. True allows it, and so does the environment variable
+            PHALANX_ALLOW_PUBLIC_ADDRESS=1. This has no effect on MPI and NCCL, which choose addresses themselves.
+        link: the latency and bandwidth between hosts that the choice of `algorithm` assumes; None means 30 µs and
+            1 Gbit/s. They are never measured at run time, because two runs might then choose different algorithms,
+            which add in different orders, and their results would not be bitwise identical.
 
     Raises:
         ValueError: an option has an invalid value; the message lists all problems.

@@ -1,4 +1,4 @@
-"""Find tensors that share memory, even among tensors that only interleave, such as the columns of a matrix."""
+"""Find tensors that share memory; tensors that merely interleave, such as the columns of a matrix, do not."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def overlaps_any(extent: Extent, others: Sequence[Extent]) -> bool:
 def find_shared(tensors: Sequence[Tensor]) -> tuple[int, int] | None:
     """Return the indices of two tensors that share the memory of an element; None if no two tensors do.
 
-    No two elements of one tensor may share memory, which `check_tensor` ensures for tensors that are written.
+    The elements of any one tensor must not share memory, which `check_tensor` ensures for tensors that are written.
 
-    Cost: one sort of the tensors' addresses for each dimension that interleaves the tensors. Only layouts that no split
-    along dimensions produces are marked element by element, with four bytes per element.
+    Cost: one sort of the tensors' addresses for each dimension that interleaves the tensors. Only layouts that splits
+    along dimensions cannot produce are checked element by element, with four bytes of memory per element.
     """
     return _find_in([_part(tensor, at) for at, tensor in enumerate(tensors) if tensor.numel()])
 
@@ -75,9 +75,9 @@ def _span(steps: list[tuple[int, int]]) -> int:
 
 
 def _find_in_cluster(parts: list[_Part]) -> tuple[int, int] | None:
-    """Return as `_find_in`, for parts whose extents form one piece of memory.
+    """Return the result of `_find_in` for parts whose extents form one contiguous piece of memory.
 
-    Rows of a matrix repeat: if the first rows of all parts lie within one row, comparing the first rows is enough.
+    The rows of a matrix repeat: if the first rows of all parts fit into one row, it is enough to compare these.
 
         row 0   a a b b b c │          a's first row │ b's │ c's     apart, and so are all rows
         row 1   a a b b b c │
@@ -92,7 +92,7 @@ def _find_in_cluster(parts: list[_Part]) -> tuple[int, int] | None:
         if _is_filled(part[1]):
             if filled is not None and part[0] < filled[0] + _span(filled[1]):
                 return filled[2], part[2]
-            filled = part  # it ends after all earlier parts, or it would share their memory
+            filled = part  # it ends after all earlier filled parts, or it would share memory with one
     return _find_marked(parts)
 
 

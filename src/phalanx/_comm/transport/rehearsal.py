@@ -1,9 +1,9 @@
 """A replacement rank builds its model in a rehearsal, a group without other ranks, before it joins the training ranks.
 
-The model's constructors (of DistributedDataParallel, of optimizers) call collectives that the others called long ago.
-Here each collective returns at once, with the result that it would have if every rank passed this rank's data. The
-training state later replaces the results in constructors, but perhaps not the results of the script's own collectives,
-which therefore log a warning.
+Constructors (of DistributedDataParallel, of optimizers) call collectives that the other ranks called long ago. In a
+rehearsal each collective returns at once, with the result that it would have if every rank passed this rank's data. The
+training state that is loaded later overwrites what the constructors received, but perhaps not what the script's own
+collectives received; those therefore log a warning.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class RehearsalTransport(Transport):
         """Return at once."""
 
     def _check_script(self, source: int = -1) -> None:
-        """Warn once if the script itself called the operation, unless its result is the data of `source`, this rank.
+        """Warn once if the script itself called the operation, unless its result is this rank's data (as `source`).
 
         Raises:
             PhalanxError: the operation receives objects, whose sizes this rank cannot know.
@@ -84,7 +84,7 @@ class RehearsalTransport(Transport):
         )
 
     def all_reduce(self, tensor: Tensor, redop: int, ctx: CallContext, *, root: int = -1, factor: Any = None) -> None:
-        """Reduce `tensor` with itself, as often as there are ranks."""
+        """Reduce `world_size` copies of `tensor`."""
         if root in (-1, self.rank):
             self._check_script()
             tensor.detach().copy_(self._reduced(tensor.detach(), redop, factor))
@@ -100,7 +100,7 @@ class RehearsalTransport(Transport):
         return data
 
     def broadcast(self, tensor: Tensor, root: int, ctx: CallContext) -> None:
-        """Do nothing: every rank already has the data."""
+        """Leave `tensor` as it is, as if root had the same data."""
         self._check_script(root)
 
     def gather(self, outputs: Sequence[Tensor], tensor: Tensor, ctx: CallContext, *, root: int = -1) -> None:
@@ -112,7 +112,7 @@ class RehearsalTransport(Transport):
                 output.detach().copy_(tensor.detach())
 
     def all_gather_single(self, output: Tensor, tensor: Tensor, ctx: CallContext) -> None:
-        """Write `tensor` to `output`, as often as there are ranks."""
+        """Write `tensor` to every part of `output`."""
         self._check_script()
         output.detach().copy_(torch.cat([tensor.detach().reshape(-1)] * self.world_size).view(output.shape))
 
@@ -125,14 +125,14 @@ class RehearsalTransport(Transport):
     def reduce_scatter(
         self, output: Tensor, inputs: Sequence[Tensor], redop: int, ctx: CallContext, *, factor: Any = None
     ) -> None:
-        """Reduce this rank's part with itself, as often as there are ranks."""
+        """Write the reduction of `world_size` copies of this rank's part to `output`."""
         self._check_script()
         output.detach().copy_(self._reduced(inputs[self.rank].detach(), redop, factor))
 
     def reduce_scatter_single(
         self, output: Tensor, tensor: Tensor, redop: int, ctx: CallContext, *, factor: Any = None
     ) -> None:
-        """Reduce this rank's part with itself, as often as there are ranks."""
+        """Write the reduction of `world_size` copies of this rank's part to `output`."""
         self._check_script()
         part = tensor.detach().reshape(self.world_size, -1)[self.rank].view(output.shape)
         output.detach().copy_(self._reduced(part, redop, factor))
@@ -140,14 +140,14 @@ class RehearsalTransport(Transport):
     def all_to_all(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], ctx: CallContext, *, splits: bool
     ) -> None:
-        """Write this rank's part to each output, as if from every rank, where the sizes fit."""
+        """Write this rank's part to each output that has its shape, as if every rank had sent it."""
         self._check_script()
         for output in outputs:
             if output.shape == inputs[self.rank].shape:
                 output.detach().copy_(inputs[self.rank].detach())
 
     def all_to_all_single(self, output: Tensor, tensor: Tensor, ctx: CallContext) -> None:
-        """Write this rank's part to each part of `output`, as if from every rank."""
+        """Write this rank's part to each part of `output`, as if every rank had sent it."""
         self._check_script()
         part = tensor.detach().reshape(self.world_size, -1)[self.rank]
         output.detach().copy_(torch.cat([part] * self.world_size).view(output.shape))
@@ -169,10 +169,10 @@ class RehearsalTransport(Transport):
 
 
 class RefusingTransport(RehearsalTransport):
-    """A `RefusingTransport` reaches no peer, and refuses every operation when the operation looks up its call site.
+    """A `RefusingTransport` cannot reach any peer; every operation raises when it looks up its call site.
 
     Arguments:
-        explain: returns the message for a place, which is " at FILE:LINE" or "".
+        explain: returns the error message for a call site, which is " at FILE:LINE" or "".
     """
 
     def __init__(self, group: str, rank: int, world_size: int, explain: Callable[[str], str]) -> None:
@@ -180,7 +180,7 @@ class RefusingTransport(RehearsalTransport):
         self._explain = explain
 
     def call_site(self, place: tuple[str, int]) -> int:
-        """Refuse the operation.
+        """Raise the error for this call site.
 
         Raises:
             PhalanxError: always.

@@ -1,12 +1,12 @@
-"""Handle several tensors in one call: copy inputs that outputs would overwrite, and combine the inputs of one process.
+"""Handle several tensors in one call: copy inputs that outputs would overwrite, and reduce the tensors of one rank.
 
-A call of several tensors runs one operation after another. An earlier operation may write memory that a later one
-reads: the same tensor twice, overlapping views. Each must read the values from before the call:
+A call with several tensors runs one operation after another. An earlier operation may write memory that a later one
+reads (the same tensor twice, overlapping views), but every operation must read the values from before the call:
 
     all_reduce_coalesced([t[:3], t[2:]])     t[:3] ◀─ sum of t[:3]      t[2:] ◀─ sum of a copy of t[2:], made before
 
-The same holds for an input of one operation that overlaps an output: transports move large tensors piece by piece, and
-would read pieces that they have written. The exception is a rank's own part that is already at its destination.
+The same holds within one operation for an input that overlaps an output: transports move large tensors piece by piece,
+and would read pieces that they have overwritten. The exception is a rank's own part that is already at its destination.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ def can_combine(redop: int) -> bool:
 
 
 def combined(tensors: Sequence[Tensor], redop: int) -> Tensor:
-    """Return a new tensor: the reduction of tensors of one shape and dtype, in their order."""
+    """Return the reduction of tensors of one shape and dtype, in their order, as a new tensor."""
     dtype = tensors[0].dtype
     combine = _COMBINE[redop]
     with torch.no_grad():
-        # torch cannot reduce uint64: shift the numbers to signed numbers, so that 0 becomes the smallest
+        # torch cannot reduce uint64: reduce as int64; for MIN and MAX, flip the sign bit to preserve the order
         if dtype == torch.uint64:
             flip = _SIGN if redop in (MIN, MAX) else 0
             signed = tensors[0].view(torch.int64) ^ flip
@@ -59,7 +59,7 @@ def combined(tensors: Sequence[Tensor], redop: int) -> Tensor:
 
 
 def copy_to_others(tensors: Sequence[Tensor], source: Tensor) -> None:
-    """Write `source` to all other tensors; it may be one of them."""
+    """Write `source` to all of `tensors`; it may be one of them."""
     for tensor in tensors:
         write_back(tensor, source)
 
@@ -69,8 +69,8 @@ def unshared(
 ) -> Sequence[Tensor]:
     """Return the inputs of an operation that writes `outputs`, with copies of those that overlap an output.
 
-    `own` (i, o, skip) is the part that stays on its rank: input i is not copied if it begins `skip` bytes after the
-    beginning of output o, as in a call in place.
+    `own` = (i, o, skip) describes the part that stays on its rank: input i is not copied if it begins exactly `skip`
+    bytes after the beginning of output o, as in an in-place call.
     """
     extents = [extent_of(tensor) for tensor in inputs]
     written = [extent_of(tensor) for tensor in outputs]
@@ -85,7 +85,7 @@ def unshared(
 
 
 def unshared_one(tensor: Tensor, output: Tensor, skip: int) -> Tensor:
-    """Return the input of `unshared` for one input and one output; `skip` belongs to `own`, and may be negative."""
+    """Return the result of `unshared` for one input and one output; `skip` is as in `own`, and may be negative."""
     start, written = tensor.data_ptr(), output.data_ptr()
     if (start >= written + output.nbytes or written >= start + tensor.nbytes or start == written + skip) and (
         tensor.is_contiguous() and output.is_contiguous()
@@ -95,15 +95,15 @@ def unshared_one(tensor: Tensor, output: Tensor, skip: int) -> Tensor:
 
 
 def unshared_steps(inputs: Sequence[Tensor], outputs: Sequence[Sequence[Tensor]]) -> Sequence[Tensor]:
-    """Return the inputs of steps that each write their `outputs`, with copies of inputs that earlier steps write.
+    """Return the inputs of steps of which step i writes outputs[i], with copies of inputs that earlier steps write.
 
-    Cost: a copy of those inputs. Without any, sorting as many addresses as there are tensors.
+    Cost: a copy of each such input; if there is none, one sort of the tensors' addresses.
     """
     if len(inputs) < 2:
         return inputs
     extents = [extent_of(tensor) for tensor in inputs]
     steps = [[extent_of(tensor) for tensor in step] for step in outputs]
-    # A place that a step both reads and writes counts once.
+    # Memory that a step both reads and writes counts once.
     apart = [extent for own, step in zip(extents, steps, strict=True) for extent in step if extent != own]
     if not extents_overlap(extents, apart):
         return inputs

@@ -1,7 +1,7 @@
 """Run groups of one host: every rank maps the memory of all ranks, and the C core moves and combines data in it.
 
-A collective passes its tensors to the core, which also compares the calls. Sends use a ring per pair of ranks; posted
-receives match messages.
+A collective passes its tensors to the core, which also compares the calls. Messages go through a ring buffer per pair
+of ranks, and are matched with posted receives.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ _NEVER_NS = (1 << 64) - 1
 
 
 class PostedReceive:
-    """A `PostedReceive` matches a message by sender and tag, in the order of posting.
+    """A `PostedReceive` is a receive that is matched with a message by sender and tag, in the order of posting.
 
-    It is complete once any receiving thread of this rank has found its message, or the end of the sender.
+    It is complete once any receiving thread of this rank has found its message, or has found that the sender is gone.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class PostedReceive:
         return self._code == OK
 
     def begin_timeout(self) -> None:
-        """Start the group's timeout, once: this thread waits from now on. When the timeout passes, the group ends."""
+        """Start the timeout of the receive, once, because a thread now waits for it. If it expires, the group fails."""
         if not self._is_awaited:
             self._is_awaited = True
             self._memory.core.set_timeout(self.handle, self._ctx.timeout_ns)
@@ -90,7 +90,7 @@ class PostedReceive:
     def conclude(self) -> None:
         """Copy the message to the tensor, or raise the error. Call this once, when the receive is no longer pending.
 
-        The receive then no longer refers to the tensor, even if the caller keeps the receive.
+        Afterwards the receive holds no reference to the tensor, even if the caller keeps the receive.
         """
         tensor, data = self._tensor, self._data
         del self._tensor, self._data
@@ -102,8 +102,8 @@ class PostedReceive:
 class SharedMemoryTransport(Transport):
     """A `SharedMemoryTransport` runs a group whose ranks are all on this host: each rank maps the memory of all ranks.
 
-    It runs one collective at a time, and holds `lock` meanwhile. All ranks read and write tensors in the
-    symmetric heap in place. Messages need no lock across channels, and keep their order per tag between two ranks.
+    It runs one collective at a time, and holds `lock` meanwhile. All ranks read and write tensors in the symmetric heap
+    in place. Messages do not need `lock`; between two ranks, they keep their order per tag.
     """
 
     ranks_share_memory = True
@@ -116,12 +116,12 @@ class SharedMemoryTransport(Transport):
         self.symm_mem: SymmetricMemory = None  # type: ignore[assignment]  # set by `attach`: it needs our `idle`
         self._sites: dict[tuple[str, int], int] = {}
         self._places: dict[int, str] = {}
-        self._areas: dict[int, list[Buffer]] = {}  # the areas for `broadcast_buffers`, by their size
+        self._areas: dict[int, list[Buffer]] = {}  # the two areas for `broadcast_buffers`, by their size
         self._warned_at = 0
         self._warn_again_s = 0.0
 
     def attach(self, symm_mem: SymmetricMemory) -> None:
-        """Set the memory, before the first operation."""
+        """Set the memory. Call this before the first operation."""
         self.symm_mem = symm_mem
         self.rank, self.world_size = symm_mem.rank, symm_mem.world_size
         self.core = symm_mem.core
@@ -143,14 +143,14 @@ class SharedMemoryTransport(Transport):
         self.core.set_exit_reason(exit_reason)
 
     def leave_in_flight(self) -> None:
-        """End the group while operations of this process still run, so that they wake up before its memory is freed."""
+        """End the group while operations of this process are running, so that they wake up before memory is freed."""
         self.core.set_exit_reason(LEFT_IN_FLIGHT)
         self.core.set_poison(PEER_LOST, self.symm_mem.rank)
 
     def settle(self, patience_s: float) -> bool:
         """Wait at most `patience_s`, and return whether no thread of this process is in an operation.
 
-        In a signal handler, do not wait for the operation that it interrupted.
+        In a signal handler, this does not wait for the operation that the signal interrupted.
         """
         return self.core.settle(timeout_ns(patience_s))
 
@@ -203,7 +203,7 @@ class SharedMemoryTransport(Transport):
         self._warned_at, self._warn_again_s = last.enter_ns, 2 * waited_s
         missing = late_ranks(self.core, self.symm_mem.rank, self.symm_mem.world_size) if last.is_collective else []
         if last.is_collective and not missing and self.core.failed_rank not in (-1, self.symm_mem.rank):
-            missing = [self.core.failed_rank]  # in a round of gradients no rank is ahead: the core checks flags
+            missing = [self.core.failed_rank]  # records do not show who is late in a gradient round; the core knows
         if not last.is_collective and last.peer >= 0:
             missing = [last.peer]
         where = "; ".join(f"rank {r} {find_position(self.symm_mem, r)}" for r in missing[:8])
@@ -230,7 +230,7 @@ class SharedMemoryTransport(Transport):
 
     @contextlib.contextmanager
     def exclusive(self, timeout_s: float) -> Iterator[None]:
-        """Hold `lock` for one collective.
+        """Return a context manager that holds `lock` for one collective.
 
         Raises:
             DeadlineError: another thread's collective did not end in time.
@@ -284,10 +284,10 @@ class SharedMemoryTransport(Transport):
             self.check(status, CallContext(timeout_s, 0))
 
     def all_reduce(self, tensor: Tensor, redop: int, ctx: CallContext, *, root: int = -1, factor: Any = None) -> None:
-        """Reduce `tensor` over ranks in place, on all or only on `root`; multiply each input by `factor` first.
+        """Reduce `tensor` over ranks in place, on all ranks or only on `root`; multiply each input by `factor` first.
 
         Raises:
-            ValueError: the tensor is in one memory for all ranks.
+            ValueError: all ranks share one copy of the tensor.
         """
         if self.symm_mem.one_memory:
             self._refuse_one_memory(tensor)
@@ -338,12 +338,12 @@ class SharedMemoryTransport(Transport):
             write_back(tensor, data)
 
     def broadcast_buffers(self, tensor: Tensor, root: int, ctx: CallContext, *, number: int) -> None:
-        """Broadcast without waiting: the root waits for no rank, and the others only for the root; see csrc/early.h.
+        """Broadcast without a rendezvous: the root waits for no rank, the others only for the root; see csrc/early.h.
 
         The next collective checks that all ranks called this, with the same `number`.
         """
         data = dense(tensor)
-        # This reference keeps the blocks until the call is over: freeing the last block may unmap the heap.
+        # This reference keeps the blocks until the call returns: freeing the last block may unmap the heap.
         areas = self._two_areas(nbytes(data), ctx) if nbytes(data) > STAGE_BYTES and self.world_size > 1 else []
 
         def call() -> int:
@@ -368,7 +368,7 @@ class SharedMemoryTransport(Transport):
             write_back(tensor, data)
 
     def _two_areas(self, size: int, ctx: CallContext) -> list[Buffer]:
-        """Return two areas of `size` bytes in this rank's heap, which alternate. Collective if they are new."""
+        """Return two areas of `size` bytes in this rank's heap, used in turn. The first call per size is collective."""
         areas = self._areas.get(size)
         if areas is None:
             with self.exclusive(ctx.timeout_s):
@@ -531,7 +531,10 @@ class SharedMemoryTransport(Transport):
     def allocate(
         self, shape: tuple[int, ...], dtype: torch.dtype, ctx: CallContext, *, owner: int | None = None
     ) -> Tensor:
-        """Return an uninitialised tensor at one place in every rank's heap, or in `owner`'s. All ranks call this."""
+        """Return an uninitialised tensor at the same offset of every rank's heap, or only in `owner`'s.
+
+        All ranks call this.
+        """
         buffer = self._allocate(math.prod(shape) * dtype.itemsize, ctx, owner)
         return torch.frombuffer(buffer, dtype=dtype).view(shape)
 
@@ -556,7 +559,7 @@ class SharedMemoryTransport(Transport):
         )
 
     def send_now(self, tensor: Tensor, dst: int, tag: int, ctx: CallContext) -> bool:
-        """Send `tensor` if that needs no waiting, and return True; else do nothing and return False."""
+        """Send `tensor` if that is possible without waiting, and return True; otherwise do nothing and return False."""
         data = dense(tensor)
         code = dtype_of(data.dtype).code
         status = self.core.send_now(
@@ -567,9 +570,10 @@ class SharedMemoryTransport(Transport):
         return status is not None
 
     def post(self, tensor: Tensor, src: int, tag: int, ctx: CallContext, *, handed_over: bool = False) -> PostedReceive:
-        """Post a receive into `tensor` of the next message from `src` (below zero: any rank) with `tag`, at once.
+        """Post a receive into `tensor` of the next message from `src` (any rank if negative) with `tag`; do not wait.
 
-        With `handed_over`, the core's `take_ended` returns the receive's handle later, if the receive is pending now.
+        With `handed_over`, a receive that is still pending gets its handle returned by the core's `take_ended` when it
+        ends.
         """
         return PostedReceive(self, tensor, src, tag, ctx, handed_over=handed_over)
 

@@ -19,7 +19,7 @@ def all_reduce(transport: Transport, tensors: Sequence[Tensor], ctx: CallContext
     """Replace each tensor by the sum over ranks, and over the tensors of each rank, coalesced.
 
     Shape: the same on every rank, with the same number of sparse dimensions; the number of entries may differ.
-    Cost: three gathers, or one if there are few entries; every rank holds all ranks' entries for a moment.
+    Cost: one gather if there are few entries, otherwise three; every rank temporarily holds all ranks' entries.
 
     Raises:
         MismatchError: the ranks' tensors differ in dtype, shape or sparse dimensions; no tensor was changed.
@@ -30,7 +30,7 @@ def all_reduce(transport: Transport, tensors: Sequence[Tensor], ctx: CallContext
 
 
 def add_up(transport: Transport, mine: Tensor, ctx: CallContext, *, divisor: float | None = None) -> Tensor:
-    """Return the coalesced sum over ranks of coalesced tensors; divide each entry by `divisor` before adding it."""
+    """Return the coalesced sum of all ranks' coalesced tensors; divide each entry by `divisor` before the addition."""
     indices, values = mine.indices().t().contiguous(), mine.values()
     counts, gathered = _exchange_packets(transport, _say(mine), indices, values, ctx)
     all_indices, all_values = gathered or _exchange(transport, counts, indices, values, ctx)
@@ -46,7 +46,7 @@ _HEAD_BYTES = 16  # the number of entries, and a digest of the form; the data af
 
 
 def _say(tensor: Tensor) -> str:
-    """Return the properties that must be the same on every rank, since packets are only bytes."""
+    """Return, as text, the properties that must be the same on every rank; the transport sees only bytes."""
     dtype = str(tensor.dtype).removeprefix("torch.")
     return f"a sparse {dtype} tensor of shape {tuple(tensor.shape)}, {tensor.sparse_dim()} of its dimensions sparse"
 
@@ -54,9 +54,9 @@ def _say(tensor: Tensor) -> str:
 def _exchange_packets(
     transport: Transport, form: str, indices: Tensor, values: Tensor, ctx: CallContext
 ) -> tuple[list[int], _Entries | None]:
-    """Return how many entries each rank has, and the entries themselves if all ranks' fit into packets.
+    """Return how many entries each rank has, and the entries themselves if every rank's fit into its packet.
 
-    One gather replaces three: waiting for each other costs the ranks more than a few unused bytes.
+    One gather replaces three: another rendezvous costs the ranks more than sending a few unused bytes.
     """
     packet = torch.zeros(transport.eager_bytes, dtype=torch.uint8, device="cpu")
     head = packet[:_HEAD_BYTES].view(torch.int64)
@@ -97,7 +97,7 @@ def _mismatch(transport: Transport, form: str, ctx: CallContext) -> MismatchErro
 
 
 def _cut(packet: Tensor, n: int, indices: Tensor, values: Tensor) -> _Entries | None:
-    """Return views of `n` entries like these in a packet; None if the packet has no room for them."""
+    """Return views of the `n` entries in a packet, shaped like the given ones; None if `n` entries do not fit."""
     middle = _HEAD_BYTES + -(-8 * n * indices.shape[1] // 16) * 16
     row = values.shape[1:].numel() * values.element_size()
     if middle + n * row > packet.numel():

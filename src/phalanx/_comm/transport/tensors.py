@@ -34,8 +34,8 @@ copy_all: Any = find("torch._foreach_copy_", loses="copies of many tensors take 
 def move_batch(batch: Any, device: torch.device) -> Any:
     """Return a batch with its tensors moved to `device`, in nested mappings, sequences and classes known to pytree.
 
-    Subclasses of dict and list, and other mutable mappings, are copied by `copy.copy`. Other objects move themselves by
-    their own `to`, as torch_geometric's Data does. Anything else stays as it is.
+    Subclasses of dict and list, and other mutable mappings, are copied with `copy.copy`. Other objects are moved with
+    their own method `to`, if they have one, as torch_geometric's Data does. Anything else is returned as it is.
     """
 
     def move(value: Any) -> Any:
@@ -56,10 +56,10 @@ def move_batch(batch: Any, device: torch.device) -> Any:
 
 
 def alias(tensor: Tensor) -> Tensor:
-    """Return a tensor that shares this memory, detached from autograd, and that any thread may write to.
+    """Return a detached tensor that shares the memory of `tensor`, and that any thread may write to.
 
-    Inference tensors can only be written in inference mode, which is thread-local. A collective may run in another
-    thread than its caller.
+    Inference tensors can only be written in inference mode, which is thread-local, but a collective may not run on its
+    caller's thread.
     """
     if not tensor.is_inference() or is_zero_tensor(tensor) or tensor.is_neg() or tensor.is_conj():
         return tensor.detach()
@@ -69,7 +69,7 @@ def alias(tensor: Tensor) -> Tensor:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Return whether the elements are in order in memory, and neither conjugated nor negated."""
+    """Return whether `tensor` is contiguous, has memory, and is neither lazily conjugated nor negated."""
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg() and not is_zero_tensor(tensor)
 
 
@@ -95,7 +95,7 @@ def write_back(tensor: Tensor, data: Tensor) -> None:
     """Copy `data` into a tensor whose own memory could not be used; do nothing if `data` is the tensor."""
     if data is tensor:
         return
-    # Inference mode is thread-local, and this may run in another thread than the caller's.
+    # Inference mode is thread-local, and this may not be the caller's thread.
     with torch.inference_mode() if tensor.is_inference() else torch.no_grad():
         tensor.copy_(data)
 
@@ -123,7 +123,7 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """Return a contiguous tensor as one dimension with stride 1; `view(-1)` may keep another stride of one element."""
+    """Return a contiguous tensor as one dimension with stride 1; `view(-1)` of one element may keep another stride."""
     return tensor.as_strided((tensor.numel(),), (1,))
 
 

@@ -18,7 +18,7 @@ _OP_OF_BOOL = {
     dist.ReduceOp.BAND: dist.ReduceOp.MIN,
     dist.ReduceOp.BOR: dist.ReduceOp.MAX,
 }
-# Sums of half types are rounded once. Integers wrap around alike in a wider type, whose lower bits are kept.
+# Sums of half types are rounded once. Integers wrap around as usual: only the low bits of the wider type are kept.
 _WIDER = {
     torch.float16: torch.float32,
     torch.bfloat16: torch.float32,
@@ -37,12 +37,12 @@ def operation_of(redop: int, dtype: torch.dtype) -> dist.ReduceOp.RedOpType:
 
 
 def is_reducible(redop: int, dtype: torch.dtype) -> bool:
-    """Return whether Gloo has this reduction: it treats complex numbers as pairs of real ones, which only add."""
+    """Return whether Gloo has this reduction. Complex numbers are passed as pairs of reals, which have no product."""
     return not dtype.is_complex or _OP[redop] != dist.ReduceOp.PRODUCT
 
 
 def summand(tensor: Tensor, redop: int, *, is_scratch: bool = False) -> Tensor:
-    """Return the elements of a dense `tensor` in a type that Gloo reduces; not a copy if `is_scratch`."""
+    """Return the elements of a dense `tensor` in a type that Gloo reduces, as a copy unless `is_scratch`."""
     flat = tensor.reshape(-1)
     if tensor.dtype == torch.uint64:
         signed = flat.view(torch.int64)

@@ -52,8 +52,8 @@ class GlooFailed(Exception):
 class GlooSession:
     """A `GlooSession` is one rank's side of a group over Gloo.
 
-    `names` describe each rank's process for users, 'pid 17 on node3'; `has_ended` returns whether a rank's process has
-    ended. The session runs one collective at a time, and holds `lock` meanwhile.
+    `names` describes each rank's process for users, as 'pid 17 on node3'; `has_ended` returns whether a rank's process
+    has ended. The session runs one collective at a time, and holds `lock` meanwhile.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class GlooSession:
         return self._at
 
     def call_site(self, place: tuple[str, int]) -> int:
-        """Return the number of a (file, line)."""
+        """Return the number of a (file, line) for a `CallContext`."""
         text = f"{short(place[0])}:{place[1]}" if place[0] else ""
         number = self._sites.get(text)
         if number is None:
@@ -111,12 +111,12 @@ class GlooSession:
         return self._is_closed or os.getpid() != self._process
 
     def set_exit_reason(self, exit_reason: str) -> None:
-        """Set the reason why this process ends, for the other ranks' errors."""
+        """Publish why this process ends, for the other ranks' errors."""
         self.reports.publish_exit_reason(exit_reason)
         self.reports.linger()
 
     def leave_in_flight(self) -> None:
-        """Wake the operations of this process that still run."""
+        """Wake the operations of this process that are still running."""
         self.reports.publish_exit_reason(LEFT_IN_FLIGHT)
         self.engine.close()
 
@@ -143,7 +143,7 @@ class GlooSession:
 
     @contextlib.contextmanager
     def collective(self, call: CollectiveCall, ctx: CallContext) -> Iterator[Deadline]:
-        """Agree on `call` with all ranks; an error inside becomes the error that all ranks raise.
+        """Agree on `call` with all ranks; an error inside the block becomes the error that all ranks raise.
 
         Raises:
             MismatchError: the ranks' calls differ; no tensor was changed.
@@ -242,7 +242,7 @@ class GlooSession:
             raise
 
     def _explain(self, cause: Exception, deadline: Deadline, peer: int | None) -> FailureReport:
-        """Return this rank's report of `cause`, unless a rank that knows more publishes its report first."""
+        """Return this rank's report of `cause`, or the report of a rank that knows more and has published it first."""
         if isinstance(cause, Disagreement):
             return FailureReport("mismatch", calls=cause.calls, is_collective=cause.is_collective)
         if deadline.left_s < _SOON_S:
@@ -280,7 +280,7 @@ class GlooSession:
         return self._report_late(answers, timeout_s, peer)
 
     def _report_late(self, answers: Mapping[int, RankPosition], timeout_s: float, peer: int | None) -> FailureReport:
-        """Report that this rank gave up. `answers` has the others' positions; `peer` is as in `reporting`."""
+        """Return the report that time ran out. `answers` has the others' positions; `peer` is as in `reporting`."""
         if peer is None:
             missing = self.reports.missing(answers)
         else:
@@ -290,7 +290,7 @@ class GlooSession:
 
 @contextlib.contextmanager
 def gloo_errors() -> Iterator[None]:
-    """Convert a RuntimeError of Gloo in this block to `GlooFailed`."""
+    """Convert a RuntimeError that Gloo raises in this block to `GlooFailed`."""
     try:
         yield
     except RuntimeError as error:
@@ -298,7 +298,7 @@ def gloo_errors() -> Iterator[None]:
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """Return the memory of a plain tensor."""
+    """Return the bytes of a plain tensor, without a copy."""
     return flat(tensor).view(torch.uint8)
 
 

@@ -22,11 +22,11 @@ from phalanx._comm.transport.tensors import alias, dense, nbytes, scaled, write_
 class GlooTransport(Transport):
     """A `GlooTransport` runs groups whose ranks cannot share memory, or lack the C core.
 
-    Numerics: Gloo sums in its own order, which is fixed for a job, and may depend on the number of ranks. Half
-    types are summed in float32 and rounded once; AVG divides the sum once.
+    Numerics: Gloo sums in its own order, which is fixed for a job but may depend on the number of ranks. Half types are
+    summed in float32 and rounded once; AVG divides the sum once.
     Cost: one all_gather of 256 bytes per rank, in which the ranks agree, then Gloo's collective. Reduced tensors are
     copied. A reduce_scatter costs an all_reduce of all inputs. An all_gather of uneven sizes costs as much as one in
-    which every rank has the largest size.
+    which every rank has the largest size. An all_to_all adds an all_gather of the sizes.
     """
 
     is_interruptible = False
@@ -221,7 +221,7 @@ class GlooTransport(Transport):
             self._session.run("alltoall_base", [got, sent, list(awaited), list(sizes)], deadline)
 
     def _compare(self, sent: list[int], awaited: list[int], deadline: Deadline) -> None:
-        """Exchange the sizes that all ranks send and expect, so that all find the same mismatches."""
+        """Exchange the sizes that all ranks send and expect, so that all ranks find the same mismatches."""
         mine = bytes_of(torch.tensor([sent, awaited], device="cpu"))
         tables = torch.stack(self._all_gather(mine, [len(mine)] * self.world_size, deadline)).view(torch.int64)
         if calls := compare_splits(tables.view(self.world_size, 2, self.world_size).tolist()):
@@ -232,7 +232,7 @@ class GlooTransport(Transport):
         for output, part in zip(outputs, parts, strict=False):
             write_back(output, part.view(output.dtype).view(output.shape))
 
-    # -- point to point: a header (bytes, dtype) before each message, as Gloo does not compare sizes -----------------
+    # -- point to point: a header (bytes, dtype) before each message, because Gloo does not compare sizes -------------
 
     def send(self, tensor: Tensor, dst: int, tag: int, ctx: CallContext) -> None:
         self._session.check_tag(tag, self._session.engine.num_tags)

@@ -1,10 +1,10 @@
 """Verify on all hosts that the ranks have called the same operation, before a user's tensor changes.
 
-    1  the ranks of a host copy the heads of their calls, and small tensors, to their leader: one sync
+    1  the ranks of a host copy the heads ("headers") of their calls, and small tensors, to their leader: one sync
     2  the leaders exchange these: one message each way, or forwarded messages (see `bruck`)
-    3  before writing into a user's tensor, a rank waits for its host's leader, which continues once all agree
+    3  before writing into a user's tensor, a rank waits for its host's leader, which continues once all calls match
 
-Between 1 and 3, data move only from scratch memory to scratch memory.
+Between 1 and 3, data are written only to scratch memory.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from phalanx._comm.transport.hierarchical.rails import ConnectionBroken, data_ta
 from phalanx._comm.transport.hierarchical.session import HierarchicalSession
 
 Piece = tuple[int, int]
-"""The address and the number of some bytes."""
+"""The address and the length in bytes of a piece of memory."""
 _NOTHING: Mapping[int, Sequence[Piece]] = {}
 
 
@@ -52,7 +52,7 @@ class _Envelope:
 class Agreement:
     """An `Agreement` runs the first steps of a collective of `session`; its caller is inside `session.running`.
 
-    A collective calls `agree` and may then write; or it runs the single steps, and sends small data with them:
+    A collective either calls `agree`, and may then write; or it calls the steps one by one, and sends small data along:
 
         gather_to_leader   send_heads   receive_heads   release   broadcast_from_leader
     """
@@ -113,7 +113,7 @@ class Agreement:
         return self._payloads
 
     def _report_mismatch_of_sizes(self, deadline: Deadline) -> None:
-        """Report that this host's ranks have data of different sizes; their records show the different calls."""
+        """Report that this host's ranks have data of different sizes; their flight records show the different calls."""
         called = self.session.reports.called_here()
         self._heads = [self.session.head, *(foreign_head(called[r]) for r in self._layout.local_ranks[1:])]
         try:
@@ -130,7 +130,7 @@ class Agreement:
             self.session.leaders.send(self._heads, payloads)
 
     def receive_heads(self, deadline: Deadline) -> Mapping[int, HostMessage]:
-        """On a leader, return the other hosts' messages, once all ranks are known to have made the same call; else {}.
+        """On a leader, return the other hosts' messages, if they show that all calls match; on other ranks, return {}.
 
         Raises:
             Disagreement: the calls differ; every leader has all ranks' calls.
@@ -154,7 +154,7 @@ class Agreement:
     # -- 3 -------------------------------------------------------------------------------------------------------
 
     def agree(self, ctx: CallContext, deadline: Deadline) -> None:
-        """Wait until it is known that all ranks of all hosts have made the same call."""
+        """Wait until all ranks of all hosts are known to have made the same call."""
         self.gather_to_leader(ctx, deadline)
         self.send_heads()
         self.receive_heads(deadline)
@@ -163,7 +163,7 @@ class Agreement:
             self.check(self.session.core.barrier(timeout_ns(deadline.left_s), ctx.call_site, ()))
 
     def broadcast_from_leader(self, ctx: CallContext, deadline: Deadline, address: int, nbytes: int) -> None:
-        """Overwrite the `nbytes` bytes at `address` with the leader's. The leader calls this once all ranks agree."""
+        """Overwrite the `nbytes` bytes at `address` with the leader's. The leader calls this after all ranks agree."""
         if len(self._layout.local_ranks) > 1:
             left = timeout_ns(deadline.left_s)
             self.check(self.session.core.broadcast(address, nbytes, BYTES, 0, left, ctx.call_site, (nbytes,)))
@@ -179,7 +179,7 @@ class Agreement:
     def gather_here(
         self, mine: Tensor, parts: Sequence[Tensor], ctx: CallContext, deadline: Deadline, dtype: int = 0
     ) -> None:
-        """Write local rank i's `mine` to parts[i], on every rank of the host. `mine` may be its own part."""
+        """Write local rank i's `mine` to parts[i], on every rank of the host. `mine` may be this rank's own part."""
         self.check(
             self.session.core.gather(
                 mine.data_ptr(),

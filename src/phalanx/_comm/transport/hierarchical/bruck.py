@@ -5,8 +5,8 @@
     round 2             to host h + 4       those of h, h - 1, h - 2 and h - 3            (numbers modulo the hosts)
 
 So each leader sends and receives ceil(log2 H) messages for an operation of H hosts, instead of H - 1 direct messages;
-the bytes are the same. A round can begin when the previous round has ended, which costs one latency per round. With
-three hosts or fewer, messages are sent directly: that takes no more messages.
+the bytes are the same. A round begins when the previous round has ended, so each round costs one latency. With three
+hosts or fewer, messages are sent directly, which takes no more messages.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from phalanx._comm.transport.hierarchical.exchange import (
 from phalanx._comm.transport.hierarchical.inboxes import Inboxes, MessageBuffer
 from phalanx._comm.transport.hierarchical.layout import Layout
 
-MOST_DIRECT = 3  # with more hosts leaders forward messages
+MOST_DIRECT = 3  # with more hosts, leaders forward messages
 _HEADER_BYTES = 64  # in front of the messages of a round; the first word is the total length
 
 
 class _Round(NamedTuple):
-    """A `_Round` is one round of an operation; it sends `num_hosts` hosts' messages to the host `step` hosts on."""
+    """A `_Round` is one round of an operation; it sends `num_hosts` hosts' messages to the host `step` further on."""
 
     step: int
     receiver: int
@@ -46,14 +46,14 @@ class _Round(NamedTuple):
 
 
 class BruckExchange(LeaderExchange):
-    """A `BruckExchange` sends ceil(log2 H) messages per operation of H hosts. All hosts get the same payload."""
+    """A `BruckExchange` sends ceil(log2 H) messages per operation with H hosts. All hosts get the same payload."""
 
     is_direct = False
 
     def __init__(self, engine: Engine, layout: Layout) -> None:
         hosts, me = layout.topology.hosts, layout.host
         size = len(hosts)
-        # The hosts in the order in which their messages arrive, this one first, and their numbers of ranks.
+        # The hosts in the order in which their messages arrive, this host first; and the number of ranks on each.
         self._order = [(me - n) % size for n in range(size)]
         self._sizes = [len(hosts[host]) for host in self._order]
         self._rounds = [
@@ -63,7 +63,7 @@ class BruckExchange(LeaderExchange):
         payload_bytes = max(SMALL_BYTES // (size - 1), ALWAYS_SMALL_BYTES)
         longest = [aligned(longest_message(num_ranks, payload_bytes)) for num_ranks in self._sizes]
         self._own = MessageBuffer(longest[0])
-        self._messages: list[tuple[int, int]] = []  # of this operation: addresses and bytes, as in `_order`
+        self._messages: list[tuple[int, int]] = []  # of this operation: addresses and lengths, as in `_order`
         inboxes = Inboxes(
             engine,
             {number: one.sender for number, one in enumerate(self._rounds)},
@@ -80,7 +80,7 @@ class BruckExchange(LeaderExchange):
         super().__init__(engine, layout, inboxes, outboxes)
 
     def send(self, heads: Sequence[bytes], payloads: Mapping[int, Sequence[tuple[int, int]]]) -> None:
-        """Send as `LeaderExchange.send` does; all payloads are the same, or there is none."""
+        """Send as `LeaderExchange.send` does; all payloads must be the same, or there is none."""
         self.inboxes.post()
         end = write_message(self._own, heads, next(iter(payloads.values()), ()))
         self._messages = [(self._own.address, aligned(end))]

@@ -1,6 +1,6 @@
-"""Run collectives of large tensors by the engine's own collectives, if no two ranks share a host.
+"""Run collectives of large tensors with the engine's own collectives, if no two ranks share a host.
 
-A host with one rank has nothing to combine in memory: the ranks agree, and the engine runs the collective.
+A host with one rank has nothing to reduce in shared memory: the ranks agree, and the engine runs the collective.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class EngineCollectives:
 
     @classmethod
     def of(cls, agreement: Agreement, engine: Engine) -> EngineCollectives | None:
-        """Return the engine's collectives; None if ranks share a host, or the engine or the options forbid them."""
+        """Return the engine's collectives; None if ranks share a host, the engine has none, or options name others."""
         session = agreement.session
         is_alone = session.layout.has_one_rank_each and session.options.algorithm is None
         return cls(agreement, engine) if is_alone and isinstance(engine, GlooEngine) else None
@@ -60,7 +60,7 @@ class EngineCollectives:
                 if result.data_ptr() != tensor.data_ptr():
                     write_back(tensor, result)
                 else:
-                    result[:0].zero_()  # count Gloo's reduction as a change of the tensor
+                    result[:0].zero_()  # increment the tensor's version counter: Gloo wrote to its memory
 
     def broadcast(self, tensor: Tensor, call: CollectiveCall, root: int, ctx: CallContext) -> None:
         with self._session.running(call, ctx) as deadline:
@@ -85,14 +85,14 @@ class EngineCollectives:
 
     @contextlib.contextmanager
     def _talking(self) -> Iterator[None]:
-        """Convert an error of the engine in this block to the error of the lost connection."""
+        """Convert an engine error in this block to a `ConnectionBroken`."""
         try:
             yield
         except RuntimeError as error:
             raise ConnectionBroken(self._find_lost(), str(error)) from error
 
     def _find_lost(self) -> int:
-        """Return a rank whose connection is lost; Gloo does not report which one ended its collective."""
+        """Return a rank whose connection is lost; Gloo does not report which connection made its collective fail."""
         others = [rank for rank in range(self._session.world_size) if rank != self._session.rank]
         for peer in others:
             try:

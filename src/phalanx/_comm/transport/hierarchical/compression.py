@@ -16,7 +16,7 @@ from phalanx._comm.engines.engine import PendingMessage
 
 _logger = get_logger(__name__)
 
-# The part of the host's memory for each rank, so that eight ranks take at most half of it.
+# The fraction of the host's memory that each rank may use: eight ranks use at most half of the memory.
 _SHARE = 1 / 16
 # A tensor that was not reduced while all others were reduced this many times is not expected again.
 _ROUNDS = 4
@@ -25,18 +25,19 @@ _ROUNDS = 4
 @dataclass
 class _Residual:
     values: Tensor
-    met: int  # the number of reductions so far when these values were last used
+    met: int  # the count of reductions when these values were last used
 
 
 class Compression:
     """A `Compression` rounds float32 to `dtype` for sending.
 
-    The sender replaces its own values by the rounded ones, so that all ranks end with the same bits: a partial sum is
-    not used again, and a finished sum must be the same on the sender and the receivers.
+    The sender replaces its own values by the rounded ones, so that all ranks end with bitwise identical results: a
+    partial sum is not used again, and a finished sum must be the same on the sender and the receivers.
 
     With error feedback, the rounding error of a tensor is added to the same tensor the next time. The kept errors take
-    at most `most_bytes`, by default a sixteenth of the host's memory. A tensor without room gets no feedback, with one
-    warning: if tensors are reduced in a cycle, evicting the oldest would evict each before its next use.
+    at most `most_bytes`, by default a sixteenth of the host's memory. If there is no room, a tensor gets no feedback,
+    with one warning, and only errors of tensors that are no longer reduced are evicted: a training loop reduces its
+    tensors in a cycle, so evicting the oldest error would evict each before its next use.
     Source: Seide et al. (2014), 1-bit SGD; Karimireddy et al. (2019), error feedback fixes SignSGD.
     """
 
@@ -71,7 +72,7 @@ class Compression:
         return residual.values.zero_()
 
     def _keep(self, name: tuple[int, int], buffer: Tensor) -> _Residual | None:
-        """Allocate one more residual, replacing unused ones; return None if there is no room."""
+        """Allocate one more residual, evicting those no longer used; return None if there is no room."""
         nbytes = buffer.numel() * buffer.element_size()
         while self._residuals and self._num_bytes + nbytes > self._most_bytes:
             oldest, residual = next(iter(self._residuals.items()))
@@ -92,21 +93,21 @@ class Compression:
         return residual
 
     def shorten(self, view: Tensor, lost: Tensor | None) -> Tensor:
-        """Return `view` rounded to the sent type. `view` becomes the received value; the error is added to `lost`."""
+        """Return `view` rounded for sending; write the rounded values back to `view`, and add the error to `lost`."""
         assert self._dtype is not None
         short = view.to(self._dtype)
         if lost is not None:
-            lost.add_(view).sub_(short).nan_to_num_(0.0, 0.0, 0.0)  # inf - inf: an overflow loses nothing to keep
+            lost.add_(view).sub_(short).nan_to_num_(0.0, 0.0, 0.0)  # inf - inf is NaN: an overflow leaves no error
         view.copy_(short)
         return short
 
     def staging(self, view: Tensor) -> Tensor:
-        """Return the memory in which to receive data for `view`."""
+        """Return memory in which to receive the rounded data for `view`."""
         return torch.empty(view.numel(), dtype=self._dtype, device="cpu")
 
 
 class Widening:
-    """A `Widening` is a receive in the sent type; its wait writes to `view`."""
+    """A `Widening` is a receive of rounded data; `wait` converts the data to the type of `view`, and writes `view`."""
 
     def __init__(self, pending: PendingMessage, short: Tensor, view: Tensor) -> None:
         self._pending = pending

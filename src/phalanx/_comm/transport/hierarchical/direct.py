@@ -1,7 +1,7 @@
 """Send data directly from rank to rank, for gather, scatter and all_to_all.
 
-A byte has one destination, so it crosses one link once, whichever rank sends it. Each rank therefore sends its own
-bytes between hosts, while bytes inside a host are copied in memory.
+Each byte has one destination, so it crosses a link between hosts at most once, whichever rank sends it. Each rank
+therefore sends its own bytes to other hosts, while bytes for the same host are copied in shared memory.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from phalanx._comm.transport.tensors import alias, dense, nbytes, write_all_back
 
 
 class DirectCollectives:
-    """`DirectCollectives` have one destination for each byte: each agrees first, then moves data."""
+    """`DirectCollectives` are the collectives with one destination for each byte; the ranks agree, then move data."""
 
     def __init__(self, agreement: Agreement, small: SmallCollectives, segmented: SegmentedCollectives) -> None:
         self._agreement = agreement
@@ -81,7 +81,7 @@ class DirectCollectives:
         """Write rank r's inputs[rank] to outputs[r]; with `splits` sizes may differ, and are compared across ranks."""
         outputs, src = [alias(t) for t in outputs], [dense(alias(t)) for t in inputs]
         dst = [dense(t) for t in outputs]
-        # As on one host, only some ranks may pass splits; only the sizes are compared.
+        # As on one host, some ranks may pass splits while others do not; only the sizes are compared.
         call = describe_call("all_to_all", src[0], self._session.place(ctx), count=-1)
         sent, awaited = [nbytes(t) for t in src], [nbytes(t) for t in dst]
         table = torch.tensor([sent, awaited], device="cpu")
@@ -120,10 +120,10 @@ class DirectCollectives:
     def _swap(
         self, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None], deadline: Deadline
     ) -> list[RailMessage]:
-        """Start to send sends[r] to and receive receives[r] from each rank r of other hosts; None is skipped."""
+        """Start to send sends[r] to, and receive receives[r] from, each rank r on other hosts; skip None."""
         messages = []
-        # Receives first: in Gloo, data are sent only after the receiver's consent. A consent that is queued behind the
-        # receiver's own data would be late, and a link would carry one direction at a time.
+        # Receives first: Gloo sends data only after the receiver has notified the sender. A notification queued behind
+        # the receiver's own data would be late, and the link would carry one direction at a time.
         for start, tensors in ((self._session.engine.recv, receives), (self._session.engine.send, sends)):
             for r, tensor in enumerate(tensors):
                 if r not in self._layout.local_ranks and tensor is not None and tensor.numel():

@@ -1,12 +1,12 @@
-"""In every operation the hosts' leaders first exchange one message: the headers ("heads") of their ranks' calls.
+"""Exchange one message between the hosts' leaders at the start of every collective, before any large data move.
 
-If the tensors are small, the message contains their data, too.
+The message has the headers ("heads") of the ranks' calls and, if the tensors are small, also their data.
 
     leader of host A  ──heads of A's ranks, payload──>  leader of host B      (and the other way, at the same time)
 
-A small operation costs only this message between hosts, each way. A message contains its length, so that an unexpected
-message (another operation, another size) still arrives, and is reported as a mismatch. With many hosts, leaders forward
-each other's messages: see `bruck`.
+A collective of small tensors costs only this message between hosts, each way. A message contains its length, so that an
+unexpected message (another operation, another size) still arrives, and is reported as a mismatch. With more than three
+hosts, leaders forward each other's messages: see `bruck`.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from phalanx._comm.transport.hierarchical.inboxes import Inboxes, MessageBuffer
 from phalanx._comm.transport.hierarchical.layout import Layout
 from phalanx._comm.transport.hierarchical.rails import FINGERPRINT, ConnectionBroken
 
-# The most bytes that a leader sends to (or receives from) all other hosts together, in an operation that sends its data
-# with the heads.
+# The maximum number of bytes that a leader sends to (or receives from) all other hosts together, in an operation that
+# sends its data with the heads.
 SMALL_BYTES = 2**18
 ALWAYS_SMALL_BYTES = 256  # sums up to this size are sent with the heads, whatever the options and the number of hosts
 SENT = 2  # operations whose messages may still be in transit
-_PREFIX = struct.Struct("<II")  # the number of different heads, and the payload's bytes
+_PREFIX = struct.Struct("<II")  # the number of distinct heads, and the payload's length in bytes
 _ALIGNED = 64
 
 
 class HostMessage(NamedTuple):
-    """A `HostMessage` holds another host's `heads`, in rank order, and its payload; valid until the next operation."""
+    """A `HostMessage` has another host's `heads`, in rank order, and its payload, until the next operation begins."""
 
     heads: Sequence[bytes]
     address: int
@@ -44,9 +44,9 @@ class HostMessage(NamedTuple):
 
 
 class LeaderExchange(abc.ABC):
-    """A `LeaderExchange` sends messages between this host's leader and the others. Only leaders have one.
+    """A `LeaderExchange` exchanges messages between this host's leader and the others. Only leaders have one.
 
-    `send` and `receive` alternate, one of each per operation. The caller of `receive` handles Ctrl-C.
+    `send` and `receive` alternate, and each is called once per operation. The caller of `receive` handles Ctrl-C.
     """
 
     is_direct: bool
@@ -76,12 +76,12 @@ class LeaderExchange(abc.ABC):
         """
 
     def done(self) -> None:
-        """Reuse the memory of this operation's messages for others."""
+        """Release the memory of this operation's messages for later operations."""
         self._number += 1
         self.inboxes.done()
 
     def flush(self, deadline: Deadline) -> None:
-        """Wait until all sent data are received, or cannot be: a peer needs them even if this host does not."""
+        """Wait until all sent data have been received, or cannot be: peers may need them after this host is done."""
         for outboxes in self._outboxes.values():
             for outbox in outboxes:
                 if outbox.pending is not None:
@@ -99,8 +99,8 @@ class LeaderExchange(abc.ABC):
     def outbox(self, key: int) -> MessageBuffer:
         """Return the memory for this operation's message, which the message of two operations ago no longer needs.
 
-        Every host has received that message: this host has completed the last operation, and each host joined the last
-        operation only after completing the operation before.
+        Every host has received that message: this host has completed the previous operation, and each host joined that
+        only after completing the one before.
         """
         return self._outboxes[key][self._number % SENT]
 
@@ -115,7 +115,7 @@ class LeaderExchange(abc.ABC):
 
 
 class DirectExchange(LeaderExchange):
-    """A `DirectExchange` sends each other host's leader one message per operation."""
+    """A `DirectExchange` sends one message per operation to the leader of each other host."""
 
     is_direct = True
 
@@ -149,7 +149,7 @@ def all_agree(mine: bytes, *hosts: Sequence[bytes]) -> bool:
     return all([head is mine or agree(mine, head) for heads in hosts for head in heads])
 
 
-# -- a host's message: two numbers, the index of each rank's head, the different heads, the payload --------------------
+# -- a host's message: two numbers, the index of each rank's head, the distinct heads, the payload ---------------------
 
 
 def write_message(buffer: MessageBuffer, heads: Sequence[bytes], pieces: Sequence[tuple[int, int]]) -> int:
@@ -171,7 +171,7 @@ def _beginning(num_distinct: int, nbytes: int, kinds: bytes) -> bytes:
 
 
 def read_message(buffer: MessageBuffer, at: int, num_ranks: int) -> tuple[HostMessage, int]:
-    """Return the message at `at` of a host with `num_ranks` ranks, and where the next message begins."""
+    """Return the message at offset `at` from a host with `num_ranks` ranks, and the offset of the next message."""
     num_distinct, nbytes = _PREFIX.unpack_from(buffer.bytes, at)
     start = at + _payload_offset(num_ranks, num_distinct)
     first = start - num_distinct * HEAD_BYTES
@@ -187,12 +187,12 @@ def length_of_message(buffer: MessageBuffer, num_ranks: int) -> int:
 
 
 def longest_message(num_ranks: int, payload_bytes: int) -> int:
-    """Return the largest size in bytes of a message of a host with `num_ranks` ranks."""
+    """Return the maximum length of a message from a host with `num_ranks` ranks, in bytes."""
     return _payload_offset(num_ranks, num_ranks) + payload_bytes
 
 
 def aligned(nbytes: int) -> int:
-    """Return the next offset at which a message may begin."""
+    """Return the first offset from `nbytes` on at which a message may begin."""
     return -(-nbytes // _ALIGNED) * _ALIGNED
 
 

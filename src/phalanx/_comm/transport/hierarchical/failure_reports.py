@@ -27,7 +27,7 @@ _SOON_S = 0.01  # an engine counts milliseconds, and may time out a millisecond 
 
 
 class LocalFailure(Exception):
-    """The C core returned `status`, not zero."""
+    """The C core returned `status`, which is not OK."""
 
     def __init__(self, status: int) -> None:
         super().__init__(status)
@@ -35,7 +35,7 @@ class LocalFailure(Exception):
 
 
 class FailureReports(GroupReports):
-    """`FailureReports` are a rank's reports, which the ranks of its host also publish in the host's `memory`."""
+    """`FailureReports` are a rank's reports, which it also publishes in its host's shared `memory`."""
 
     def __init__(self, here: ReportingRank, layout: Layout, memory: SharedMemoryTransport) -> None:
         super().__init__(here)
@@ -43,7 +43,7 @@ class FailureReports(GroupReports):
         self._memory = memory
 
     def attach(self, store: FailureStore) -> None:
-        """Set the store, once the memory exists."""
+        """Set the store. Call this once the memory exists."""
         super().attach(store)
         store.find_local_report = self._find_local_report
 
@@ -52,7 +52,7 @@ class FailureReports(GroupReports):
         return self._memory.core
 
     def explain(self, cause: Exception, ctx: CallContext, deadline: Deadline, peer: int | None) -> FailureReport:
-        """Return this rank's report of `cause`, unless a rank that knows more publishes its report first."""
+        """Return this rank's report of `cause`, or the report of a rank that knows more and publishes it first."""
         if isinstance(cause, LocalFailure) and cause.status == MISMATCH:  # the leader collects the calls, and reports
             known = self._reported_by_others(deadline.left_s + COLLECT_REPORT_S)
             return known or FailureReport("mismatch", calls=self.called_here())
@@ -72,9 +72,9 @@ class FailureReports(GroupReports):
             return self._late(ctx.timeout_s, peer)
         if cause.status == PEER_LOST:
             local = self._core.poison()[1]
-            # our own number means that the monitor has ended the memory for another cause
+            # this rank's own number means that its monitor has ended the group on this host for another cause
             if local != self._layout.local_rank:
-                # That rank may have ended this memory for a cause that it could not publish without the store.
+                # That rank may have ended the group on this host for a cause that it could not publish: no store.
                 silence = self._server_lost(ctx.timeout_s, deadline)
                 return silence or self._lost(
                     self._layout.local_ranks[local], describe_end(self._memory.symm_mem, local), peer
@@ -86,7 +86,7 @@ class FailureReports(GroupReports):
         )
 
     def publish_on_host(self) -> None:
-        """Write the report to this host's memory, where ranks can read it even without the store or this rank.
+        """Write the report to this host's memory, where ranks can read it even if the store and this rank are gone.
 
         The first report there is kept. The ranks' positions are left out if there is no room.
         """
@@ -97,7 +97,7 @@ class FailureReports(GroupReports):
                 return
 
     def _find_local_report(self) -> FailureReport | None:
-        """Return the report of a rank of this host in the memory."""
+        """Return the report that a rank of this host has written to the shared memory, if any."""
         text = ""
         with contextlib.suppress(ClosedError):  # another thread may have closed the memory meanwhile
             text = self._core.failure()
@@ -110,7 +110,7 @@ class FailureReports(GroupReports):
         return report
 
     def called_here(self) -> dict[int, RankCall]:
-        """Return the last call of each rank of this host, from its records."""
+        """Return the last collective that each rank of this host has called, from its flight records."""
         calls = {}
         for local, r in enumerate(self._layout.local_ranks):
             collectives = [record for record in read(self._core, local) if record.is_collective]
@@ -118,10 +118,10 @@ class FailureReports(GroupReports):
         return calls
 
     def _server_lost(self, timeout_s: float, deadline: Deadline) -> FailureReport | None:
-        """Return the report that the rank which serves the store is lost or hangs, if the store is silent.
+        """If the store is silent, return the report that the rank which serves it is lost or hangs.
 
-        That rank's neighbours detected the loss first, and closed their connections without being able to publish the
-        reason. A rank that lost those connections would blame the neighbours.
+        That rank's neighbours may have detected the loss first, and closed their connections without being able to
+        publish the reason. A rank that lost those connections would otherwise blame the neighbours.
         """
         fate = self.store.server_state()
         if fate is None:
@@ -145,7 +145,7 @@ class FailureReports(GroupReports):
         return self.report_lost(who, reason or how, peer, position)
 
     def _late(self, timeout_s: float, peer: int | None) -> FailureReport:
-        here = self._late_here()  # before requesting all positions, which gives late ranks time
+        here = self._late_here()  # before requesting all positions: meanwhile late ranks may catch up
         answers = self._with_this_host(self.store.collect_positions(), here)
         if report := self._server_lost(timeout_s, Deadline.after(0.0)):
             return report
@@ -155,7 +155,7 @@ class FailureReports(GroupReports):
             missing = [peer] if peer >= 0 else self.others()
         remarks: tuple[str, ...] = ()
         if missing and self.store.is_lost:
-            # No rank can be queried. The ranks of this host are not missing, or the core would have reported them.
+            # No rank can be queried. The ranks of this host are not late, or the core would have reported them.
             missing = [r for r in missing if r not in self._layout.local_ranks] or missing
             remarks = ("The job's store does not answer either: this host may be cut off.",)
         return late(
@@ -165,9 +165,9 @@ class FailureReports(GroupReports):
     def _with_this_host(
         self, answers: Mapping[int, RankPosition], late_here: Collection[int]
     ) -> dict[int, RankPosition]:
-        """Add to `answers` the positions of this host's ranks that did not answer in time, from its memory.
+        """Add to `answers` the positions of this host's ranks that did not answer in time, from its shared memory.
 
-        On a busy host a rank may need longer than the timeout. A stopped rank is left out: it hangs.
+        On a busy host, a rank may need longer to answer. A stopped rank is left out, because it hangs.
         """
         found = dict(answers)
         for local, rank in enumerate(self._layout.local_ranks):
@@ -192,9 +192,9 @@ def decide_missing(
 ) -> list[int]:
     """Return the ranks of `others` for which a rank in collective `seq` waits. `answers` has the others' positions.
 
-    `late_here` are the ranks of this host that are behind in its memory; `leader` is its first. A rank in the same
-    collective is behind because it waits for other hosts: it is named only if no other rank is to blame. The leader,
-    which waits for other hosts in every collective, is not named even then.
+    `late_here` are the ranks of this host that are behind in its shared memory; `leader` is the host's first rank. A
+    rank that is behind within the same collective waits for other hosts: it is named only if no other rank is to blame.
+    The leader, which waits for other hosts in every collective, is not named even then.
     """
     waiting = {r for r in late_here if r in answers and answers[r].seq >= seq}
     missing = [r for r in others if r not in answers or answers[r].seq < seq]

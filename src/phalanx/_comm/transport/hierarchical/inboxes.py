@@ -1,9 +1,9 @@
 """Post the receives of a leader several operations ahead, and wait for their messages.
 
-Gloo sends a message only once the receiver has posted its receive, and has notified the sender. When receives are
-posted ahead, the notification has already arrived. If the engine's waits ignore signals, a leader waits a moment for
-data to arrive, and polls the memory of its message whenever some have. If the message is not there by then, another
-thread waits for it.
+Gloo sends a message only once the receiver has posted its receive, and has notified the sender. If receives are posted
+ahead, the notification has already arrived. If the engine's waits ignore signals, a leader first polls the memory of
+the message for a few milliseconds, and sleeps between polls until data arrive. If the message is not complete by then,
+another thread waits for it.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from phalanx._comm.transport.hierarchical.rails import (
     engine_errors_of,
 )
 
-_AHEAD = 4  # operations for which receives are posted; a peer may be one ahead of this host
-_MOMENT_S = 3e-3  # after this time another thread waits for the message
+_AHEAD = 4  # operations for which receives are posted; a peer may be one operation ahead of this host
+_MOMENT_S = 3e-3  # after this time, another thread waits for the message
 _POLLS = 20  # polls of memory for a message, while the engine's thread reads it
-_CROWDED_S = 1e-4  # a poll takes longer only if other threads want this core
-_NUM_UNPOLLED = 50  # the number of messages that are then not polled
-_WAIT_S = 1e-3  # the longest wait for data: data that arrive as a wait begins do not end it
+_CROWDED_S = 1e-4  # a poll takes longer only if other threads want this CPU core
+_NUM_UNPOLLED = 50  # after such a slow poll, this many messages are not polled
+_WAIT_S = 1e-3  # the maximum wait for data, because data that arrive as a wait begins do not end it
 _MARK = struct.Struct("<Q")
 _FACTOR = 0x9E3779B97F4A7C15  # makes the mark from an operation's number; data are unlikely to contain the mark
 
@@ -62,7 +62,7 @@ class MessageBuffer:
 
     def has_arrived(self, nbytes: int, number: int) -> bool:
         """Return whether the message of `nbytes`, which has begun to arrive, is complete, or will be at once."""
-        # `nbytes` may be wrong while the message's beginning is being written: a slice then ends with the memory.
+        # `nbytes` may be wrong while the beginning of the message is being written; a slice never exceeds the buffer.
         return nbytes <= WHOLE_BYTES or self.bytes[nbytes : nbytes + _MARK.size] == _MARK.pack(_mark_of(number))
 
 
@@ -74,9 +74,9 @@ class Inboxes:
     """`Inboxes` receive one message from each sender in each operation. The first word of a message is never zero.
 
     Arguments:
-        senders: the sending rank, by the caller's key.
-        nbytes: the longest message of each sender.
-        length: returns the length of a sender's message that has begun to arrive in a buffer.
+        senders: the sending ranks, by keys of the caller's choice.
+        nbytes: the maximum length of a message from each sender, by key.
+        length: returns the length of the message from a sender (by key) that has begun to arrive in a buffer.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Inboxes:
             self._post(slot)
 
     def post(self) -> None:
-        """Post receives for a later operation, before this rank sends anything in the one that begins.
+        """Post receives for a later operation, before this rank sends anything in the operation that begins.
 
         At this time no sender can have left. Posting a receive sends a message to the sender; the host of a sender that
         has left would answer with a TCP reset, and this host would then discard received data that it has not yet read.
@@ -123,10 +123,10 @@ class Inboxes:
         return inbox
 
     def _arrives_soon(self, key: int, inbox: MessageBuffer) -> bool:
-        """Return whether the message arrives within a moment, so that the wait for it is short.
+        """Return whether the message arrives within a few milliseconds, so that the wait for it is short.
 
-        If other threads take this core meanwhile, they keep it for long, and a blocked thread would wake sooner. The
-        next messages are then not polled.
+        If other threads get this CPU core meanwhile, they keep it for long, and a blocked thread would wake up sooner.
+        The next messages are then not polled.
         """
         self._num_unpolled -= 1
         begin = before = time.perf_counter()
@@ -156,7 +156,7 @@ class Inboxes:
             except queue.Empty:
                 if deadline.passed:
                     raise ConnectionBroken(peer, "nothing came in time") from None
-            if inbox.first_word.value:  # a sender may stop in the middle of a message, which Gloo does not report
+            if inbox.first_word.value:  # a sender may die in the middle of a message, which Gloo does not report
                 try:
                     look()
                 except ConnectionBroken:
@@ -168,7 +168,7 @@ class Inboxes:
                 raise error
 
     def done(self) -> None:
-        """Reuse the memory of this operation's messages for others."""
+        """Release the memory of this operation's messages for later operations."""
         self._number += 1
 
     def _post(self, slot: int) -> None:
@@ -181,7 +181,7 @@ class Inboxes:
                 inbox.pending = NotBegun(error)
 
     def close(self) -> None:
-        """Release the messages after the engine is closed: nothing else ends receives without a sender."""
+        """Release the messages. Close the engine first: only that ends a receive to which no peer has sent."""
         self._background.close()
         for buffers in self._buffers.values():
             for buffer in buffers:

@@ -1,4 +1,4 @@
-"""`Layout` has the ranks of each host, and which of them drive the rails between the hosts."""
+"""A `Layout` says which ranks are on which host, and which of them drive the rails between hosts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Layout:
 
     @classmethod
     def of(cls, hosts: Sequence[str], rank: int) -> Layout:
-        """Return the layout from each rank's host name. Hosts are numbered by their first rank."""
+        """Return the layout for the given host name of each rank. Hosts are numbered in order of their first rank."""
         by_host: dict[str, list[int]] = {}
         for r, host in enumerate(hosts):
             by_host.setdefault(host, []).append(r)
@@ -55,7 +55,7 @@ class Layout:
 
     @cached_property
     def num_rails(self) -> int:
-        """Return the number of slices that are sent between hosts at once."""
+        """Return the number of rails: as many slices are sent between hosts at the same time."""
         return min(len(ranks) for ranks in self.topology.hosts)
 
     @cached_property
@@ -67,5 +67,5 @@ class Layout:
 
     @cached_property
     def by_host(self) -> tuple[int, ...]:
-        """Return all ranks, host after host."""
+        """Return all ranks, host by host."""
         return tuple(rank for ranks in self.topology.hosts for rank in ranks)

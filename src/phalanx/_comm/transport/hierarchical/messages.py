@@ -1,7 +1,7 @@
-"""Send and receive between ranks over the engine, even on one host, so that recv-any waits in one place only.
+"""Send and receive between ranks over the engine, even on one host, so that a receive from any rank waits in one place.
 
-A message is two of the engine's: a header (bytes, dtype), then the elements. The engine would report a wrong size as a
-broken connection; the header distinguishes the two.
+A message is sent as two engine messages: a header (bytes, dtype), then the elements. The engine would report a wrong
+size as a broken connection; the header distinguishes the two cases.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class HierarchicalMessages:
         self._session = session
 
     def send(self, tensor: Tensor, dst: int, tag: int, ctx: CallContext) -> None:
-        """Send `tensor`, and return when its memory may be reused. This waits for the receive."""
+        """Send `tensor`, and return when its memory may be reused. This may wait for the matching receive."""
         self._check_open(f"send to rank {dst}", tag, ctx)
         data = dense(alias(tensor))
         header = torch.tensor([nbytes(data), dtype_of(data.dtype).code], device="cpu")
@@ -77,7 +77,7 @@ class HierarchicalMessages:
         return source
 
     def _wait_for(self, messages: Sequence[RailMessage], peer: int, num_bytes: int) -> None:
-        """Wait for a message with `peer`, and detect a closed connection even within a message.
+        """Wait for a message with `peer`, and detect a closed connection even in the middle of the message.
 
         Gloo reports a closed connection only for a message that has not begun to arrive. So another thread waits for a
         long message.

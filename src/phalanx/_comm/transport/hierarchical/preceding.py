@@ -2,8 +2,8 @@
 
     rank b ──message──▶ rank a        then both join the collective
 
-A rank completes the collective only with a's part, and a joins only when b's message has arrived. So no rank waits for
-an acknowledgement, and the message is sent while b computes its input of the collective.
+No rank can complete the collective without a's part, and a joins only when b's message has arrived. So no rank waits
+for an acknowledgement, and the message is sent while b computes its input to the collective.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from phalanx._comm.engines.engine import Engine, PendingMessage
 from phalanx._comm.transport.background import WHOLE_BYTES, Background, look_at
 from phalanx._comm.transport.hierarchical.rails import ConnectionBroken, NotBegun, RailMessage, engine_errors_of
 
-# The tag of a group's first `PrecedingMessages`; each further tag is one less. Collectives' data have lower tags.
+# The tag of a group's first `PrecedingMessages`; each further one has the next lower tag. Collectives' data have lower
+# tags than all of these.
 _FIRST_TAG, _NUM_TAGS = 0x7FFFFFFD, 64
-_AHEAD = 2  # posted receives per sender: Gloo requires the receiver's answer before it sends
+_AHEAD = 2  # posted receives per sender: Gloo sends only after the receiver has posted its receive
 _SENT = 2
 _PREFIX_BYTES = 64  # the first word is the message's length, including this prefix
 
@@ -31,7 +32,7 @@ Action = Callable[[Deadline], None]
 
 
 class PrecedingMessages:
-    """`PrecedingMessages` are one rank's end of these messages. Each `send` needs a `receive` on every receiver."""
+    """`PrecedingMessages` sends and receives these messages on one rank. Each `send` needs a `receive` per receiver."""
 
     def __init__(self, engine: Engine, tag: int, max_bytes: int, senders: Sequence[int]) -> None:
         self._engine = engine
@@ -46,7 +47,7 @@ class PrecedingMessages:
                 self._post(peer, box)
 
     def outbox(self, deadline: Deadline) -> Tensor:
-        """Return the memory for the next message, once the message before the last has been sent from it."""
+        """Return the memory for the next message, once the message before the previous one has been sent from it."""
         slot = self._number % _SENT
         underway, self._underway[slot] = self._underway[slot], []
         for peer, pending in underway:
@@ -81,13 +82,13 @@ class PrecedingMessages:
         return box.payload[: box.length.value - _PREFIX_BYTES]
 
     def done(self, peer: int) -> None:
-        """Reuse the memory of the last message of `peer` for another."""
+        """Release the memory of the last message from `peer` for a later one."""
         boxes = self._inboxes[peer]
         boxes.rotate(-1)
         self._post(peer, boxes[-1])
 
     def close(self) -> None:
-        """Release the messages, once the engine is closed: its sockets live as long as a pending message."""
+        """Release the messages, after the engine is closed: its sockets live as long as a pending message."""
         self._background.close()
         for boxes in self._inboxes.values():
             for box in boxes:
@@ -98,11 +99,11 @@ class PrecedingMessages:
         box.length.value = 0
         try:
             box.pending = self._engine.recv(peer, box.memory, self._tag)
-        except RuntimeError as error:  # the peer has left, and may have nothing more to send
+        except RuntimeError as error:  # the peer has left, which matters only if it had another message to send
             box.pending = NotBegun(error)
 
     def _wait(self, peer: int, pending: PendingMessage, deadline: Deadline, *, is_soon: bool) -> None:
-        """Wait on this thread if the message `is_soon` complete, or the engine handles signals; else on another."""
+        """Wait on this thread if the message `is_soon` complete or the engine handles signals, else on another one."""
         message = RailMessage(pending, peer, deadline)
         if is_soon or self._engine.is_interruptible:
             message.wait()
@@ -128,7 +129,7 @@ class Preceding:
         self._opened: list[PrecedingMessages] = []
 
     def open(self, engine: Engine, max_bytes: int, senders: Sequence[int]) -> PrecedingMessages:
-        """Return this rank's end of messages of at most `max_bytes`, from these senders. All ranks call it together."""
+        """Return this rank's end of messages of at most `max_bytes` from `senders`. All ranks call this together."""
         if len(self._opened) == _NUM_TAGS:
             raise ValueError(f"a group has at most {_NUM_TAGS} kinds of messages that precede its collectives")
         self._opened.append(PrecedingMessages(engine, _FIRST_TAG - len(self._opened), max_bytes, senders))
@@ -141,7 +142,7 @@ class Preceding:
             action(deadline)
 
     def close(self) -> None:
-        """Release all messages, once the engine is closed."""
+        """Release all messages, after the engine is closed."""
         self.action = None
         for one in self._opened:
             one.close()

@@ -1,4 +1,7 @@
-"""A rail runs step 2 of a collective (see `segmented`): it reduces or broadcasts one slice between the hosts."""
+"""Reduce or broadcast slices of large tensors between hosts, over rails that each connect one rank of every host.
+
+This is step 2 of the collectives in `segmented`.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ from phalanx._comm.transport.hierarchical.compression import Compression, Wideni
 # The tags in ascending order: users' messages (below DATA), data of collectives, messages that precede a collective,
 # fingerprints.
 FINGERPRINT = 0x7FFFFFFE
-_NUMBERS = 4000  # the most distinct messages within one collective
+_NUMBERS = 4000  # the maximum number of distinct streams in one collective
 
 
 class ConnectionBroken(Exception):
@@ -38,7 +41,7 @@ class ConnectionBroken(Exception):
 
 
 class NotBegun:
-    """A `NotBegun` replaces a receive that the engine refused: a wait for it raises the reason."""
+    """A `NotBegun` stands in for a receive that the engine rejected; `wait` raises the engine's error."""
 
     def __init__(self, error: RuntimeError) -> None:
         self._error = error
@@ -50,7 +53,7 @@ class NotBegun:
 
 @contextlib.contextmanager
 def engine_errors_of(peer: int) -> Iterator[None]:
-    """Convert an error of the engine in this block to a `ConnectionBroken` of `peer`."""
+    """Convert an engine error in this block to a `ConnectionBroken` for `peer`."""
     try:
         yield
     except RuntimeError as error:
@@ -83,15 +86,15 @@ def data_tag(call: int, number: int) -> int:
 def plan(
     operation: Operation, num_hosts: int, log_bytes: int, root: int, algorithm: str | None, link: Link | None
 ) -> Schedule:
-    """Return the schedule between hosts for slices of about 2**log_bytes bytes. It is the same on every rank.
+    """Return the schedule between hosts for slices of about 2**log_bytes bytes, which is the same on every rank.
 
-    `algorithm` is used if it offers `operation`; `link` is the network for the cost model.
+    `algorithm` is used if it supports `operation`; `link` describes the network to the cost model.
     """
     topology = Topology.flat(num_hosts)
     offered = algorithm is not None and find(algorithm) in offering(operation)
     if operation == "all_reduce" and num_hosts == 2 and not offered:
-        # Doubling sends the ring's bytes in one step, without waiting for received data. The cost model counts its
-        # additions, twice the ring's, although a pipeline hides them behind the transfers.
+        # Doubling sends as many bytes as the ring, but in one step, without waiting for received data. Its additions
+        # are twice the ring's, which the cost model counts although the pipeline hides them behind the transfers.
         return build("doubling", operation, topology)
     if algorithm is None or not offered:
         algorithm = cheapest(operation, 1 << log_bytes, num_hosts, link or ETHERNET)
@@ -99,7 +102,7 @@ def plan(
 
 
 class Rail:
-    """A `Rail` connects one rank of each host; `play` runs a collective of these ranks."""
+    """A `Rail` connects one rank of each host; `play` runs a collective among these ranks."""
 
     def __init__(
         self,
@@ -128,9 +131,9 @@ class Rail:
         redop: int = -1,
         key: int = 0,
     ) -> Iterator[None]:
-        """Run `schedule` on `buffer`, in place, step by step, as `schedules.play` does; each step has its own tags.
+        """Run `schedule` on `buffer`, in place, step by step, as `schedules.play` does; all its messages have `tag`.
 
-        `buffer` is scratch: it may be written before the ranks of the rail have agreed. `key` names the tensor, for
+        `buffer` is scratch: it may be written before the ranks of the rail have agreed. `key` identifies the tensor for
         error feedback.
 
         Numerics: in the schedule's `order`; bitwise equal on all ranks of the rail.
@@ -172,7 +175,7 @@ class Rail:
         )
         next(steps)
         yield
-        if shorter:  # the buffer holds this host's data from now on
+        if shorter:  # from now on the buffer holds this host's data
             lost = self._compression.begin(buffer, key=key)
         yield from steps
 

@@ -1,4 +1,4 @@
-"""Run collectives of large tensors in segments: each goes through memory, over the rails, and through memory again.
+"""Run collectives of large tensors in segments, each in shared memory, then over the rails, then in memory again.
 
     host A: ranks 0 1                  host B: ranks 2 3
     1  reduce-scatter in memory        0: A's sum of slice 0   1: A's sum of slice 1   (the same on B)
@@ -6,8 +6,8 @@
     3  gather in memory                every rank has every slice
 
 These are the steps of all_reduce. In broadcast and all_gather, step 1 copies inside a host instead of reducing;
-reduce_scatter has no step 3. While some segments are on the link, the next segment is reduced in memory, and an
-earlier segment is gathered: see `Ticks`.
+reduce_scatter has no step 3. While some segments are on the link, a later segment is reduced in memory, and an earlier
+segment is gathered: see `Ticks`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _EMPTY = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 class SegmentedCollectives:
-    """`SegmentedCollectives` are the collectives of large tensors. Each takes a collective's arguments and `call`."""
+    """`SegmentedCollectives` are the collectives of large tensors. Each takes `call` and the collective's arguments."""
 
     def __init__(self, agreement: Agreement) -> None:
         self._agreement = agreement
@@ -147,7 +147,7 @@ class SegmentedCollectives:
 
         self._run_ticks(ticks, open_, start, finish, before_others=lambda: self._agree_in_time(deadline))
         if in_place:
-            result[:0].zero_()  # count the reduction, which used addresses, as a change of the tensor
+            result[:0].zero_()  # increment the tensor's version counter: the reduction wrote to raw addresses
 
     def _agree_in_time(self, deadline: Deadline) -> None:
         """Agree with the other hosts, before this rank waits for their data and writes to the user's tensor."""
@@ -207,10 +207,10 @@ class SegmentedCollectives:
         *,
         before_others: Callable[[], None] = lambda: None,
     ) -> None:
-        """Open each segment (post its receives), start it, play its steps and finish it, in the order of `ticks`.
+        """Open each segment (post its receives), start it, run its steps and finish it, in the order of `ticks`.
 
-        `before_others` is called once, before this rank waits for data of another host. Where leaders forward each
-        other's messages, it is called before any data are sent: the messages would have to wait behind the data.
+        `before_others` is called once, before this rank waits for data from another host. If leaders forward each
+        other's messages, it is called before any data are sent: those messages would have to queue behind the data.
         """
         before_others_at = ticks.per_step if self._session.leaders is None or self._session.leaders.is_direct else 0
         under_way: dict[int, tuple[Tensor, Iterator[None]]] = {}
@@ -224,7 +224,7 @@ class SegmentedCollectives:
             if tick < ticks.num_segments:
                 start(tick, under_way[tick][0])
             for number in ticks.stepping(tick):
-                next(under_way[number][1], None)  # waits for the segment's last step, and starts its next step
+                next(under_way[number][1], None)  # waits for the segment's previous step, and starts the next
             if (done := ticks.finishing(tick)) is not None:
                 finish(done, under_way.pop(done)[0])
 
@@ -236,7 +236,7 @@ class SegmentedCollectives:
     def _play(
         self, schedule: Schedule, mine: Tensor, number: int, deadline: Deadline, *, redop: int = -1, key: int = 0
     ) -> tuple[Tensor, Iterator[None]]:
-        """Return `mine`, and an iterator that runs `schedule` with it on this rank's rail; the receives are posted."""
+        """Return `mine`, and an iterator that runs `schedule` on it, over this rank's rail; the receives are posted."""
         if self._session.rail is None:
             return mine, itertools.repeat(None)
         steps = self._session.rail.play(
@@ -246,11 +246,11 @@ class SegmentedCollectives:
         return mine, steps
 
     # -- all_gather and reduce_scatter -----------------------------------------------------------------------------
-    # The data of a host's j-th rank cross on rail j, modulo the number of rails. Every host sends its ranks' data to
-    # all other hosts at once: no algorithm sends fewer bytes out of a host.
+    # The data of a host's j-th rank travel on rail j modulo the number of rails. Every host sends its ranks' data
+    # directly to all other hosts: no algorithm sends fewer bytes out of a host.
 
     def all_gather_bytes(self, mine: Tensor, outputs: Sequence[Tensor], ctx: CallContext, deadline: Deadline) -> None:
-        """Write rank r's `mine` to outputs[r], in bytes. `mine` may be its own output."""
+        """Write rank r's `mine` to outputs[r]; all are bytes. `mine` may be this rank's own output."""
         hosts, here = self._layout.topology.hosts, self._layout.host
         ticks = Ticks.of(sum(map(len, outputs)), 1, self._layout.num_hosts)
         cuts = {r: [len(output) * n // ticks.num_segments for n in range(ticks.num_segments + 1)]
@@ -283,13 +283,13 @@ class SegmentedCollectives:
         return [h for h in range(self._layout.num_hosts) if h != self._layout.host]
 
     def _carried(self, host: int) -> Sequence[int]:
-        """Return the ranks of `host` whose data cross by this rank's rail; there are none without a rail."""
+        """Return the ranks of `host` whose data travel on this rank's rail; none if this rank has no rail."""
         if self._session.rail is None:
             return ()
         return self._layout.topology.hosts[host][self._layout.local_rank :: self._layout.num_rails]
 
     def _outgoing(self, piece: Callable[[int, int], Tensor], number: int) -> list[tuple[int, Tensor]]:
-        """Return the messages of this rank's rail to the other hosts: the pieces of all ranks that the rail carries."""
+        """Return the messages on this rank's rail to the other hosts: the pieces of all ranks that the rail carries."""
         hosts, i = self._layout.topology.hosts, self._layout.local_rank
         carried = self._carried(self._layout.host)
         return [(hosts[h][i], piece(r, number)) for h in self._other_hosts for r in carried]
@@ -301,7 +301,10 @@ class SegmentedCollectives:
         number: int,
         deadline: Deadline,
     ) -> Iterator[None]:
-        """Exchange one step of messages with ranks of other hosts, in two halves; the receives are posted at once."""
+        """Post the receives of one exchange with ranks on other hosts, and return an iterator for the rest.
+
+        Its first step posts the sends; its second waits for all messages.
+        """
         tag = self._agreement.stream(number)
         messages = [
             self._post(self._session.engine.recv, peer, tensor, tag, deadline)
@@ -352,7 +355,7 @@ class SegmentedCollectives:
     def _reduce_scatter_in_segments(
         self, output: Tensor, inputs: Sequence[Tensor], redop: int, ctx: CallContext, deadline: Deadline
     ) -> None:
-        """Write the reduction over ranks of inputs[rank] to `output`, in the hosts' order; both are in sum types."""
+        """Write the reduction over ranks of inputs[rank] to `output`, in host order; both have the type for sums."""
         layout, rank = self._layout, self._rank
         hosts, i = layout.topology.hosts, layout.local_rank
         item = output.element_size()
@@ -410,7 +413,7 @@ class SegmentedCollectives:
         deadline: Deadline,
         redop: int,
     ) -> Iterator[None]:
-        """Exchange partial results as `_cross` exchanges messages; sums may be rounded for sending."""
+        """Exchange partial results as `_cross` does; sums may be rounded for sending."""
         if not receives or not self._session.compression.rounds(receives[0][1].dtype, redop):
             return self._cross(receives, sends, number, deadline)
         short = [(peer, self._session.compression.staging(tensor)) for peer, tensor in receives]
@@ -444,7 +447,10 @@ class SegmentedCollectives:
     def _reduce_here(
         self, rails: Sequence[Tensor], mine: Tensor, redop: int, ctx: CallContext, deadline: Deadline
     ) -> None:
-        """Write this host's reduction of rails[i] to `mine` of local rank i, if it exists; `mine` may be rails[i]."""
+        """Write this host's reduction of rails[i] to the `mine` of local rank i; `mine` may be rails[i].
+
+        A rank beyond the last of `rails` passes an empty `mine`.
+        """
         local_size = len(self._layout.local_ranks)
         if local_size == 1:
             return
@@ -466,14 +472,14 @@ class SegmentedCollectives:
     # -- slices of one tensor ------------------------------------------------------------------------------------
 
     def _slice(self, flat: Tensor, bounds: Sequence[int]) -> Tensor:
-        """Return the slice of this rank's rail; it is empty without a rail."""
+        """Return the slice for this rank's rail; it is empty if this rank has no rail."""
         i = self._layout.local_rank
         return flat[bounds[i] : bounds[i + 1]] if self._session.rail is not None else flat[:0]
 
     def _gather_slices(
         self, mine: Tensor, flat: Tensor, bounds: Sequence[int], ctx: CallContext, deadline: Deadline
     ) -> None:
-        """Write each rail's `mine` to its slice of `flat`, on every rank of the host."""
+        """Write each local rank's `mine` to its rail's slice of `flat`, on every rank of the host."""
         local_size = len(self._layout.local_ranks)
         if local_size == 1:
             return
@@ -482,26 +488,26 @@ class SegmentedCollectives:
         self._agreement.gather_here(mine, parts, ctx, deadline, dtype_of(flat.dtype).code)
 
 
-# Each segment costs two syncs in memory and, per step, a message on each rail. More than four segments cost the
-# processors more than the better overlap gains, unless the segments would be very large.
+# Each segment costs two syncs in memory and, per step, a message on each rail. More than four segments cost more CPU
+# time than the better overlap saves, unless the segments would be very large.
 _WANTED = 4
 _LEAST_BYTES, _MOST_BYTES = 2**21, 2**23
 _LEAST_MESSAGE_BYTES = 2**18  # with many hosts: each segment is cut again, into one message for each host
-# Segments in flight at once: as long as they keep the link busy, no rank has to be on time.
+# Segments in flight at once: while they keep the link busy, a rank that is a little late delays nothing.
 _UNDER_WAY = 6
 
 
 @dataclass(frozen=True)
 class Ticks:
-    """`Ticks` are the steps that all ranks, even without a rail, take in the same order, so that waits form no cycle.
+    """`Ticks` order the work on segments alike on all ranks, even those without a rail, so that waits form no cycle.
 
         tick 0   post the receives of segments 0 to `depth`; reduce segment 0 in memory, start its first step
         tick 1   post the receives of the next segment; reduce segment 1, start its first step
         ...      every segment begins its next step `per_step` ticks after the last one
         tick d   segment 0 has done all its steps: it is gathered in memory while others are on the link   (d = `depth`)
 
-    Receives are posted so early because the receiver must first notify the sender, and the notification waits behind
-    all data that are sent in its direction.
+    Receives are posted this early because the receiver must first notify the sender, and the notification queues behind
+    all data that are sent in the same direction.
     """
 
     num_segments: int
@@ -511,7 +517,7 @@ class Ticks:
     def of(cls, nbytes: int, num_steps: int, num_messages: int = 1) -> Ticks:
         """Return the ticks for a tensor of `nbytes` on this host, with `num_steps` steps between the hosts.
 
-        A segment is sent in `num_messages` messages, one after the other or each to another host.
+        A segment is sent in `num_messages` messages, one after the other or each to a different host.
         """
         least = max(_LEAST_BYTES, _LEAST_MESSAGE_BYTES * num_messages)
         size = min(max(-(-nbytes // _WANTED), least), max(_MOST_BYTES, 2 * least))
@@ -520,7 +526,8 @@ class Ticks:
     def bounds(self, length: int) -> list[int]:
         """Return where the segments of `length` elements begin, and `length` at the end.
 
-        The first and the last are half as long as the others: the link is idle while both are reduced and gathered.
+        The first and the last are half as long as the others, because the link is idle while the first is reduced and
+        while the last is gathered.
         """
         n = self.num_segments
         return [0, *(length * (2 * i - 1) // (2 * n - 2) for i in range(1, n)), length]
@@ -544,7 +551,7 @@ class Ticks:
         return min(self.num_segments, tick + self.depth + 1)
 
     def stepping(self, tick: int) -> list[int]:
-        """Return the segments that begin a step, or end their last one, in `tick`; newest first, to start sending."""
+        """Return the segments that begin a step, or end their last one, in `tick`; newest first, to send early."""
         newest, oldest = min(tick, self.num_segments - 1), max(0, tick - self.depth)
         return [s for s in range(newest, oldest - 1, -1) if (tick - s) % self.per_step == 0]
 

@@ -1,8 +1,8 @@
 """A `HierarchicalSession` wraps each operation between hosts: ranks agree first, and all report the same failure.
 
 1  ranks of a host    copy the heads of their calls, and small tensors, to their leader in shared memory
-2  the leaders        exchange these: see `exchange`; in `agreement` all ranks wait for the outcome
-3  if ranks disagree, or a peer is lost or late, the first rank that detects it publishes the report in the job's store,
+2  the leaders        exchange these (see `exchange`); all ranks wait for the result (see `agreement`)
+3  if ranks disagree, or a peer is lost or late, the first rank that detects this publishes a report in the job's store,
    ends the shared memory of its host and closes its connections, which wakes all ranks: they raise the same report
 """
 
@@ -52,7 +52,7 @@ _KINDS = {name: kind for kind, name in KIND_NAMES.items()}
 
 
 class Running:
-    """A `Running` is one collective of a session, as a context that returns its deadline.
+    """A `Running` is one collective of a session, as a context manager that returns the collective's deadline.
 
     Its code is inlined, since a small collective takes only microseconds.
     """
@@ -106,7 +106,7 @@ class Running:
 
 
 class HierarchicalSession:
-    """A `HierarchicalSession` is one rank's side of a group on several hosts: memory, engine and failure store.
+    """A `HierarchicalSession` is one rank's side of a group on several hosts, with memory, engine and failure store.
 
     It runs one collective at a time, and holds `lock` meanwhile.
     """
@@ -139,7 +139,7 @@ class HierarchicalSession:
         self.preceding = Preceding()
 
     def attach(self, symm_mem: SymmetricMemory, engine: Engine, failure_store: FailureStore) -> None:
-        """Set the memory, the engine and the store, before the first operation."""
+        """Set the memory, the engine and the store. Call this before the first operation."""
         self._memory.attach(symm_mem)
         self.core.hide_steps()  # the flight recorder records the user's operations, not their parts
         self.engine = engine
@@ -169,7 +169,7 @@ class HierarchicalSession:
 
     def idle(self, waited_s: float) -> None:
         """Warn once per operation that this rank waits for ranks of its host. The core calls this while it waits."""
-        # The error at the deadline has the ranks' positions. Requesting them now would cost every rank an answer.
+        # The error at the deadline has the ranks' positions; requesting them now would make every rank answer.
         if waited_s >= NOTICE_S and self._said_seq != self.seq and not self.closed:
             self._said_seq = self.seq
             operation, where = self.position.operation or "operation", "ranks of this host"
@@ -185,7 +185,7 @@ class HierarchicalSession:
         self._deliver()
 
     def leave_in_flight(self) -> None:
-        """Wake the operations of this process that still run, because their memory will be released."""
+        """Wake the operations of this process that are still running, because their memory will be released."""
         self._memory.set_exit_reason(LEFT_IN_FLIGHT)
         self.reports.publish_exit_reason(LEFT_IN_FLIGHT)
         self.end()
@@ -209,7 +209,7 @@ class HierarchicalSession:
             self.engine.free()
 
     def _deliver(self) -> None:
-        """Wait until this rank's data of its last operation have arrived at the others: closing discards the rest."""
+        """Wait until the data that this rank has sent have arrived: closing the connections discards the rest."""
         if self.reports.report is None:
             deadline = Deadline.after(DELIVERY_S)
             if self.leaders is not None:
@@ -221,7 +221,7 @@ class HierarchicalSession:
         return self.core.poison()[0] not in (OK, MISMATCH)
 
     def end(self) -> None:
-        """Write the report where this host's ranks read it; then wake all ranks that wait on this host, or for it."""
+        """Write the report to this host's memory; then wake the ranks that wait on this host, or for this rank."""
         if not self.closed:
             self.reports.publish_on_host()
             self.core.set_poison(PEER_LOST, self.layout.local_rank)
@@ -235,8 +235,9 @@ class HierarchicalSession:
     def interruptible(self, call: CollectiveCall, ctx: CallContext, operation: Callable[[], None]) -> None:
         """Run `operation`, which waits in an engine that may ignore signals and lost peers.
 
-        Another thread runs it, and this thread waits for that thread. Ctrl-C ends the operation and the group, and so
-        does a lost connection: Gloo does not report the loss to a thread whose message has begun to arrive.
+        With such an engine, another thread runs the operation while this thread waits for that thread. Ctrl-C ends the
+        operation and the group, and so does a lost connection, which Gloo does not report to a thread whose message has
+        begun to arrive.
         """
         if self.engine.is_interruptible or self.closed:
             operation()
@@ -251,7 +252,7 @@ class HierarchicalSession:
         self._background.run(operation, self.reports.watch_peers(self.engine, abroad, lost), self.reports.interrupted)
 
     def running(self, call: CollectiveCall, ctx: CallContext) -> Running:
-        """Return a context for one collective, which has a place in the sequence; a failure becomes all ranks' error.
+        """Return a context manager for one numbered collective; a failure becomes the error that all ranks raise.
 
         Raises:
             MismatchError: the ranks' calls differ; no tensor was changed.
@@ -260,7 +261,7 @@ class HierarchicalSession:
         return Running(self, call, ctx)
 
     def _begin(self, call: CollectiveCall, ctx: CallContext) -> int:
-        """Take the next place in the sequence, and begin a record of the flight recorder; return its number."""
+        """Take the next sequence number, and begin a record in the flight recorder; return the record's number."""
         if self.closed:
             raise closed(self.group)
         self.seq += 1
@@ -269,7 +270,7 @@ class HierarchicalSession:
         self.entered_s = time.monotonic()
         self.head = call.head(self.seq)
         core = self.core
-        core.set_awaited(ctx.awaited)  # a background thread leaves the core to threads that compute
+        core.set_awaited(ctx.awaited)  # a background thread does not spin, and leaves the CPU to threads that compute
         root = self._numbers[call.root] if call.root >= 0 else -1
         about = (max(call.dtype, 0), max(call.redop, 0), root, -1, max(call.count, 0))
         return core.begin_record(self.seq, _KINDS[call.name], *about, ctx.call_site, call.shape)
@@ -285,7 +286,7 @@ class HierarchicalSession:
 
     @contextlib.contextmanager
     def recorded(self, call: CollectiveCall, ctx: CallContext, peer: int) -> Iterator[None]:
-        """Record the block as one message in the flight recorder; a message has no place in the sequence."""
+        """Record the block as one message in the flight recorder; messages have no sequence numbers."""
         peer = self._numbers[peer] if peer >= 0 else -1
         about = (max(call.dtype, 0), 0, -1, peer, max(call.count, 0))
         number = self.core.begin_record(1, _KINDS[call.name], *about, ctx.call_site, call.shape)

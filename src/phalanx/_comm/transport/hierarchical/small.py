@@ -30,7 +30,7 @@ from phalanx._comm.transport.tensors import dense, is_plain, nbytes, scaled, wri
 class SmallCollectives:
     """`SmallCollectives` are the collectives whose data fit into the messages of the agreement.
 
-    Each takes a collective's arguments and its `call`.
+    Each takes `call` and the collective's arguments.
     """
 
     def __init__(self, agreement: Agreement) -> None:
@@ -45,7 +45,7 @@ class SmallCollectives:
         return size * (self._layout.num_hosts - 1) <= SMALL_BYTES
 
     def fits_sum(self, dtype: torch.dtype, redop: int, count: int) -> bool:
-        """Return whether a reduction of `count` elements is sent with the heads: `fits`, and the options allow it."""
+        """Return whether a reduction of `count` elements is sent with the heads; options may limit it to 256 bytes."""
         added, session = sum_dtype(dtype, redop), self._session
         size = count * added.itemsize
         if session.options.algorithm is not None or session.compression.rounds(added, redop):
@@ -119,7 +119,7 @@ class SmallCollectives:
     def all_gather(
         self, outputs: Sequence[Tensor], tensor: Tensor, call: CollectiveCall, sizes: Sequence[int], ctx: CallContext
     ) -> None:
-        """Write rank r's `tensor` to outputs[r]; or write all, one after the other, to a single output."""
+        """Write rank r's `tensor` to outputs[r]; a single output gets all tensors, one after the other."""
         ends = [0, *itertools.accumulate(sizes)]
         with self._session.running(call, ctx) as deadline:
             mine = dense(tensor)

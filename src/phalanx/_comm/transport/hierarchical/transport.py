@@ -1,7 +1,7 @@
 """`HierarchicalTransport` runs a group whose ranks are on several hosts.
 
 It has a session, which wraps each operation, an agreement, and collectives of four kinds: small, segmented, direct, and
-the engine's own. It chooses the kind by the operation's size and the group's layout.
+the engine's own. It chooses among the kinds by operation, size, layout and options.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from phalanx._comm.transport.tensors import alias, dense, is_plain, nbytes, scal
 
 
 class HierarchicalTransport(Transport):
-    """A `HierarchicalTransport` runs operations of ranks on several hosts: in shared memory, and by an engine between.
+    """A `HierarchicalTransport` runs operations of ranks on several hosts: in shared memory, and over an engine.
 
     Raises:
         MismatchError: the ranks' calls differ; no tensor was changed.
         PeerLostError, DeadlineError: a rank died or is late; the tensors hold undefined values.
     """
 
-    is_interruptible = False  # its engine may wait in C++
+    is_interruptible = False  # the engine may block in C++
 
     agreement: Agreement
-    """The agreement, with which each collective begins."""
+    """The agreement with which each collective begins."""
 
     def __init__(self, session: HierarchicalSession) -> None:
         self.group = session.group
@@ -50,7 +50,7 @@ class HierarchicalTransport(Transport):
         self.world_size = session.world_size
         self.lock = session.lock
         self.session = session
-        """The session, which begins and ends each operation."""
+        """The session that begins and ends each operation."""
         self.agreement = Agreement(session)
         self._small = SmallCollectives(self.agreement)
         self._segmented = SegmentedCollectives(self.agreement)
@@ -59,7 +59,7 @@ class HierarchicalTransport(Transport):
         self._messages = HierarchicalMessages(session)
 
     def attach(self, symm_mem: SymmetricMemory, engine: Engine, failure_store: FailureStore) -> None:
-        """Set the memory, the engine and the store, before the first operation."""
+        """Set the memory, the engine and the store. Call this before the first operation."""
         self.session.attach(symm_mem, engine, failure_store)
         self._by_engine = EngineCollectives.of(self.agreement, engine)
 
@@ -100,14 +100,14 @@ class HierarchicalTransport(Transport):
     # -- messages ------------------------------------------------------------------------------------------------
 
     def send(self, tensor: Tensor, dst: int, tag: int, ctx: CallContext) -> None:
-        """Send `tensor`, and return when its memory may be reused. This waits for the receive."""
+        """Send `tensor`, and return when its memory may be reused. This may wait for the matching receive."""
         self._messages.send(tensor, dst, tag, ctx)
 
     def recv(self, tensor: Tensor, src: int, tag: int, ctx: CallContext) -> int:
         return self._messages.recv(tensor, src, tag, ctx)
 
     def open_preceding(self, max_bytes: int, senders: Sequence[int]) -> PrecedingMessages:
-        """Return this rank's end of messages that precede collectives. All ranks call it together."""
+        """Return this rank's end of messages that precede collectives. All ranks call this together."""
         return self.session.preceding.open(self.engine, max_bytes, senders)
 
     def precede(self, action: Action) -> None:
@@ -117,11 +117,11 @@ class HierarchicalTransport(Transport):
     # -- collectives ---------------------------------------------------------------------------------------------
 
     def barrier(self, ctx: CallContext) -> None:
-        """Wait for every rank. Cost: H - 1 messages from each host's leader, or log2 H with more than 3 hosts."""
+        """Wait for every rank. Cost: H - 1 messages from each host's leader, or ceil(log2 H) with more than 3 hosts."""
         self._small.barrier(CollectiveCall("barrier", place=self.session.place(ctx)), ctx)
 
     def allocate_on_host(self, nbytes: int, ctx: CallContext) -> dict[int, Tensor]:
-        """Allocate memory as `Transport` does, each host in its own memory; it takes the place of one collective."""
+        """Allocate memory as described in `Transport`, separately on each host; this counts as one collective."""
         found: dict[int, Tensor] = {}
         call = CollectiveCall("barrier", count=nbytes, place=self.session.place(ctx))
         self.session.interruptible(call, ctx, lambda: found.update(self._allocate_on_host(nbytes, call, ctx)))
@@ -145,10 +145,11 @@ class HierarchicalTransport(Transport):
         self.all_reduce(tensor, SUM, ctx)
 
     def all_reduce(self, tensor: Tensor, redop: int, ctx: CallContext, *, root: int = -1, factor: Any = None) -> None:
-        """Reduce `tensor` over ranks in place, on all or only on `root`; multiply each input by `factor` first.
+        """Reduce `tensor` over ranks in place, on all ranks or only on `root`; multiply each input by `factor` first.
 
-        Cost: for S bytes on H hosts, S(H-1) leave a host at once if that is little; else 2S(H-1)/H, in segments.
-        Numerics: half types are summed in float32 and rounded once; AVG divides the sum once. The same bits everywhere.
+        Cost: of a small tensor of S bytes, S(H-1) bytes leave each of H hosts at once; of a large one, 2S(H-1)/H.
+        Numerics: half types are summed in float32 and rounded once; AVG divides the sum once; bitwise equal on all
+        ranks.
         """
         tensor = alias(tensor)
         call = describe_call(
@@ -192,7 +193,7 @@ class HierarchicalTransport(Transport):
     # -- moves ---------------------------------------------------------------------------------------------------
 
     def broadcast(self, tensor: Tensor, root: int, ctx: CallContext) -> None:
-        """Overwrite `tensor` on every rank with root's. Cost: S bytes to each host to which this host forwards them."""
+        """Overwrite `tensor` on every rank with root's. Cost: S bytes to each host to which this host sends data."""
         tensor = alias(tensor)
         call = describe_call("broadcast", tensor, self.session.place(ctx), root=root)
         if self._small.fits(nbytes(tensor)):

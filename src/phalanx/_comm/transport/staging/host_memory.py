@@ -1,7 +1,7 @@
-"""Allocate host memory with which a device copies fast: page-locked memory, shared by all ranks where possible.
+"""Allocate host memory to which and from which a device copies fast: page-locked, and shared by all ranks if possible.
 
-small                       from PyTorch's own cache of page-locked memory, where the device is CUDA
-64 KiB and more             in the ranks' symmetric memory, where they have some: a collective reads the other ranks'
+small                       from PyTorch's own cache of page-locked memory, if the device is CUDA
+64 KiB and more             in the ranks' symmetric memory, if they have some: a collective reads the other ranks'
                             staged tensors in place, and nothing is copied between ranks before the reduction
 """
 
@@ -22,11 +22,11 @@ from phalanx._comm.symmetric_memory.scratch import Scratch
 _logger = get_logger(__name__)
 _PAGE = 4096
 _LARGE_BYTES = 1 << 16
-_LARGEST_BYTES = 1 << 34  # address space; unused memory has no pages
+_LARGEST_BYTES = 1 << 34  # of address space; unused memory has no pages
 
 
 def staging_bytes(heap_bytes: int) -> int:
-    """Return the size of the piece of a rank's heap that staging uses."""
+    """Return the size of the part of a rank's heap that staging uses."""
     return min(_LARGEST_BYTES, heap_bytes // 8) // _PAGE * _PAGE
 
 
@@ -36,9 +36,10 @@ def block_bytes(nbytes: int) -> int:
 
 
 class HostMemory:
-    """`HostMemory` holds staged tensors of a device. `piece` is memory of this rank's symmetric heap; None without one.
+    """`HostMemory` allocates the host tensors in which a device's tensors are staged.
 
-    Blocks of `piece` are page-locked when first used, and stay page-locked until `close`.
+    `piece` is memory in this rank's symmetric heap, or None if there is no heap. Its blocks are page-locked when first
+    used, and stay page-locked until `close`.
     """
 
     def __init__(self, device_type: str, piece: Tensor | None = None) -> None:
@@ -85,13 +86,13 @@ class HostMemory:
                 unlock_pages(at)
 
 
-# Page-lock host memory, because CUDA devices copy fast from and to such memory, and asynchronously.
+# Page-lock host memory, because CUDA devices copy fast and asynchronously from and to such memory.
 
-FOR_ALL_DEVICES = 1  # cudaHostRegisterPortable; without it a lock counts for the current device
+FOR_ALL_DEVICES = 1  # cudaHostRegisterPortable; without it, memory is page-locked for the current device only
 
 
 def lock_pages(address: int, nbytes: int, flags: int = 0) -> int:
-    """Page-lock memory whose pages are not locked yet, until `unlock_pages`; return 0, or CUDA's error.
+    """Page-lock memory that is not page-locked yet, until `unlock_pages`; return 0, or CUDA's error code.
 
     Cost: the pages become resident.
     """
@@ -104,6 +105,6 @@ def lock_pages(address: int, nbytes: int, flags: int = 0) -> int:
 
 
 def unlock_pages(address: int) -> None:
-    """Undo the `lock_pages` that began at `address`."""
+    """Undo `lock_pages` of the memory at `address`."""
     cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     cudart.cudaHostUnregister(address)

@@ -22,7 +22,7 @@ Operation = Callable[[CallContext], None]
 
 
 class StagedTensors:
-    """`StagedTensors` holds staged tensors that the device still reads."""
+    """`StagedTensors` keeps alive the host tensors that the device still reads or writes."""
 
     def __init__(self, stream: CopyStream) -> None:
         self._stream = stream
@@ -36,7 +36,7 @@ class StagedTensors:
 
 
 class StagedCall:
-    """A `StagedCall` has the tensors of one operation on the device and on the host."""
+    """A `StagedCall` has the tensors of one operation, on the device and on the host."""
 
     def __init__(self, stream: CopyStream, memory: HostMemory, in_flight: StagedTensors) -> None:
         self.stream = stream
@@ -50,12 +50,15 @@ class StagedCall:
 
     @property
     def outputs(self) -> list[Tensor]:
-        """Return the device's tensors that do not have their results yet."""
+        """Return the device's tensors whose results have not been copied back yet."""
         return [tensor for tensor, _ in self._written]
 
     def stage(self, tensor: Tensor, *, read: bool, written: bool) -> Tensor:
-        """Return the host's tensor for `tensor`; if `read`, it holds the elements once `await_inputs` returns."""
-        if tensor.layout is not torch.strided:  # a sparse tensor's sizes are known once the device has computed it
+        """Return the host's tensor for `tensor`; if `read`, it holds the elements once `await_inputs` returns.
+
+        If `written`, `write_back` copies it to the device.
+        """
+        if tensor.layout is not torch.strided:  # a sparse tensor's sizes are known only once the device has computed it
             host = tensor.detach().cpu()
         elif any(n > 1 and s == 0 for n, s in zip(tensor.shape, tensor.stride(), strict=True)) and written:
             # The caller's check will refuse the tensor, with an error that names its strides.
@@ -74,7 +77,7 @@ class StagedCall:
         return host
 
     def around(self, operation: Operation) -> Operation:
-        """Return a function that runs `operation` on the host's tensors, between the copies to and from the host."""
+        """Return a function that runs `operation` on the host's tensors, between the copies to the host and back."""
 
         def carry_out(ctx: CallContext) -> None:
             self.await_inputs()
@@ -107,13 +110,13 @@ class StagedCall:
         self._in_flight.hold(self._done_mark, [host for _, host in written])
 
     def order_caller(self) -> None:
-        """Order the caller's later work after the results; the host does not wait for them."""
+        """Make the caller's stream wait for the results; the host does not wait."""
         if self._done_mark is not None:
             self.stream.await_on_device(self._done_mark)
 
 
 def _copy(tensor: Tensor, host: Tensor) -> None:
-    # Inference tensors can only be written in inference mode, which belongs to a thread: this may not be the caller's.
+    # Inference tensors can only be written in inference mode, which is thread-local, and this may be another thread.
     with torch.inference_mode() if tensor.is_inference() else torch.no_grad():
         if tensor.layout is torch.strided:
             tensor.copy_(host, non_blocking=True)

@@ -4,7 +4,7 @@
     the copy stream                    └─▶ device to host ─▶ ·····  host to device ─┘
     the host                                                 the collective
 
-`torch.get_device_module` returns the streams and events of any accelerator that has some, under CUDA's names.
+`torch.get_device_module` returns a module with the streams and events of any accelerator, named as in `torch.cuda`.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ class CopyStream(Protocol):
 
     @property
     def future_devices(self) -> list[int | str | torch.device]:
-        """Return the devices with which to create a future whose value lies on the device."""
+        """Return the `devices` argument for a `torch.futures.Future` whose value is on the device."""
 
     def follow_caller(self) -> None:
         """Order later work here after all work that the calling thread has queued on its own stream."""
 
     def queueing(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context that queues operations on the device's tensors here."""
+        """Return a context manager in which operations on the device's tensors are queued here."""
 
     def mark(self) -> Any:
         """Return a mark after all work queued here."""
@@ -62,15 +62,15 @@ class InOrder:
         return []
 
     def follow_caller(self) -> None:
-        """Do nothing: no operation is under way."""
+        """Do nothing: all earlier operations are complete."""
 
     @contextlib.contextmanager
     def queueing(self) -> Iterator[None]:
-        """Run the block as it is: each operation is done at once."""
+        """Run the block as it is: each operation completes at once."""
         yield
 
     def mark(self) -> Any:
-        """Return a mark whose operations are over."""
+        """Return a mark; all operations before it are complete."""
         return True
 
     def drain(self, patience_s: float) -> bool:
@@ -81,14 +81,14 @@ class InOrder:
         """Do nothing: no operation uses the tensor any longer."""
 
     def await_on_host(self, mark: Any) -> None:
-        """Do nothing: it is over."""
+        """Do nothing: the operations are complete."""
 
     def is_over(self, mark: Any) -> bool:
-        """Return True: it is over."""
+        """Return True: the operations are complete."""
         return True
 
     def await_on_device(self, mark: Any) -> None:
-        """Do nothing: it is over."""
+        """Do nothing: the operations are complete."""
 
 
 class DeviceStream:
@@ -108,7 +108,7 @@ class DeviceStream:
         self._stream.wait_stream(self._module.current_stream(self._device))
 
     def queueing(self) -> contextlib.AbstractContextManager[None]:
-        """Make the copy stream this thread's current stream in the block."""
+        """Return a context manager in which the copy stream is this thread's current stream."""
         block: contextlib.AbstractContextManager[None] = self._module.stream(self._stream)
         return block
 
@@ -119,7 +119,7 @@ class DeviceStream:
         return event
 
     def drain(self, patience_s: float) -> bool:
-        """Poll until all work is complete or the time is up: an endless kernel must not block the process's exit."""
+        """Poll until all work is complete or the time is up; an endless kernel must not block the process's exit."""
         mark = self.mark()
         return Deadline.after(patience_s).wait_until(lambda: self.is_over(mark), _PAUSE_S)
 
@@ -143,7 +143,7 @@ class DeviceStream:
 
 
 def open_copy_stream(device: torch.device) -> CopyStream:
-    """Return a new copy stream for `device`; it is an `InOrder` where the device has no streams."""
+    """Return a new copy stream for `device`, or an `InOrder` if the device has no streams."""
     module: Any = torch.get_device_module(device) if device.type not in ("cpu", "meta") else None
     if module is None or not (hasattr(module, "Stream") and hasattr(module, "Event")):
         return InOrder()
