@@ -431,7 +431,7 @@ class Attempt:
             self.links.send(rank, message)
 
     def send_signal(self, signum: int, ranks: tuple[int, ...], *, group: bool, is_relayed: bool = False) -> None:
-        """Send a signal to ranks of any host. If it `is_relayed`, ranks that receive it anyway are skipped."""
+        """Send a signal to ranks of any host. If it `is_relayed`, ranks that receive it directly are skipped."""
         delay_s = decide_delay_s(signum, received_here=signum in self.host.received) if is_relayed else None
         self.ranks.send_signal(signum, ranks, group=group, delay_s=delay_s)
         if not is_relayed or signum in ENDING_SIGNALS:  # other relayed signals stay on the host that received them

@@ -2,7 +2,7 @@
 
     STARTING    all ranks have joined ──────────────▶ TRAINING
     TRAINING    a rank is lost ─────────────────────▶ LOSING
-                a host joins, or leaves in order ───▶ REGROUPING
+                a host joins, or leaves cleanly ────▶ REGROUPING
     LOSING      all failing ranks have exited ──────▶ REGROUPING
                 too few are left ───────────────────▶ WAITING
     WAITING     enough hosts have joined ───────────▶ REGROUPING
@@ -102,7 +102,7 @@ class ElasticRank:
 
 
 class Elastic:
-    """`Elastic` makes the decisions for an elastic job. Its `on_…` methods take events, and return any actions."""
+    """`Elastic` makes the decisions for an elastic job. Its `on_…` methods take events, and may return actions."""
 
     def __init__(self, slot_plan: SlotPlan, max_replacements: int | None = None, limits: Limits | None = None) -> None:
         self.slot_plan = slot_plan
@@ -296,7 +296,7 @@ class Elastic:
     def evict(self, slot: int, why: str, now: float) -> list[ElasticAction]:
         """Kill the process in a slot; its exit is processed like any other loss.
 
-        A process that alone has the training state is at first only sent SIGCONT, in case it was stopped.
+        The only process with the training state is first sent SIGCONT instead, in case it was stopped.
         """
         member = self.members.get(slot)
         if member is None:

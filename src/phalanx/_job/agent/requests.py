@@ -1,4 +1,4 @@
-"""Answer requests at the agent's socket: ranks share their records and join, and commands request snapshots."""
+"""Answer requests at the agent's socket: ranks share their flight records, and commands request snapshots."""
 
 from __future__ import annotations
 

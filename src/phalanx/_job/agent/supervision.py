@@ -62,7 +62,7 @@ def decide_delay_s(signum: int, *, received_here: bool) -> float:
 
 @dataclass
 class Supervision:
-    """`Supervision` decides when to stop an attempt's ranks. Its `on_…` methods take events, and return any actions."""
+    """`Supervision` decides when to stop an attempt's ranks. `on_…` methods take events, and may return actions."""
 
     world_size: int
     shutdown_timeout_s: float
@@ -217,7 +217,7 @@ class Supervision:
         self.phase, self.next_due = "stopping", now + (delay_s or 0.0) + self.shutdown_timeout_s
         self.sent.setdefault(signum, now)
         # Ctrl-C goes to whole process groups, as programs expect from a terminal. Other signals go only to the rank,
-        # which can then stop its own children in order. A rank that has reported is already exiting.
+        # which can then stop its own children cleanly. A rank that has reported is already exiting.
         ranks = tuple(rank for rank in self.running if rank not in self.reports)
         is_for_group = signum == signal.SIGINT
         return [Signal(signum, ranks, is_for_group, is_relayed=delay_s is not None)] if ranks else []
