@@ -1,10 +1,10 @@
-"""The agent of a host passes its ranks, in an anonymous file, the data that a job on several hosts needs.
+"""An anonymous file through which a host's agent passes its ranks the address of the job's store, and lost hosts.
 
     0       {"address": …, "key": …, …}       the address of the job's store, and the key that opens the store
     4096    {"ranks": […], "reason": …}       once a host is lost: the ranks of that host, and the reason
 
-The key is not in an environment variable: every program that a rank starts would inherit the variable. The agent
-reports a lost host here because the network may no longer reach this host's ranks.
+The first column is the offset in the file. The key is not in an environment variable, because every program that a rank
+starts would inherit the variable. The agent reports a lost host here because the ranks may have lost their network.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _MAX_BYTES = 4096
 
 @dataclass(frozen=True)
 class LostHost:
-    """A `LostHost` has the `ranks` of a lost host, numbered in the job, which will never answer."""
+    """A `LostHost` has the global `ranks` of a host that is lost, which will never answer, and the reason."""
 
     ranks: tuple[int, ...]
     reason: str
 
 
 def create_agent_file(address: str, key: str, relay: str = "") -> tuple[int, str]:
-    """Return a descriptor of a new agent file, and the value of PHALANX_STORE that leads to the file.
+    """Return the descriptor of a new agent file, and the value of PHALANX_STORE that leads to the file.
 
     If `address` is a path, the store needs no `key`, but workers on other hosts (`phalanx.rpc`) use the key. `relay` is
     the path at which this process relays messages to the store.
@@ -41,10 +41,10 @@ def create_agent_file(address: str, key: str, relay: str = "") -> tuple[int, str
 
 
 def read_store(fd: int) -> tuple[str, str]:
-    """Return the coordinator's address and the key.
+    """Return the address and the key of the store.
 
-    With a relay, the address is the relay's, which contains the agent's process number; in a container with its own
-    process numbers that number is invalid.
+    With a relay, the address is the relay's path, except in another pid namespace than the agent's: the path contains
+    the agent's pid.
     """
     content = json.loads(os.pread(fd, _LOST_AT, 0).rstrip(b"\0"))
     can_relay = content["relay"] and content["processes"] == _pid_namespace()
@@ -54,7 +54,7 @@ def read_store(fd: int) -> tuple[str, str]:
 def _pid_namespace() -> str:
     try:
         return os.readlink("/proc/self/ns/pid")
-    except OSError:  # no Linux
+    except OSError:  # not on Linux
         return ""
 
 

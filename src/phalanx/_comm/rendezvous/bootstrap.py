@@ -1,15 +1,16 @@
 """Let the ranks of a new group find each other through the job's store, before they share anything else.
 
     every rank   add  <n>/came         → the number i of its arrival
-                 set  <n>/rank/<i>     = its rank, its world size, its process and host     (together, at a coordinator)
+                 set  <n>/rank/<i>     = its rank, its world size, its process and host   (one request at a coordinator)
     the first    get  <n>/rank/*       → set  <n>/ranks = all ranks, or the reason why there is no group
     every rank   get  <n>/ranks        → the ranks of one host connect to the socket of that host's first rank
 
 Keys are numbered by arrival, not by rank: if two processes have the same rank, or different world sizes, both keys
 exist, and both processes get an error. With one key per rank, one process would overwrite the other's key.
 
-`n` counts the starts at this store. When a start has ended, or dead processes have left one in a file, the next rank
-that arrives begins a new start. The key `bootstrap` holds the number of the current start, and how the last one ended.
+A start is one attempt to form a group at this store; `n` is its number. When a start has ended, or a FileStore has one
+of processes that are dead, the next rank that arrives begins a new start. The key `bootstrap` holds the number of the
+current start, and how the last one ended.
 """
 
 from __future__ import annotations
@@ -48,13 +49,13 @@ _CHECKS_PER_S = 256  # processes checked per second by all ranks together, while
 _LONGEST_UNCHECKED_S = 30.0
 _LONGEST_WAIT_S = 5.0
 _MOST_DESCRIBED = 64  # in larger groups only the first arrival names the missing ranks
-_CHECK_PROCESSES_S = 0.25  # the pause between two checks whether another process has ended
+_CHECK_PROCESSES_S = 0.25  # how often a rank checks whether other processes have ended
 _ACKNOWLEDGE_S = 1.0
 _PATIENCE_S = 2.0  # how much later than the first arrival the other ranks report the missing ranks
 _MOST_REMEMBERED = 64
 NOTICE_S = 5.0
 
-# Called repeatedly while ranks wait for each other: an exception from it ends the wait.
+# Called repeatedly while ranks wait for each other; if the check raises, the wait ends.
 _check: ContextVar[Callable[[], None] | None] = ContextVar("check", default=None)
 
 
@@ -69,7 +70,7 @@ def checked_while_forming(check: Callable[[], None]) -> Iterator[None]:
 
 
 def check_formation() -> None:
-    """Call the check that `checked_while_forming` has set. Every wait that forms a group calls this repeatedly."""
+    """Call the check that `checked_while_forming` has set. Every wait while a group forms calls this repeatedly."""
     if (check := _check.get()) is not None:
         check()
 
@@ -105,9 +106,9 @@ class Bootstrap:
 
         Raises:
             ValueError: this rank does not exist in a group of this size.
-            MismatchError: the ranks were given different world sizes, or two of them the same rank.
-            PeerLostError: a rank arrived and its process ended.
-            DeadlineError: some rank did not arrive in time; `missing` names the missing ranks, on every rank.
+            MismatchError: the ranks have different world sizes or versions of Phalanx, or two have the same rank.
+            PeerLostError: a rank arrived, and its process then ended.
+            DeadlineError: some ranks did not arrive in time, or the first one hangs; `missing` lists them.
         """
         outcome = None
         while outcome is None:
@@ -123,7 +124,7 @@ class Bootstrap:
         return self.infos
 
     def contest(self) -> str:
-        """Report this rejected rank to the start in which other ranks wait; return that start's error, or ""."""
+        """Report this rejected rank to the ranks that wait; return the error that they raise, or "" if none waits."""
         arrivals = self._arrivals
         _, arrivals.number, _ = arrivals.current()
         infos = arrivals.key(OUTCOME)
@@ -145,8 +146,8 @@ class Bootstrap:
     def acknowledge_failure(self, *, expected: int = 0) -> None:
         """Confirm that this rank has read the failure of this start; on rank 0, wait for the others' confirmations.
 
-        Rank 0's process may serve the store, and without it the others could only report that the store is gone. Rank 0
-        waits at most a second, also for `expected` ranks to arrive.
+        Rank 0's process may serve the store; if it exited first, the others could only report that the store is gone.
+        Rank 0 waits for at most one second, including the time for `expected` other ranks to arrive.
         """
         with contextlib.suppress(RuntimeError):  # the store is already gone
             if self._me.rank == 0:
@@ -161,7 +162,7 @@ class Bootstrap:
         )
 
     def forget(self) -> None:
-        """Remove the keys once all ranks have joined, so that a later group can use the same name. Rank 0 calls this.
+        """Delete the keys once all ranks have joined, so that a later group can use the same name. Rank 0 calls this.
 
         Call this before the first barrier: a rank that has passed the barrier may start the next group.
         """
@@ -180,7 +181,7 @@ class Bootstrap:
         """Return the outcome of this start: every rank's information, or the reason why there is no group."""
         is_first, clock = self._arrivals.index == 0, self._deadline.clock
         patience = self._deadline if is_first else Deadline.after(min(self._deadline.left_s + _PATIENCE_S, 1e9), clock)
-        # Frequent polls by hundreds of ranks would delay the store's answers to the first rank.
+        # Frequent polls by hundreds of ranks would delay the store's answers to the first arrival.
         check_s = min(max(_CHECK_PROCESSES_S, self._me.world_size / _CHECKS_PER_S), _LONGEST_UNCHECKED_S)
         next_check = Deadline.after(check_s, clock)
 
@@ -217,7 +218,7 @@ class Bootstrap:
             return found
 
     def _decide(self) -> bool:
-        """Publish that the group is complete or impossible; return whether it is. The first arrival calls this."""
+        """If the group is complete or impossible, publish that and return True. The first arrival calls this."""
         arrivals = list(self._arrivals.read_all().values())
         if len(arrivals) == self._num_checked:  # an arrival's record never changes
             return False
@@ -249,7 +250,7 @@ class Bootstrap:
         return is_first and min(arrivals.known) == arrivals.index
 
     def _find_holder(self, num_arrived: int) -> FormationFailure | None:
-        """Return a failure if no other rank has arrived and a running process of the last group has this rank."""
+        """Return a failure if no other rank has arrived and a running process of the previous group has this rank."""
         members = {r: RankInfo.from_json(info) for r, info in self._arrivals.before.get("members", ())}
         mine = self._me.info
         waited_s = self._deadline.timeout_s - self._deadline.left_s
@@ -267,7 +268,7 @@ class Bootstrap:
         )
 
     def _give_up(self) -> None:
-        """Publish the missing ranks, because the time is up."""
+        """Publish, because the time is up, which ranks are missing; if none is, that the first arrival hangs."""
         missing = self._arrivals.missing()
         if missing:
             size = self._me.world_size
@@ -327,10 +328,10 @@ class Bootstrap:
         notice: Callable[[], None],
         pause: Callable[[float], None] = time.sleep,
     ) -> bool:
-        """Poll until `is_over`, and call `notice` once after five seconds; return False when the time is up.
+        """Poll until `is_over`, and call `notice` once after `NOTICE_S`; return False when the time is up.
 
-        The `wait` of torch's stores is no alternative: Ctrl-C cannot interrupt it, FileStore's counts in whole seconds,
-        and TCPStore's prints a warning on every timeout. `pause` may return as soon as the store notifies.
+        `Store.wait` cannot be used here: Ctrl-C does not interrupt it, FileStore rounds its timeout to whole seconds,
+        and TCPStore prints a warning on every timeout. `pause` may return early, when the store notifies this process.
         """
         notice_at = Deadline.after(NOTICE_S, deadline.clock)
         has_notified, pause_s = False, 0.0005
@@ -380,7 +381,7 @@ def exchange(
     `is_further`: this process already has a group, so errors give advice about groups, not about processes.
 
     Raises:
-        ValueError, MismatchError, PeerLostError, DeadlineError: as `Bootstrap.join`.
+        ValueError, MismatchError, PeerLostError, DeadlineError: see `Bootstrap.join`.
         PeerLostError: the process that served the store has ended.
     """
     bootstrap = Bootstrap(store, rank, world_size, mine, group, deadline, is_further=is_further)
@@ -400,7 +401,7 @@ def exchange(
 def contest(store: Store, rank: int, world_size: int) -> str:
     """Report to the ranks that wait at `store` that this process also claims `rank` and was rejected.
 
-    Return the error that all of them get, or "" if no rank waits. This takes at most two seconds.
+    Return the error that they raise, or "" if no rank waits. This takes at most two seconds.
     """
     info = RankInfo(host_identity(), os.uname().nodename, "", ProcessId.of_self(), frozenset(), 0)
     bootstrap = Bootstrap(store, rank, world_size, info, "0", Deadline.after(_PATIENCE_S))
@@ -415,19 +416,19 @@ class AwaitedKey:
     """An `AwaitedKey` waits for the value of `key` in `store`. As a context manager it stops waiting on exit.
 
     Arguments:
-        notified: the store notifies this process. Otherwise, or if the store cannot, every check polls the store.
+        notified: whether the store notifies this process. If False, or if the store cannot, every check polls it.
 
     Cost: at the job's coordinator one request in all, however long the wait; at other stores one request per check.
 
     Raises:
-        RuntimeError: the process that serves the store has ended (as torch's stores report it); from any method.
+        RuntimeError: from any method, as torch's stores do: the process that serves the store has ended.
     """
 
     def __init__(self, store: Store, key: str, *, notified: bool = True) -> None:
         self._store = store
         self._key = key
         self._value: bytes | None = None
-        self._pending: Any = None  # the request that waits in the store, as long as there is one
+        self._pending: Any = None  # the request that waits at the store, if there is one
         base = base_of(store)
         if notified and hasattr(base, "begin_get"):
             with _in_torchs_words():
@@ -482,14 +483,14 @@ def _in_torchs_words() -> Iterator[None]:
 
 # The keys of start `n` begin with `n`; `bootstrap` holds the number of the current start, and how the last one ended.
 
-# The key of every rank's information, or of the failure; the ranks of one host fetch it once.
+# The key of every rank's information, or of the failure; a host's relay fetches it once for all ranks of the host.
 OUTCOME = f"ranks{WRITE_ONCE}"
 
 
 class Arrivals:
-    """`Arrivals` are the ranks that have arrived at the current start at `store`, in order; `me` is this rank.
+    """`Arrivals` are the ranks that have arrived in the current start at `store`; `me` is this rank.
 
-    `known` has the arrivals read so far, by place; a record never changes.
+    A rank's place is the number of its arrival. `known` has the arrivals read so far, by place; a record never changes.
     """
 
     def __init__(self, store: Store, me: RankArrival) -> None:
@@ -513,7 +514,7 @@ class Arrivals:
 
     def current(self) -> tuple[str, int, dict[str, Any]]:
         """Return the value of the key `bootstrap`, the number of the start in it, and how the last start ended."""
-        text = self._store.compare_set("bootstrap", "", "").decode()  # checks and gets in one request
+        text = self._store.compare_set("bootstrap", "", "").decode()  # the value, or "", in one request
         return text, *_read_state(text)
 
     def end(self, how: str, members: Sequence[Any] = ()) -> None:
@@ -524,7 +525,7 @@ class Arrivals:
             self._store.compare_set("bootstrap", text, json.dumps({"number": number + 1, "before": before}))
 
     def is_superseded(self) -> bool:
-        """Return whether a newer start has replaced this one, which has no outcome."""
+        """Return whether a newer start has replaced this one before it had an outcome."""
         return self.current()[1] != self.number and not self._store.check([self.key(OUTCOME)])
 
     def delete(self) -> None:
@@ -540,7 +541,7 @@ class Arrivals:
     # -- arriving ------------------------------------------------------------------------------------------------
 
     def arrive(self) -> None:
-        """Register in the current start, or in a new one."""
+        """Register this rank in the current start, or in a new one."""
         while True:
             has_outcome = self._find_start()
             self.known = {}
@@ -584,7 +585,7 @@ class Arrivals:
             if failure is None:
                 return ""
             # A late rank of the same job must read why the start failed. A file does not show which job wrote it: if
-            # one of its processes still runs, that is this job. A process that has read the failure tries again.
+            # one of its processes still runs, it was this job. A process that has read the failure tries again.
             processes = [one.info.process for one in self.read_all().values()]
             has_read = self.me.info.process in processes
             is_old = bool(self._in_file) and not any(process.is_running() for process in processes)
@@ -600,12 +601,12 @@ class Arrivals:
     # -- arrivals ------------------------------------------------------------------------------------------------
 
     def count(self) -> int:
-        """Return the number of places taken; the ranks of one host share the request."""
+        """Return the number of arrivals; a host's relay combines the requests of its ranks."""
         came = self.key("came")
         return int(self._store.compare_set(came, "", "") or 0) if self._store.check([came]) else 0
 
     def read_all(self) -> dict[int, RankArrival]:
-        """Return all arrivals, by place."""
+        """Return all arrivals that have written their records, by place."""
         self._read([i for i in range(self.count()) if i not in self.known])
         return self.known
 
@@ -616,8 +617,8 @@ class Arrivals:
     def find_first(self) -> bool:
         """Search for the first arrival, in twice as many places at each call; return whether it is `me`.
 
-        `me` is the first if no earlier place has a record: those processes may have died. No other records are read:
-        thousands of ranks would read each other's records.
+        `me` is the first if no earlier place has a record, because those processes may have died. Later records are not
+        read, because thousands of ranks would read each other's records.
         """
         num_searched = min(self._num_searched, min(self.known))
         self._read(list(range(num_searched)))
@@ -627,7 +628,7 @@ class Arrivals:
         return self.index == num_searched
 
     def _read(self, places: list[int]) -> None:
-        """Read the records at `places` in one request; in halves if a process has not yet written its record."""
+        """Read the records at `places` together, or in halves if a process has not written its record yet."""
         keys = [self.key(f"rank/{i}") for i in places]
         if keys and self._store.check(keys):
             for i, text in zip(places, self._store.multi_get(keys), strict=True):

@@ -1,7 +1,7 @@
-"""Find this process's rank from the variables of its launcher: torchrun, an `mpiexec`, or a Slurm step.
+"""Find this process's rank, or its store, from the variables of its launcher: an `mpiexec`, Slurm, or `phalanx run`.
 
-The functions depend only on their arguments, and on the parent processes: Slurm's variables are also set in an
-interactive shell and in a batch script, where a program is a single process.
+The functions depend only on their arguments and on the parent processes. The parents matter because Slurm's variables
+are also set in an interactive shell and in a batch script, where a program is a single process.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class LaunchedProcess:
     """A `LaunchedProcess` is the place of a process in its job. `local_size` is 0 if the launcher does not set it.
 
     `job` identifies the job among a user's jobs on one host. `first_host` is the host of rank 0, and `port` a port that
-    is probably free there; both are empty if the launcher does not determine them.
+    is probably free there; they are empty and 0 if the launcher does not determine them.
     """
 
     launcher: str
@@ -54,13 +54,13 @@ _SIZES = (
     "PALS_SIZE", "JSM_NAMESPACE_SIZE",
 )  # fmt: skip
 
-_NO_STEP = 0xFFFFFFF0  # larger numbers mean a batch script, an interactive shell and so on
-_PORTS = range(20000, 30000)  # below the ports that systems use for outgoing connections
+_NO_STEP = 0xFFFFFFF0  # numbers from here on are not steps: a batch script, an interactive shell and so on
+_PORTS = range(20000, 30000)  # below the usual range of ephemeral ports
 _STEPD = re.compile(r"slurmstepd: \[(\d+)\.(\w+)\]")
 
 
 def find_launch(environment: Mapping[str, str]) -> LaunchedProcess | None:
-    """Return the place that an `mpiexec` or Slurm gave this process; None if neither launched it as one of several.
+    """Return the place that an `mpiexec` or Slurm gave this process; None if neither did, or as Slurm's only task.
 
     MPI takes precedence: an `mpiexec` inside Slurm starts its helpers as a step, whose variables its ranks inherit.
     """
@@ -92,7 +92,10 @@ def _is_number(environment: Mapping[str, str], name: str) -> bool:
 
 
 def slurm_launch(environment: Mapping[str, str]) -> LaunchedProcess | None:
-    """Return the place that a Slurm step (`srun`) gave this process; None outside of a step, or alone in one."""
+    """Return the place that a Slurm step (`srun`) gave this process.
+
+    Return None outside a step, in a step with a single task, or for a command typed into the step's shell.
+    """
     try:
         rank = int(environment["SLURM_PROCID"])
         size = int(environment.get("SLURM_STEP_NUM_TASKS") or environment["SLURM_NTASKS"])
@@ -115,7 +118,10 @@ def slurm_launch(environment: Mapping[str, str]) -> LaunchedProcess | None:
 
 
 def _tasks_of(environment: Mapping[str, str]) -> int:
-    """Return the number of the step's tasks on this host. Slurm writes '2(x3),1', and SLURM_NODEID is the index."""
+    """Return the number of the step's tasks on this host, 1 if unknown.
+
+    Slurm writes the numbers as '2(x3),1'; SLURM_NODEID is this host's index.
+    """
     counts: list[int] = []
     for part in environment.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
         if match := re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part):
@@ -127,7 +133,7 @@ def _tasks_of(environment: Mapping[str, str]) -> int:
 
 
 def _is_step(job: str, step: str) -> bool:
-    """Return whether this process runs in that step: a process outside of the step may inherit its variables."""
+    """Return whether this process runs in that step, because a process outside the step may inherit its variables."""
     for title in _titles_above():
         if match := _STEPD.match(title):
             return match[1] == job and match[2] == step
@@ -135,7 +141,7 @@ def _is_step(job: str, step: str) -> bool:
 
 
 def _titles_above() -> Iterator[str]:
-    """Yield the titles of this process's ancestors, the parent first."""
+    """Yield the command lines of this process's ancestors, the parent first."""
     pid = os.getppid()
     while pid > 1:
         try:
@@ -181,7 +187,7 @@ COORDINATOR = "coordinator:"
 
 
 def describe_rank(environment: Mapping[str, str]) -> str:
-    """Return a short text for the rank and job in the variables; a launcher that a rank starts changes them."""
+    """Return a short text that identifies the rank and job in `environment`; under a nested launcher it differs."""
     names = ("RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
     return "/".join(environment.get(name, "") for name in names)
 
@@ -197,7 +203,7 @@ def find_agents_store(environment: Mapping[str, str]) -> str:
 
 
 def find_incomplete_environment(environment: Mapping[str, str], *, is_spawned: bool) -> str:
-    """Return the evidence that this process is one of several, if its rank or store is unknown; else "".
+    """Return the evidence that this process, whose rank or store is unknown, is one of several; "" if there is none.
 
     `is_spawned`: `multiprocessing` started this process.
     """

@@ -1,4 +1,4 @@
-"""Describe the ranks that have arrived at a group's start (process, host, settings), and check that they fit together.
+"""Describe the ranks that have arrived to form a group (process, host, settings), and find conflicts among them.
 
 The functions depend only on their arguments, and on whether processes of this host have ended.
 """
@@ -43,14 +43,14 @@ class RankInfo:
     secret: str = field(default="", repr=False)  # only the ranks of the group receive rank 0's secret
 
     def to_json(self) -> dict[str, Any]:
-        """Return the information as plain data for JSON."""
+        """Return the information as JSON-serialisable data."""
         p = self.process
         own = {name: getattr(self, name) for name in _COLUMNS}
         return {**own, "process": [p.pid, p.start_ticks, p.namespace, p.has_pidfds], "cpus": sorted(self.cpus)}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> RankInfo:
-        """Read the information; a rank with another version of Phalanx may lack fields, and send others."""
+        """Return the information in `data`; a rank with another version of Phalanx may omit fields, and add others."""
         given = {name: data[name] for name in _COLUMNS if name in data}
         return cls(**{**given, "process": ProcessId(*data["process"]), "cpus": frozenset(data["cpus"])})
 
@@ -66,10 +66,10 @@ _COLUMNS = tuple(each.name for each in fields(RankInfo))
 
 
 def pack_infos(infos: Sequence[RankInfo]) -> str:
-    """Return the information of all ranks as text for the store: some 25 bytes per rank where there are thousands.
+    """Return the information of all ranks as text for the store: about 25 bytes per rank with thousands of ranks.
 
     Common values are written once. Only the token of each host's first rank is kept, since the host's other ranks
-    connect to the first, and no rank to them. Of the secrets only rank 0's is kept.
+    connect to the first, and no rank connects to the others. Of the secrets only rank 0's is kept.
     """
     hosts: set[str] = set()
     rows = []
@@ -93,7 +93,7 @@ def _number_values(column: Sequence[Any]) -> tuple[list[Any], list[int]]:
 
 
 def unpack_infos(text: str) -> list[RankInfo]:
-    """Return the information that `pack_infos` has packed; ranks with the same cores share one object."""
+    """Return the information that `pack_infos` has packed; ranks with the same `cpus` share one set."""
     columns = {}
     for name, (values, numbers) in json.loads(zlib.decompress(base64.b64decode(text))).items():
         if name == "process":
@@ -117,7 +117,7 @@ class RankArrival:
     is_contested: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        """Return the arrival as plain data for JSON."""
+        """Return the arrival as JSON-serialisable data."""
         own = {name: getattr(self, name) for name in ("rank", "world_size", "at", "protocol", "is_contested")}
         return {**own, "rank_info": self.info.to_json()}
 
@@ -140,7 +140,7 @@ class FormationFailure:
 
 
 def find_problem(arrivals: Sequence[RankArrival]) -> FormationFailure | None:
-    """Return the conflict among the ranks that have arrived so far, in any order; None if they fit together."""
+    """Return the first conflict among the ranks that have arrived so far; None if there is none."""
     if len({one.protocol for one in arrivals}) > 1:
         return _disagreement(arrivals, "the ranks run different versions of Phalanx", lambda one: f"{one.protocol}")
     if len({one.world_size for one in arrivals}) > 1:
@@ -181,7 +181,7 @@ def _twice(one: RankArrival, other: str) -> FormationFailure:
 
 
 def find_dead(arrivals: Sequence[RankArrival], mine: RankInfo) -> FormationFailure | None:
-    """Return the first arrived rank whose process has ended since, as far as the process of `mine` can see."""
+    """Return a failure if the process of an arrived rank has ended, as far as the process of `mine` can see."""
     for one in arrivals:
         if one.info.has_ended(mine):
             return FormationFailure(
@@ -195,7 +195,7 @@ def find_dead(arrivals: Sequence[RankArrival], mine: RankInfo) -> FormationFailu
 def _disagreement(
     arrivals: Sequence[RankArrival], fact: str, describe: Callable[[RankArrival], str], advice: str = ""
 ) -> FormationFailure:
-    """Return the failure `fact`, with each rank's value; of many ranks with the same value, name only a few."""
+    """Return the failure `fact`, with each rank's value; name at most `_MOST_NAMED` ranks per value."""
     by_text: dict[str, list[RankArrival]] = {}
     for one in sorted(arrivals, key=lambda one: one.rank):
         by_text.setdefault(describe(one), []).append(one)
@@ -210,10 +210,11 @@ def _disagreement(
 
 
 def host_identity() -> str:
-    """Return an identifier that two processes share if they can share memory: kernel, network and user namespace.
+    """Return an identifier that is equal in processes that can share memory: boot ID, network and user namespace, uid.
 
     A host name proves nothing: two hosts may have the same name, and containers of one host different names. The ranks
-    pass shared memory through a socket, within a network namespace and a user namespace. Pid namespaces do not matter.
+    pass shared memory through a Unix socket, which needs a common network namespace and user namespace. Pid namespaces
+    do not matter.
     """
     try:
         with open("/proc/sys/kernel/random/boot_id", "rb") as f:

@@ -1,4 +1,4 @@
-"""Find the address of a Slurm node, whose name in Slurm may be unknown to the network."""
+"""Find the address of a Slurm node, whose name in Slurm may not resolve."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The methods of torch's store that Phalanx calls, and the address of a store."""
+"""Declare the methods of `torch.distributed.Store` that Phalanx calls, and find the address or file of a store."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any, Protocol
 
 
 class Store(Protocol):
-    """A `Store` has the methods of torch's store that Phalanx calls."""
+    """A `Store` has the methods of `torch.distributed.Store` that Phalanx calls."""
 
     def set(self, key: str, value: str, /) -> None:
         """Store a value."""
 
     def get(self, key: str, /) -> bytes:
-        """Wait until the value is there, and return it."""
+        """Wait until the key is set, and return its value."""
 
     def check(self, keys: list[str], /) -> bool: ...
 
@@ -23,7 +23,7 @@ class Store(Protocol):
     def wait(self, keys: list[str], timeout: timedelta, /) -> None: ...
 
     def add(self, key: str, amount: int, /) -> int:
-        """Add to the number at `key`, which starts at zero, and return the sum."""
+        """Add to the number at `key`, 0 if the key is missing, and return the sum."""
 
     def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
         """Store `desired` if the value is `expected` (empty: no value), and return the value afterwards."""
@@ -32,7 +32,7 @@ class Store(Protocol):
 
 
 def base_of(store: Any) -> Any:
-    """Return the store inside torch's prefix stores."""
+    """Return the store that torch's prefix stores wrap, or `store` itself."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     return store
@@ -45,6 +45,6 @@ def address_of(store: Any) -> str:
 
 
 def file_of(store: Any) -> str:
-    """Return the path of a store in a named file, which outlives its job; else ""."""
+    """Return the path of a FileStore whose file outlives its job; "" for other stores."""
     path = str(getattr(base_of(store), "path", ""))
     return "" if path.startswith("/proc/") else path

@@ -1,4 +1,4 @@
-"""Track the ranks that have outlived their zygote; the agent, which adopts orphans, is now their parent.
+"""Track the ranks whose zygote has died: the agent, a child subreaper, is now their parent.
 
     before                        the zygote is killed              a loss later
     agent                         agent                             agent
@@ -6,8 +6,8 @@
            ├─ rank 0                └─ zygote B  (importing torch)    └─ zygote B
            └─ rank 1                                                       └─ rank 1, replaced
 
-SIGCHLD notifies this process when an adopted rank exits. When this process is killed, the kernel kills the adopted
-ranks (`phalanx.elastic.channel`), and the new zygote kills their children, which are in the old zygote's session.
+The agent receives SIGCHLD when an adopted rank exits. If the agent is killed, the kernel kills the adopted ranks
+(`phalanx.elastic.channel`), and the new zygote kills the ranks' children, which are in the old zygote's session.
 """
 
 from __future__ import annotations
@@ -32,30 +32,30 @@ class AdoptedExit:
 
 
 class AdoptedRanks:
-    """`AdoptedRanks` maps the process of each adopted rank to the rank it was started with."""
+    """`AdoptedRanks` signals and reaps the adopted ranks. It maps their pids to the ranks they were started with."""
 
     def __init__(self) -> None:
         self._ranks: dict[int, int] = {}
-        self._sessions: dict[int, set[int]] = {}  # by zygote, whose pid names the session: the pids of its live ranks
-        self.used = False  # whether a zygote has died; from then on this process adopts orphans
+        self._sessions: dict[int, set[int]] = {}  # by zygote, whose pid is the session ID: the pids of its live ranks
+        self.used = False  # whether a zygote has died; its orphaned descendants are then this process's children
 
     @property
     def sessions(self) -> tuple[int, ...]:
-        """Return the sessions that still have live ranks."""
+        """Return the IDs of the sessions that still have live ranks."""
         return tuple(self._sessions)
 
     def __contains__(self, pid: int) -> bool:
         return pid in self._ranks
 
     def adopt(self, zygote: int, ranks: dict[int, int]) -> None:
-        """Adopt the ranks of a zygote that has died; `ranks` maps processes to ranks."""
+        """Adopt the ranks of a zygote that has died; `ranks` maps pids to ranks."""
         self.used = True
         self._ranks.update(ranks)
         if ranks:
             self._sessions[zygote] = set(ranks)
 
     def signal(self, signum: int, ranks: Iterable[int], *, group: bool) -> None:
-        """Send `signum` to each rank of `ranks` that is adopted."""
+        """Send `signum` to the adopted ranks among `ranks`, or to their process groups if `group` is set."""
         wanted = set(ranks)
         signal_children([pid for pid, rank in self._ranks.items() if rank in wanted], signum, group=group)
 
@@ -70,7 +70,7 @@ class AdoptedRanks:
             yield from self._remove(pid, status)
 
     def sweep(self, zygote: int) -> Iterator[AdoptedExit]:
-        """Kill the adopted ranks and all other descendants outside `zygote`; yield the exits of the ranks."""
+        """Kill all descendants except `zygote` and its own descendants; yield the exits of the adopted ranks."""
         for pid, status in kill_descendants(list(self._ranks), spared=zygote).items():
             yield from self._remove(pid, os.waitstatus_to_exitcode(status))
 

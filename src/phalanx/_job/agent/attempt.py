@@ -1,11 +1,11 @@
-"""An `Attempt` is one attempt at a job on this host: it passes events to the deciders, and executes their actions.
+"""An `Attempt` runs a job's ranks on this host once: it passes events to the deciders, and executes their actions.
 
               ┌─ Supervision  decisions about the ranks            know nothing
               ├─ Elastic      decisions after a loss               of processes or clocks
 Attempt ──────┤
               ├─ HostRanks    the processes of this host's ranks
-              ├─ RankNumbers  their ranks, and the store of their rendezvous
-              ├─ HostLink     the other hosts: none, all that this host leads, or the first
+              ├─ RankNumbers  the rank of each process, and the store for the ranks' rendezvous
+              ├─ HostLink     the link to the other hosts: none, all of them (if this host leads), or the first
               ├─ Requests     requests at the agent's socket
               └─ SilentRanks  ranks that make the others wait
 """
@@ -51,7 +51,7 @@ from phalanx._job.agent.supervision import Action, Kill, ReportStragglers, Super
 from phalanx._job.agent.target import is_elastic
 from phalanx._job.agent.watch import SilentRanks, describe_stragglers
 
-_READ_S = 0.05  # the longest time spent on output before signals and events are handled
+_READ_S = 0.05  # maximum time spent on output before signals and events are handled
 _REPORT_END_AFTER_S = 1.0
 
 
@@ -59,12 +59,12 @@ class Attempt:
     """An `Attempt` forks this host's ranks and supervises them until all have exited."""
 
     def __init__(self, plan: JobPlan, host: HostResources, restart_count: int, link: HostLink | None = None) -> None:
-        """Create an attempt. `link` leads to the job's other hosts; None means a job on one host."""
+        """Create an attempt. `link` connects to the job's other hosts; None means a job on one host."""
         self.plan = plan
         self.host = host
         self.restart_count = restart_count
         self.link = link or HostLink(plan)
-        self.place = self.link.place  # as the attempt began; `numbers.part.place` has the current hosts
+        self.place = self.link.place  # at the start of the attempt; `numbers.part.place` is the current one
         self.state = self.link.make_supervision()
         self.elastic = self.link.make_elastic()
         self.numbers = RankNumbers(plan, host, restart_count, self.link)
@@ -72,7 +72,7 @@ class Attempt:
         self.links = ElasticLinks()
         self.flights = FlightRecorders()
         self.pages = Pages()
-        # by host: the offset of its clock in seconds, and a core's copy speed in bytes per second
+        # by host name: its clock offset in seconds, and one core's copy speed in bytes per second
         self.report_hosts: dict[str, tuple[float, float]] = {}
         self.report_folder = os.path.abspath(plan.settings.report) if plan.settings.report is not None else ""
         self._requests = Requests(self)
@@ -83,9 +83,9 @@ class Attempt:
         self.link.attach(self)
 
     def run(self) -> None:
-        """Run until every rank and every process below the zygote has exited, and every line is queued.
+        """Run until all ranks and all other descendants of the zygote have exited, and all their output is queued.
 
-        The logs in `flights` stay open until `close`.
+        The flight records in `flights` stay mapped until `close`.
 
         Raises:
             LaunchError: a rank cannot be started, or a log file of the first attempt cannot be created.
@@ -120,7 +120,7 @@ class Attempt:
         link.attach(self)
 
     def _make_loop(self) -> EventLoop:
-        """Return the loop. Its sources are in order: a rank's reports and messages are handled before its exit."""
+        """Return the event loop. The order of its sources matters: a rank's messages are handled before its exit."""
         host, links = self.host, self.links
         return EventLoop(
             host.watch_signals(self.on_signal),
@@ -151,11 +151,11 @@ class Attempt:
         return min((at for at in times if at is not None), default=None)
 
     def _read_output(self, ready: set[int]) -> None:
-        """Read the ready pipes for at most `_READ_S`; the next turn begins with the rest."""
+        """Read the ready pipes for at most `_READ_S`; the next turn begins with those that were not read."""
         end = time.monotonic() + _READ_S
         for fd in self.host.pump.pipes:
             if fd in ready:
-                self.host.pump.read(fd, self.ranks.read_reports)  # a rank reports its failure before it prints it
+                self.host.pump.read(fd, self.ranks.read_reports)  # a rank reports a failure before printing it
                 if time.monotonic() > end:
                     return
         self.host.pump.show_due(self.ranks.read_reports)
@@ -204,7 +204,7 @@ class Attempt:
         self.ranks.fork_some()
 
     def _report_end(self) -> None:
-        """Print the first failure now, because the other ranks may take long to exit."""
+        """Print the first failure now, because the other ranks may take a long time to exit."""
         failures, running = self.state.failures, len(self.state.running)
         if failures and running and self.state.interrupted is None and not self.state.overdue:
             self.host.display.print(
@@ -254,7 +254,7 @@ class Attempt:
 
     def on_exit(self, exit: Exit) -> None:
         """Process the exit of a rank on any host, after reading its last messages."""
-        # Read messages first: otherwise the last known owner of the state may exit before others report having it.
+        # Otherwise the last rank known to have the training state may exit before others report that they have it.
         self.receive_from_ranks()
         for pid in self.ranks.processes.pids.values():
             progress = self.pages.read(pid)
@@ -266,7 +266,7 @@ class Attempt:
         if actions is None:
             if self.elastic.has_trained:  # the others no longer need this rank; they may be saving, which takes time
                 self.state.report_grace_s = self.state.shutdown_timeout_s
-            if exit.rank in self._loss_reports:  # since that report, the job no longer survives losses
+            if exit.rank in self._loss_reports:  # the job survived losses when the report arrived, and no longer does
                 self.do(self.state.on_report(self._loss_reports.pop(exit.rank), time.monotonic()))
             self.do(self.state.on_exit(exit))
             return
@@ -303,10 +303,10 @@ class Attempt:
 
         `where` names the other host in messages, such as ` on node-b`; empty for a signal to this agent.
         """
-        if number == signal.SIGCHLD:  # the zygote's exit closes its socket
+        if number == signal.SIGCHLD:
             self.ranks.on_child_signal()
             return
-        if number == signal.SIGTSTP:  # Ctrl-Z: the ranks stop and continue with us
+        if number == signal.SIGTSTP:  # Ctrl-Z: the ranks stop and continue with the agent
             if self.numbers.part.place.num_nodes > 1:  # the other hosts would report this host as lost
                 self.host.display.print(
                     "phalanx run: SIGTSTP (Ctrl-Z): a job on several hosts cannot be suspended, and continues"
@@ -320,11 +320,11 @@ class Attempt:
                 return
             is_again, self._signalled_hosts = where in self._signalled_hosts, {*self._signalled_hosts, where}
             if self.state.phase == "stopping" and number == signal.SIGTERM == self.state.interrupted and not is_again:
-                return  # a scheduler signals all hosts itself
+                return  # a scheduler sends SIGTERM to every host: this is not a second request
             self.ranks.abandon_rest()
             if self.state.phase == "running":
                 self.do_elastic([self.elastic.give_up()])  # replace no more ranks
-            if self.state.phase == "killing":  # the third signal: wait for nothing
+            if self.state.phase == "killing":  # the third signal: do not wait for anything
                 self.ranks.kill_zygote()
                 return
         running = len(self.state.running)
@@ -391,7 +391,7 @@ class Attempt:
             self.numbers.close_stores_before(min(generations, default=0))
 
     def _show_loss_reports(self, begun: BeginGeneration) -> None:
-        """Print the first exception among the lost ranks; the line on each lost rank was already printed."""
+        """Print the first exception among the lost ranks; the line about each lost rank was already printed."""
         reports = [self._loss_reports.pop(lost.slot) for lost in begun.lost if lost.slot in self._loss_reports]
         if self.plan.settings.traceback:
             return  # the ranks print their tracebacks
@@ -420,21 +420,21 @@ class Attempt:
                 self.send_generation(rank)
 
     def send_generation(self, rank: int) -> None:
-        """Send an elastic rank of any host its rank in the current generation."""
+        """Send the current generation to an elastic rank of any host."""
         message = None if self.link.send_generation(rank) else self.numbers.plan_message(rank)
         if message is not None:
             self.send_to_rank(rank, message)
 
     def send_to_rank(self, rank: int, message: dict[str, Any]) -> None:
-        """Send a message to an elastic rank of any host; it may not arrive."""
+        """Send a message to an elastic rank of any host; delivery is not guaranteed."""
         if not self.link.send_to_rank(rank, message):
             self.links.send(rank, message)
 
     def send_signal(self, signum: int, ranks: tuple[int, ...], *, group: bool, is_relayed: bool = False) -> None:
-        """Send a signal to ranks of any host; skip ranks that received a relayed signal directly."""
+        """Send a signal to ranks of any host. If it `is_relayed`, ranks that receive it directly are skipped."""
         delay_s = decide_delay_s(signum, received_here=signum in self.host.received) if is_relayed else None
         self.ranks.send_signal(signum, ranks, group=group, delay_s=delay_s)
-        if not is_relayed or signum in ENDING_SIGNALS:  # other relayed signals concern only the host that received them
+        if not is_relayed or signum in ENDING_SIGNALS:  # other relayed signals stay on the host that received them
             self.link.send_signal(signum, ranks, group=group, is_relayed=is_relayed)
 
     def _sweep(self) -> None:
@@ -452,17 +452,17 @@ class Attempt:
         self.host.display.print(text)
 
     def collect_logs(self) -> list[GroupLog]:
-        """Return the flight records of all hosts' ranks that have reached this host."""
+        """Return the flight records that have reached this host, of ranks on all hosts."""
         return self.link.merge_logs(self.flights.logs())
 
     @property
     def ended_ns(self) -> dict[int, int]:
-        """Return the exit time of each rank, by pid, in nanoseconds of CLOCK_MONOTONIC."""
+        """Return the exit time of each process that has exited, by pid, in nanoseconds of CLOCK_MONOTONIC."""
         own = {end.pid: int(end.at * 1e9) for end in self.state.exits.values()}
         return {**self.ranks.processes.lost_ns, **own, **self.link.ended_ns}
 
     def close(self) -> None:
-        """Unmap the memory that the ranks have shared with this process."""
+        """Close the link, and unmap the memory that the ranks have shared with this process."""
         self.link.close()
         self.flights.close()
         self.pages.close()
@@ -473,7 +473,7 @@ def count_ranks(ranks: int) -> str:
     return f"{ranks} rank{'s' * (ranks != 1)}"
 
 
-_MAX_PAGES = 4096  # a bound on pages of processes that are not ranks, or no longer are: nothing drops them
+_MAX_PAGES = 4096  # bounds the pages of processes that are not or no longer ranks: nothing else drops these pages
 
 
 class Pages:
@@ -483,7 +483,7 @@ class Pages:
         self._fds: dict[int, int] = {}  # by process
 
     def add(self, pid: int, fds: Sequence[int]) -> None:
-        """Add a page that the process shares, and own its descriptors; close descriptors that are not a page."""
+        """Take ownership of `fds`, which a process has sent; keep a single progress page, and close all others."""
         kept = fds[0] if len(fds) == 1 and read_page(fds[0]) is not None else -1
         for fd in fds:
             if fd != kept:
@@ -498,7 +498,7 @@ class Pages:
             os.close(self._fds.pop(next(iter(self._fds))))
 
     def fds_of(self, pids: Sequence[int]) -> dict[int, int]:
-        """Return the descriptors of the pages of `pids`, without transferring them."""
+        """Return the descriptors of the pages of `pids`, which this object still owns."""
         return {pid: self._fds[pid] for pid in pids if pid in self._fds}
 
     def read(self, pid: int) -> RankProgress | None:
@@ -507,7 +507,7 @@ class Pages:
         return None if fd is None else read_page(fd)
 
     def drop(self, pid: int) -> None:
-        """Close the page of a process that has exited; an elastic job may lose a thousand ranks."""
+        """Close the page of a process that has exited, because an elastic job may lose a thousand ranks."""
         fd = self._fds.pop(pid, None)
         if fd is not None:
             os.close(fd)
@@ -518,21 +518,22 @@ class Pages:
         self._fds.clear()
 
 
-MAX_OBSERVED = 64  # the most groups whose memory the agent keeps alive
-_MAX_ENDED = 64  # the most logs kept of groups whose memory is closed
+MAX_OBSERVED = 64  # maximum number of groups whose memory the agent keeps mapped
+_MAX_ENDED = 64  # maximum number of logs kept of groups whose memory is unmapped
 
 
 class FlightRecorders:
-    """`FlightRecorders` owns the recorders of at most `MAX_OBSERVED` groups, and the logs of some older groups."""
+    """`FlightRecorders` maps the recorders of at most `MAX_OBSERVED` groups, and keeps logs of `_MAX_ENDED` others."""
 
     def __init__(self) -> None:
         self._observed: list[Observer] = []
         self._ended: deque[GroupLog] = deque(maxlen=_MAX_ENDED)
 
     def add(self, message: Mapping[str, Any], fds: Sequence[int], lost: Collection[int] = ()) -> None:
-        """Add a group that a rank shares, and own its descriptors. An unreadable group is dropped.
+        """Add the flight recorder of a group, which a rank has sent, and take ownership of `fds`.
 
-        `lost` are processes that have exited while the job continued: their groups have ended.
+        A recorder that cannot be read is dropped. `lost` has the pids of processes that have exited while the job
+        continued; their groups have ended.
         """
         kept = -1
         try:
@@ -548,7 +549,7 @@ class FlightRecorders:
                 self._close_ended(lost)
                 self._observed.append(observer)
         except (ImportError, KeyError, TypeError, ValueError, OverflowError, OSError):
-            pass  # the ranks have another version of Phalanx, or sent a foreign file: do not observe this group
+            pass  # the ranks have another version of Phalanx, or sent some other file: do not observe this group
         finally:
             for fd in fds:
                 if fd != kept:

@@ -1,4 +1,4 @@
-"""Find out whether this process has used CUDA, after which a fork of it cannot use CUDA."""
+"""Detect whether this process has initialised CUDA: if it has, its forks cannot use CUDA."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _DEVICES = "/dev/nvidia"
 
 
 def find_cuda_use(modules: Mapping[str, Any], descriptors: Iterable[str]) -> str:
-    """Return evidence that a process has initialised CUDA, from its modules and its descriptors' targets; "" if none.
+    """Return evidence that a process has initialised CUDA; "" if there is none.
 
-    The driver opens its devices in cuInit, whichever library calls it, and torch reports its own state. This check does
-    not initialise CUDA.
+    `modules` are its imported modules, and `descriptors` the paths of its open files. The driver opens its devices in
+    cuInit, whichever library calls cuInit, and torch reports its own state. This check does not initialise CUDA.
     """
     torch = modules.get("torch")
     try:
@@ -33,16 +33,16 @@ def find_own_cuda_use() -> str:
 
 
 def close_devices() -> None:
-    """Close the driver's devices before another program takes over this process."""
+    """Close the driver's devices before this process executes another program."""
     for fd, path in _descriptors().items():
         if path.startswith(_DEVICES):
             os.close(fd)
 
 
 def describe(use: str, *, preloads: bool) -> str:
-    """Return the message for the user.
+    """Return the message for the user that CUDA was initialised, with the evidence `use`.
 
-    `preloads`: the zygote's import of torch, which --no-preload turns off, has initialised CUDA.
+    `preloads`: the zygote's import of torch, which --no-preload disables, has initialised CUDA.
     """
     suspects = _plugins()
     suspected = f" Suspects: {', '.join(suspects)}." if suspects else ""
@@ -62,7 +62,7 @@ def describe(use: str, *, preloads: bool) -> str:
 
 
 def _plugins() -> list[str]:
-    """Return the other packages whose plugins run when torch is imported."""
+    """Return the packages, other than Phalanx, whose plugins run when torch is imported."""
     try:
         found = metadata.entry_points(group="torch.backends")
     except Exception:

@@ -1,8 +1,8 @@
-"""`Elastic` decides how an elastic job continues when a rank is lost. It has no clock, process or socket.
+"""`Elastic` decides how an elastic job continues when a rank is lost. It uses no clock, process or socket.
 
     STARTING    all ranks have joined ──────────────▶ TRAINING
     TRAINING    a rank is lost ─────────────────────▶ LOSING
-                a host joins, or leaves in order ───▶ REGROUPING
+                a host joins, or leaves cleanly ────▶ REGROUPING
     LOSING      all failing ranks have exited ──────▶ REGROUPING
                 too few are left ───────────────────▶ WAITING
     WAITING     enough hosts have joined ───────────▶ REGROUPING
@@ -44,7 +44,7 @@ from phalanx._job.agent.elastic_actions import (
 from phalanx._job.agent.failure import ExceptionReport, Exit, RankFailure, summarise
 from phalanx._job.agent.generation import Limits, SlotPlan, plan_generation
 
-BELOW_MINIMUM_EXIT_CODE = 75  # EX_TEMPFAIL: the job's scheduler may start it again
+BELOW_MINIMUM_EXIT_CODE = 75  # EX_TEMPFAIL: a scheduler may restart the job
 ALL_LEFT = "all ranks have left their group"
 _HAS_ENDED = "another rank has ended its training"
 
@@ -87,7 +87,7 @@ class ElasticRank:
     pid: int
     joined: bool = False
     holds_state: bool = False
-    outlives: bool = False  # whether it survives its zygote
+    outlives: bool = False  # whether it survives the death of its zygote
     generation: int = 0
     step: int = -1
     min_ranks: int = 1
@@ -97,12 +97,12 @@ class ElasticRank:
     loss_report: tuple[bool, str] | None = None  # why it left its group: whether the ranks disagreed, and its error
     due: tuple[float, str] | None = None  # when to kill it, and why
     evicted: str = ""  # why it was killed; it has not exited yet
-    abandon_at: float | None = None  # when the job continues although the killed process has not exited
+    abandon_at: float | None = None  # when the job continues even if the killed process has not exited
     continued: bool = False  # it was sent SIGCONT instead of being killed
 
 
 class Elastic:
-    """`Elastic` makes the decisions for an elastic job. Every method takes an event and returns actions."""
+    """`Elastic` makes the decisions for an elastic job. Its `on_…` methods take events, and may return actions."""
 
     def __init__(self, slot_plan: SlotPlan, max_replacements: int | None = None, limits: Limits | None = None) -> None:
         self.slot_plan = slot_plan
@@ -115,7 +115,7 @@ class Elastic:
         self.has_trained = False  # a rank has reported that it has finished training
         self.finished = False  # a rank has finished its training, or has exited with success
         self._has_committed = False  # a rank has committed a step
-        self._over: ElasticPhase | None = None  # ENDING or GIVEN_UP, once that was decided
+        self._over: ElasticPhase | None = None  # ENDING or GIVEN_UP, once decided
         self._newest_never_forms = False  # ranks finished in the previous generation, so the newest will never form
         self.is_script_elastic = False  # according to its source; the ranks confirm it later
         self.began_at = 0.0
@@ -123,11 +123,11 @@ class Elastic:
         self._killed_early_at: float | None = None  # when a rank was killed before all had joined
         self._end_message: dict[str, Any] = {}  # the message that asks the ranks to save and exit
         self.next_due: float | None = None
-        self._exits: list[tuple[Exit, ExceptionReport | None]] = []  # losses since the last generation
+        self._exits: list[tuple[Exit, ExceptionReport | None]] = []  # losses since the last generation began
         self._undecided_losses: list[LostRank] = []  # the same losses, for messages
-        self._lost_slots: set[int] = set()  # slots lost with their host since the last generation
+        self._lost_slots: set[int] = set()  # slots lost with their host since the last generation began
         self._refuses_forks = False  # whether the system has refused to fork
-        self._forking: set[int] = set()  # slots whose process was requested, and has not started
+        self._forking: set[int] = set()  # slots whose process was requested but has not started
         self._repetition = Repetition()
 
     @property
@@ -173,7 +173,7 @@ class Elastic:
         self._repetition.on_step(step)
 
     def rank_of(self, slot: int) -> int:
-        """Return the rank of a slot in the current generation."""
+        """Return the rank of a slot in the current generation; `slot` itself if it has none."""
         slots = self.generation.slots
         return slots.index(slot) if slot in slots else slot
 
@@ -216,7 +216,7 @@ class Elastic:
         return member is not None and member.pid == pid and self.active
 
     def on_report(self, report: ExceptionReport, now: float) -> list[ElasticAction] | None:
-        """Process the uncaught exception of a rank that is about to exit; return None for an ordinary failure."""
+        """Process the uncaught exception of a rank, which is about to exit; return None if the job fails with it."""
         if not self.survives_loss_of(report.rank, report.pid):
             return None
         self.members[report.rank].report = report
@@ -247,14 +247,14 @@ class Elastic:
     def lost_early(self) -> bool:
         """Return whether a rank of an elastic script was killed before all had reached `elastic.run`.
 
-        A script may mention `elastic.run` without calling it, so the source is trusted only for `STARTING_S`.
+        A script may mention `elastic.run` without calling it, so its source is trusted only for the first `STARTING_S`.
         """
         if self._killed_early_at is None:
             return False
         return self._has_joined or (self.is_script_elastic and self._killed_early_at - self.began_at < STARTING_S)
 
     def record_early_loss(self, exit: Exit) -> None:
-        """Record a process that was killed before all ranks had reached their first `elastic.run`."""
+        """Record that a signal killed a process before all ranks had reached their first `elastic.run`."""
         member = self.members.get(exit.rank)
         if member is None or member.pid != exit.pid or exit.status >= 0 or member.report is not None:
             return
@@ -262,7 +262,7 @@ class Elastic:
             self._killed_early_at = exit.at
 
     def on_unforked(self, slot: int, why: str, now: float) -> list[ElasticAction] | None:
-        """Process the system's refusal to fork a replacement; return None in the first generation."""
+        """Process the system's refusal to fork a replacement; return None if `slot` needs no replacement."""
         if not self.generation.number or slot in self.members:
             return None
         self._refuses_forks = True
@@ -271,7 +271,7 @@ class Elastic:
 
     @property
     def forking(self) -> tuple[int, ...]:
-        """Return the slots whose process was requested, and has not started."""
+        """Return the slots whose process was requested but has not started."""
         return tuple(sorted(self._forking))
 
     def on_no_forks(self, now: float) -> list[ElasticAction]:
@@ -294,7 +294,10 @@ class Elastic:
         return actions
 
     def evict(self, slot: int, why: str, now: float) -> list[ElasticAction]:
-        """Kill the process in a slot, unless it alone has the training state; its exit is processed like any loss."""
+        """Kill the process in a slot; its exit is processed like any other loss.
+
+        The only process with the training state is first sent SIGCONT instead, in case it was stopped.
+        """
         member = self.members.get(slot)
         if member is None:
             return []
@@ -340,7 +343,7 @@ class Elastic:
     def _reject(self, member: ElasticRank) -> list[ElasticAction]:
         """Refuse a rank that waits for a generation that will never form.
 
-        A new rank leaves. A replacement fails, as the rank that it replaces did.
+        A newly added rank leaves. A replacement fails, as the rank that it replaces did.
         """
         if any(lost.slot == member.slot for lost in self._last_losses):
             return [refuse(member.slot, _HAS_ENDED)]
@@ -409,19 +412,19 @@ class Elastic:
                 self._set_due(other.slot, now + span_s, why)
 
     def _on_waiting(self, member: ElasticRank, generation: int, now: float) -> list[ElasticAction]:
-        """Answer a rank that waits for the generation after `generation`, which has begun, may begin, or never will."""
+        """Answer a rank that waits for the generation after `generation`: send it, ask the rank to wait, or refuse."""
         if generation < self.generation.number and not self._exits:
             return [SendGeneration(member.slot)]
         if why := self._find_no_generation():
             return [refuse(member.slot, why)]
-        # a rank that was spared before may still be silent
+        # a rank that was sent SIGCONT instead of being killed may still be silent
         if self.active and not self._exits and member.lost_generation >= generation:
             silent = [other for other in self.members.values() if other.lost_generation < generation]
             self._set_due_silent(member, silent, now)
         return [SendToRank(member.slot, {"kind": "wait"})]
 
     def _find_no_generation(self) -> str:
-        """Return why no other generation will begin; empty if one may, or if the ranks were asked to exit."""
+        """Return why no further generation will begin; empty if one may begin, or if the ranks were asked to exit."""
         if self.phase is ElasticPhase.ENDING:
             return ""
         if self.phase is ElasticPhase.GIVEN_UP:
@@ -434,7 +437,7 @@ class Elastic:
         return ""
 
     def _decide(self, now: float, without_loss: str = "") -> list[ElasticAction]:
-        """Decide how to continue after the losses, once no rank is about to exit, so that one decision covers all."""
+        """Decide how to continue, once no rank is about to exit, so that one decision covers all losses."""
         if any(member.report is not None for member in self.members.values()):
             return []
         if not any(member.holds_state for member in self.members.values()):
@@ -475,18 +478,18 @@ class Elastic:
         ]
 
     def _fail(self, why: str) -> list[ElasticAction]:
-        """Fail the job because of the lost ranks or, if none is lost, because of the errors for which ranks left."""
+        """Fail the job because of the lost ranks or, if none is lost, because of the errors that ended their group."""
         refusals = (
             [] if self._exits or self._lost_slots else [refuse(member.slot, why) for member in self.members.values()]
         )
         return [*refusals, self.give_up()]
 
     def silence_s(self, slot: int) -> float:
-        """Return how long the process in a slot may make the others wait."""
+        """Return how many seconds the process in a slot may make the others wait."""
         return SILENT_RANK_S
 
     def plan_refills(self, living: frozenset[int]) -> dict[int, bool]:
-        """Return, by host, whether its empty slots get a new process."""
+        """Return, by the host's member number, whether the empty slots of each host get new processes."""
         empty = sum(slot not in living for host in self.slot_plan.hosts for slot in host.slots)
         refills = self._may_replace(empty)
         return {host.member: refills for host in self.slot_plan.hosts}
@@ -506,7 +509,7 @@ class Elastic:
         return self._save_and_end(f"there are {missing}, and no rank can be replaced{allowed}")
 
     def _save_and_end(self, why: str) -> list[ElasticAction]:
-        """End the job after the remaining ranks have saved their state."""
+        """End the job: ask the remaining ranks to save their state and exit."""
         self.losses += self._undecided_losses
         self._undecided_losses = []
         message = self._end_message = {"kind": "end", "code": BELOW_MINIMUM_EXIT_CODE, "why": why}
@@ -551,7 +554,7 @@ class Elastic:
 def describe_loss(lost: Sequence[LostRank], num_forked: int, world_size: int, replaced: str) -> str:
     """Describe the lost ranks, and how many are replaced or remain.
 
-    `replaced`: the number of replacements so far and the limit; empty without a limit.
+    `replaced`: the number of replacements so far and the limit, such as `2 of 3`; empty without a limit.
     """
     said = [f"rank {each.rank} (pid {each.pid}) is lost: {each.why}" for each in lost]
     if not num_forked:
@@ -571,9 +574,9 @@ def describe_regrouped(lost: Sequence[LostRank], num_ranks: int, now: float) -> 
     )
 
 
-_MAX_WITHOUT_STEP = 20  # the most losses without a completed step between them
-_MAX_DISAGREEMENTS = 3  # how often ranks may call different operations; a loss may cause this once or twice
-_MAX_REPEATED = 2  # how often the same exception may be raised at the same step
+_MAX_WITHOUT_STEP = 20  # maximum number of losses without a completed step in between
+_MAX_DISAGREEMENTS = 3  # the job fails when ranks call different operations this often; a loss may cause one or two
+_MAX_REPEATED = 2  # the job fails when the same exception is raised this often at the same step
 
 
 class Repetition:
@@ -584,7 +587,7 @@ class Repetition:
         self._losses = 0
         self._disagreements = 0
         self._disagreement = ""  # the last disagreement, as reported by a rank
-        self._raised: dict[tuple[tuple[str, ...], str, int], int] = {}  # how often an exception was raised at a step
+        self._raised: dict[tuple[tuple[str, ...], str, int], int] = {}  # by types, place and step: how often raised
 
     def on_step(self, step: int) -> None:
         if step > self.best_step:
@@ -593,16 +596,16 @@ class Repetition:
             self._raised = {key: times for key, times in self._raised.items() if key[2] >= step}
 
     def on_loss(self) -> None:
-        """Count the loss of a rank, a host or the group."""
+        """Count the loss of a rank, of a host or of the whole group."""
         self._losses += 1
 
     def on_disagreement(self, error: str) -> None:
-        """Count a loss of the group because ranks called different operations."""
+        """Count a disagreement: the ranks left their group because they had called different operations."""
         self._disagreements += 1
         self._disagreement = error
 
     def find_repeated(self, reports: Mapping[int, ExceptionReport]) -> int | None:
-        """Count the exceptions in `reports`; return a slot whose exception was raised at this step before, or None."""
+        """Count the exceptions in `reports`; return a slot whose exception was raised before at this step, or None."""
         alike = {
             (report.types, report.place): slot
             for slot, report in reports.items()

@@ -1,4 +1,4 @@
-"""Define the decisions for an elastic job as data, and plan the messages to its ranks."""
+"""Define the actions that `Elastic` decides on, as data, and plan the messages to the ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from phalanx._job.agent.generation import Generation, HostPart, HostSlots
 
 @dataclass(frozen=True)
 class LostRank:
-    """A `LostRank` is a rank that was lost in `generation`: why, when (`at`), and the job's newest known step then."""
+    """A `LostRank` is a rank that was lost in `generation`: why, when (`at`), and the latest known step of the job."""
 
     slot: int
     rank: int
@@ -35,7 +35,7 @@ class BeginGeneration:
     lost: tuple[LostRank, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """Return the action as plain data, as the first host sends it to the others."""
+        """Return the action as JSON-serialisable data, which the first host sends to the others."""
         return asdict(self)
 
     @classmethod
@@ -69,7 +69,7 @@ class SendToRank:
 
 @dataclass(frozen=True)
 class SendGeneration:
-    """Send the rank with this slot the current generation, which it has not joined."""
+    """Send the current generation to the rank with this slot, which has not joined that generation."""
 
     slot: int
 
@@ -120,7 +120,7 @@ class Print:
 
 @dataclass(frozen=True)
 class PrepareHost:
-    """Start the ranks of a host that joins; `begun` assigns their ranks; that generation may never begin."""
+    """Start the processes of a joining host. `begun` assigns their ranks, but its generation may never begin."""
 
     slots: HostSlots
     begun: BeginGeneration
@@ -134,7 +134,7 @@ class DropHost:
     why: str
 
 
-# The last two exist only in a job on several hosts (`phalanx._job.hosts.elastic_hosts`).
+# `PrepareHost` and `DropHost` occur only in a job on several hosts (`phalanx._job.hosts.elastic_hosts`).
 ElasticAction = (
     BeginGeneration
     | SendToRank
@@ -153,7 +153,7 @@ ElasticAction = (
 def plan_message(
     generation: Generation, slot: int, begin: BeginGeneration, environment: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Return the message that sends a generation to the rank in this slot.
+    """Return the message that announces a generation to the rank in this slot.
 
     `environment` is the environment that a process started in this slot would get.
     """
@@ -179,7 +179,7 @@ LEAVE = {"kind": "leave"}  # for a rank that is no longer part of the job; the r
 
 
 def refuse(slot: int, why: str) -> SendToRank:
-    """Return the message to a waiting rank that no other generation will begin."""
+    """Return the message that notifies a waiting rank that no further generation will begin."""
     return SendToRank(slot, {"kind": "no generation", "why": why})
 
 

@@ -29,7 +29,7 @@ class ElasticLinks:
 
     def __init__(self) -> None:
         self._links: dict[int, _Link] = {}  # by descriptor
-        # by process: the write ends of its pipes; the process exits when one is closed
+        # by pid: the write ends of its pipes; the kernel kills the process when one is closed
         self._death_pipes: dict[int, list[int]] = {}
 
     @property
@@ -63,12 +63,12 @@ class ElasticLinks:
         return bool(links)
 
     def send_waiting(self, fd: int) -> None:
-        """Send the queued messages of the rank on descriptor `fd`, which is writable."""
+        """Send queued messages to the rank on descriptor `fd`, which is writable."""
         if fd in self._links:
             self._links[fd].channel.send_some()
 
     def read(self, fd: int) -> list[tuple[int, int, dict[str, Any]]]:
-        """Return the messages that have arrived on `fd`, each with its slot and process; close an ended connection.
+        """Return the messages that have arrived on `fd`, each with its slot and pid; close a connection that has ended.
 
         Malformed messages, which a script may send if it finds the descriptor, are ignored.
         """
@@ -94,7 +94,7 @@ class ElasticLinks:
         return messages
 
     def close(self) -> None:
-        """Close all connections; processes that have not exited do so now."""
+        """Close all connections and pipes; the kernel kills ranks that have not exited."""
         for fd in tuple(self._links):
             self._close(fd)
         for pipe in [pipe for pipes in self._death_pipes.values() for pipe in pipes]:

@@ -1,4 +1,4 @@
-"""Plan the environment variables of a rank: torchrun's, and a few of ours."""
+"""Plan the environment of a rank: the variables that torchrun sets, and Phalanx's own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from phalanx._job.agent.plan import JobPlan
 # Only the agent needs the job's key: it must not leak through a rank's environment or core dump.
 KEY_VARIABLE = "PHALANX_KEY"
 
-# A launcher sets these for each rank, and overrides the user's values. An outer launcher's must never reach our ranks.
+# The launcher sets these for each rank, overriding the user's values. Values of an outer launcher must not reach ranks.
 RANK_VARIABLES = (
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE",
     "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
@@ -20,14 +20,14 @@ RANK_VARIABLES = (
     "PHALANX_STORE", "PHALANX_STORE_OF", "PHALANX_ADDRESS", "PHALANX_AGENT", "PHALANX_TTY", "PHALANX_GENERATION",
     "PHALANX_REPORT", "PHALANX_RUN", "PHALANX_RANKS_PER_GPU",
 )  # fmt: skip
-_LEAST_COLUMNS = 20  # COLUMNS for ranks on a very narrow terminal
+_LEAST_COLUMNS = 20  # minimum of COLUMNS, for a very narrow terminal
 
 
 @dataclass(frozen=True)
 class Place:
-    """A `Place` is the ranks of a job on this host: `num_ranks` ranks, beginning with `first_rank`, on host `node`.
+    """A `Place` gives the ranks of a host: `num_ranks` ranks from `first_rank` on, on host number `node`.
 
-    Ranks are also numbered within their role over all hosts; this host's role ranks begin with `first_role_rank`.
+    Ranks are also numbered within their role across all hosts; this host's role ranks begin with `first_role_rank`.
     """
 
     node: int
@@ -49,7 +49,7 @@ class Place:
 
 
 def describe_ranks(place: Place) -> str:
-    """Return this host's ranks in words: `rank 2` or `ranks 2-5`."""
+    """Return this host's ranks as text: `rank 2` or `ranks 2-5`."""
     first, last = place.ranks[0], place.ranks[-1]
     return f"rank {first}" if first == last else f"ranks {first}-{last}"
 
@@ -65,13 +65,13 @@ def plan_rank_environment(
     store: str = "",
     agent: str = "",
 ) -> dict[str, str]:
-    """Return the variables that the launcher sets for `rank` of this host.
+    """Return the variables that the launcher sets for `rank`, which runs on this host.
 
-    RANK_VARIABLES override inherited variables; all others are defaults, which the user's values override.
+    RANK_VARIABLES override inherited values; all other variables are defaults, which the user's values override.
 
     Arguments:
         place: this host's ranks in the current attempt, or in the current generation of an elastic job.
-        generation: the number of that generation; 0 for the first one.
+        generation: the number of that generation; 0 for the first.
         store: PHALANX_STORE, the address of the store for the ranks' rendezvous; empty outside Linux.
         agent: PHALANX_AGENT, the address of this host's agent; empty outside Linux.
     """
@@ -120,7 +120,7 @@ def plan_environment(
 ) -> dict[str, str]:
     """Return the environment that the ranks of a host inherit. Earlier sources override later ones:
 
-    1. `env`: --env on this host, with a value, or with None for the value in `own`
+    1. `env`: --env on this host; None stands for the value in `own`
     2. `first_env`: --env on the first host
     3. `own`: the environment of this command
     4. `first_passed`: the variables that the first host sends by default
@@ -136,21 +136,21 @@ def plan_environment(
     }
 
 
-# Backward allocates and frees every gradient in each step. By default glibc returns large blocks to the system at once,
-# and each step pays for fresh, zeroed pages: on two cores, forward and backward of a perceptron with 25 million
-# parameters took 105 ms, and 62 ms with these limits. glibc still returns blocks of 1 GiB and more.
+# Each backward pass allocates every gradient, and frees it later. By default glibc returns large blocks to the system
+# immediately, and each step pays for fresh, zeroed pages: on two cores, forward and backward of a perceptron with 25
+# million parameters took 105 ms, and 62 ms with these limits. glibc still returns blocks of 1 GiB and more.
 _MALLOC = "glibc.malloc.mmap_threshold=1073741824:glibc.malloc.trim_threshold=1073741824"
 
 
 def plan_zygote_environment(environment: Mapping[str, str], threads: int) -> dict[str, str]:
-    """Return the environment that the ranks inherit, without launchers' variables and the job's key.
+    """Return the zygote's environment, which the ranks inherit, without launchers' variables and the job's key.
 
     OMP_NUM_THREADS is `threads`, and glibc's allocator keeps freed memory, unless the user sets these variables.
     """
     variables = {name: value for name, value in environment.items() if name not in (*RANK_VARIABLES, KEY_VARIABLE)}
     variables.setdefault("OMP_NUM_THREADS", str(threads))
     variables.setdefault("GLIBC_TUNABLES", _MALLOC)
-    variables.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # as torchrun does: NCCL's errors end the process
+    variables.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # as torchrun does: NCCL errors end the process
     return variables
 
 

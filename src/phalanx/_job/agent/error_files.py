@@ -1,7 +1,7 @@
 """Manage the files to which ranks write their errors, in the format of `torch.distributed.elastic`'s `record`.
 
 A script whose `main` is decorated with `record` writes its exception to the file that TORCHELASTIC_ERROR_FILE names.
-The path is torchrun's, FOLDER/attempt_0/LOCAL_RANK/error.json:
+The path, as under torchrun, is FOLDER/attempt_0/LOCAL_RANK/error.json; the file contains:
 
     {"message": {"message": "ValueError: no data", "extraInfo": {"py_callstack": "Traceback …", "timestamp": "17…"}}}
 
@@ -19,7 +19,7 @@ from phalanx._job.agent.failure import ExceptionReport
 
 VARIABLE = "TORCHELASTIC_ERROR_FILE"
 _ATTEMPT = "attempt_"
-_MAX_BYTES = 1 << 24  # more is not read: a script may write anything
+_MAX_BYTES = 1 << 24  # limits what is read, because a script may write anything
 
 
 class ErrorFiles:
@@ -43,7 +43,7 @@ class ErrorFiles:
         return os.path.join(self._attempt, str(local_rank), "error.json") if self._attempt else ""
 
     def remove(self, local_rank: int) -> None:
-        """Remove the error file of a rank's previous process, which was already read."""
+        """Remove the error file of a rank's previous process; the file was already read."""
         with contextlib.suppress(OSError):
             os.unlink(self.path_of(local_rank))
 
@@ -77,9 +77,9 @@ def is_attempt(name: str) -> bool:
 
 
 def read_report(path: str, rank: int, pid: int, ended_at: float) -> ExceptionReport | None:
-    """Return the error in the file `path` of a process that exited at `ended_at`; None if it cannot be read.
+    """Return the error in the file `path` of a process that exited at `ended_at`; None if the file is unreadable.
 
-    The time of the failure is the file's modification time: the timestamp inside has whole seconds only.
+    The time of the failure is the file's modification time, because the timestamp in the file is in whole seconds.
     """
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
@@ -96,7 +96,7 @@ def read_report(path: str, rank: int, pid: int, ended_at: float) -> ExceptionRep
 
 
 def copy_error_file(path: str, own: str, exit_code: int) -> None:
-    """Copy the error to `own`, the error file that this command's parent has named; never raise.
+    """Copy the error file `path` to `own`, the error file that this command's parent has named; never raise.
 
     As under torchrun, the field `errorCode` is the process's exit code, or minus the signal that killed it.
     """

@@ -25,7 +25,7 @@ class ExceptionReport:
     """An `ExceptionReport` is a rank's report of an uncaught exception.
 
     `types` are the class names in the exception's MRO. `own_lines` is the traceback without the lines of libraries.
-    `error_file` is the rank's error file in the format of `torch.distributed.elastic`, if it has written one.
+    `error_file` is the path of the rank's `torch.distributed.elastic` error file, if the rank has written one.
     """
 
     rank: int
@@ -100,11 +100,11 @@ class HostLoss:
 
 @dataclass(frozen=True)
 class RankFailure:
-    """A `RankFailure` is a rank that failed: its report, its exit, or both; or its host is lost.
+    """A `RankFailure` is how a rank failed: its report, its exit, or both; or the loss of its host.
 
     A rank can report a failure and then hang in its own clean-up.
 
-    `stopped`: it had not failed before our signal stopped it.
+    `stopped`: the rank had not failed before the agent's signal stopped it.
     """
 
     rank: int
@@ -121,7 +121,7 @@ class RankFailure:
 
     @property
     def code(self) -> int:
-        """Return the exit code as in a shell: 128 + n for signal n; 1 for a rank that was killed after its report."""
+        """Return the exit code as in a shell: 128 + n for signal n; 1 if a rank was killed after its report."""
         if self.exit is None or (self.report is not None and self.exit.status == -signal.SIGKILL):
             return 1
         # a process can exit with 0 after its exception (os._exit in a hook), and has still failed
@@ -134,19 +134,19 @@ def decide_failures(
     sent: Mapping[int, float],
     lost: Mapping[int, HostLoss] | None = None,
 ) -> list[RankFailure]:
-    """Return the failed ranks, the first cause first.
+    """Return the failed ranks, the likely root cause first.
 
     Arguments:
-        exits: the exits by rank.
-        reports: the reports by rank.
-        lost: the host losses by rank.
-        sent: by signal, when it was first sent to stop ranks; a later death by that signal is our doing.
+        exits: the exit of each rank that has exited.
+        reports: the report of each rank that has sent one.
+        sent: by signal, when it was first sent to stop ranks; a later death by that signal counts as `stopped`.
+        lost: the lost host of each rank whose host is lost.
 
     Failures are sorted by time, with three corrections. A silent death (a signal, os._exit) is dated back by
     `SILENT_DEATH_LAG_S`: the kernel closes the dying rank's sockets first, so peers can raise before its parent is
     notified. SIGABRT is not dated back, because a library that aborts has often waited for its peers. A rank whose
-    exception reports a lost peer comes after all other ranks. Ranks that exited after we began to stop ranks come after
-    earlier failures, unless the kernel killed them for a fault of their own.
+    exception reports a lost peer comes after the ranks that failed on their own. Ranks that failed after the agent
+    began to stop ranks come last, unless a signal that the agent did not send killed them, such as SIGSEGV.
     """
     stopping_since = min(sent.values(), default=float("inf"))
     placed: list[tuple[tuple[int, float], RankFailure]] = []
@@ -212,7 +212,8 @@ def describe_failures(
 def _advise_on_memory(failure: RankFailure) -> str:
     """Return advice if the limit on address space, which the ranks inherit from this command, may be the cause.
 
-    Signs are a library that could not be loaded, a failed allocation, or a rank that exited without a report.
+    Signs are a library that could not be loaded, a failed allocation, or an exit without a report: with code 1, by
+    SIGABRT or by SIGSEGV.
     """
     if failure.report is not None:
         is_likely = failure.report.types[:1] in (("ImportError",), ("MemoryError",))
@@ -222,7 +223,7 @@ def _advise_on_memory(failure: RankFailure) -> str:
 
 
 def _fold(failures: Sequence[RankFailure]) -> list[tuple[list[int], str]]:
-    """Group the ranks whose texts differ only in numbers, and whose place is the same."""
+    """Group the ranks whose summaries differ only in numbers, and that have the same place and exit code."""
     folded: dict[tuple[bytes, str], tuple[list[int], list[str]]] = {}
     for failure in failures:
         text, summary = summarise(failure), failure.report.summary if failure.report is not None else ""

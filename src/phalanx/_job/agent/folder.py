@@ -1,10 +1,11 @@
-"""Create the job's temporary folder, so that sockets of killed ranks are removed.
+"""Create a temporary folder for the job, so that the sockets of killed ranks are removed with it.
 
-TMPDIR is not changed: a script may want to keep its files there, and compilers keep their caches there. The folder has
-the sockets of Python's multiprocessing, which removes them unless its process is killed; our own sockets, whose names
-remain only if a rank is killed while it creates them; and, without a log folder, the ranks' error files.
+TMPDIR is not changed: a script may want to keep its files there, and compilers keep their caches there. The folder
+contains the sockets of Python's multiprocessing, which removes them unless its process is killed; our own sockets,
+whose names remain only if a rank is killed while it creates them; and, without a log folder, the ranks' error files.
 
-The agent removes the folder at the end; if the agent was killed, the zygote does; if both were, this user's next job.
+The agent removes the folder at the end. If the agent is killed, the zygote removes it; if both are, this user's next
+job does.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from collections.abc import Mapping
 
 from phalanx._job.agent.error_files import is_attempt, remove_empty
 
-# With its digits as long as Python's `pymp-` with eight letters: a socket's path is limited to 107 bytes.
+# As long, with its random digits, as Python's `pymp-` with eight letters: a socket's path is limited to 107 bytes.
 _PREFIX = "phalanx-"
 _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 _RANDOM_DIGITS = 5
@@ -45,7 +46,7 @@ class JobFolder:
                 break
 
     def remove_others(self) -> None:
-        """Remove the folders of this user's jobs whose processes were all killed."""
+        """Remove the folders that this user's earlier jobs left behind because all their processes were killed."""
         if not self.path:
             return
         parent = os.path.dirname(self.path)
@@ -66,7 +67,7 @@ def remove(path: str) -> None:
     """Remove a job's folder with its contents, except error files of ranks; ignore other folders; never raise."""
     mark = os.path.join(path, _MARK)
     if not path or not os.path.lexists(mark):
-        return  # it is no job's folder, or another process has removed it
+        return  # it is not a job's folder, or another process has removed it
     with contextlib.suppress(OSError):
         os.unlink(mark)
     remove_empty(path)
@@ -87,7 +88,7 @@ def remove(path: str) -> None:
 
 
 def use_in_rank(path: str) -> None:
-    """Use the job's folder `path` for sockets in this rank: ours, and multiprocessing's here and in children."""
+    """Use the job's folder `path` for this rank's sockets: Phalanx's, and multiprocessing's here and in children."""
     from phalanx._base.ipc import private  # here, because the agent starts in milliseconds and does not need it
 
     private.use_place(path)

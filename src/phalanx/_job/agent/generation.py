@@ -8,7 +8,7 @@ generation is the position of the slot among the occupied slots:
     b is lost  0 1         2 3          ranks of generation 1: survivors keep their order
     d joins    0 1 | 2 3 | 4 5          generation 2: d gets the slots of b, and all ranks are as at the start
 
-So when the job has all its ranks again, each process has its original rank again, and sums are bitwise equal.
+So when the job is complete again, each process has its original rank, and sums are bitwise identical to those before.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from phalanx._job.agent.environment import Place
 
 @dataclass(frozen=True)
 class HostSlots:
-    """`HostSlots` are the slots of a host. Those in `living` have processes; the host forks the others if it `refills`.
+    """`HostSlots` are the slots of a host. Slots in `living` have a process.
 
-    `name` identifies a host that returns; `role` is the role of its ranks.
+    If `refills` is set, the host starts a new process for each of the others. `name` identifies a host that returns;
+    `role` is the role of its ranks.
     """
 
     member: int
@@ -56,7 +57,10 @@ class ArrivedHost:
 
 @dataclass(frozen=True)
 class HostPart:
-    """A `HostPart` is a host's part of a generation: `slots[local_rank]`; those in `forked` get a new process."""
+    """A `HostPart` is one host's share of a generation.
+
+    `slots` is indexed by local rank; the slots in `forked` get a new process.
+    """
 
     member: int
     slots: tuple[int, ...]
@@ -76,7 +80,7 @@ class Generation:
 
     @property
     def slots(self) -> tuple[int, ...]:
-        """Return the occupied slots: `slots[rank]`."""
+        """Return the occupied slots, indexed by rank."""
         return tuple(slot for part in self.parts for slot in part.slots)
 
     @property
@@ -110,7 +114,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class SlotPlan:
-    """A `SlotPlan` has the hosts of the job with their slots, and the vacated slots of former hosts."""
+    """A `SlotPlan` lists the hosts of the job with their slots, and the vacated slots of former hosts."""
 
     hosts: tuple[HostSlots, ...]
     vacated: tuple[HostSlots, ...] = ()
@@ -142,7 +146,7 @@ class SlotPlan:
         return SlotPlan(tuple(hosts), self.vacated)
 
     def accept(self, candidate: ArrivedHost) -> SlotPlan:
-        """Return the plan with one more host: in its previous slots if it returns, else in vacated or new slots."""
+        """Return the plan with one more host: in vacated slots of the same number (its own first), else in new ones."""
         fits = [left for left in self.vacated if left.num_slots == candidate.num_ranks]
         own = [left for left in fits if left.name == candidate.name and candidate.name]
         chosen = next(iter(own or fits), None)

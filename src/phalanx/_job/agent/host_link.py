@@ -2,7 +2,7 @@
 
 HostLink       the job has no other host                   here
 LeaderLink     this is the first host, which decides       `phalanx._job.hosts.leader`
-FollowerLink   another host, which executes the orders     `phalanx._job.hosts.follower`
+FollowerLink   another host, which executes the decisions  `phalanx._job.hosts.follower`
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 class HostLink:
     """A `HostLink` is the link of a job on one host. The links of a job on several hosts derive from it.
 
-    An attempt gets its deciders from its link, and reports the events of this host's ranks to the link. The link
-    executes on other hosts the actions that the attempt executes on this host.
+    An attempt gets its `Supervision` and its `Elastic` from the link, and reports the events of this host's ranks to
+    the link. The link has the other hosts execute the same actions.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class HostLink:
         return False
 
     def send_generation(self, rank: int) -> bool:
-        """Send an elastic rank on another host its new rank; return whether the rank is on another host."""
+        """Send the current generation to a rank on another host; return whether the rank is on another host."""
         return False
 
     def begin_generation(self, begun: BeginGeneration) -> None:
@@ -114,7 +114,7 @@ class HostLink:
 
     @property
     def is_leaving(self) -> bool:
-        """Return whether an elastic job continues without this host's ranks; the host leads until they have ended."""
+        """Return whether an elastic job continues without this host, which leads it until its own ranks have exited."""
         return False
 
     def remind(self, rank: int, message: dict[str, Any]) -> None:
@@ -134,17 +134,17 @@ class HostLink:
         return True
 
     def request_stacks(self, request: ClientRequest) -> None:
-        """Answer a request for the stacks of ranks on other hosts; own the request."""
+        """Answer a request for the stacks of ranks on other hosts, and close the request."""
         answer_others(request.channel, [])
         request.close()
 
     def merge_logs(self, logs: list[GroupLog]) -> list[GroupLog]:
-        """Return `logs`, which are this host's, merged with the records of other hosts' ranks."""
+        """Return `logs`, the flight records of this host's ranks, merged with those of ranks on other hosts."""
         return logs
 
     @property
     def ended_ns(self) -> dict[int, int]:
-        """Return when processes of other hosts exited, by pid, on CLOCK_MONOTONIC of this host."""
+        """Return when processes of other hosts exited, by pid, in nanoseconds of this host's CLOCK_MONOTONIC."""
         return {}
 
     def name_host(self, rank: int) -> str:

@@ -30,13 +30,13 @@ from phalanx.errors import LaunchError
 
 _MAX_REPORT_BYTES = 1 << 18
 _MAX_REPORTS = 256
-_FORKS_AHEAD = 8  # how many forks may be requested ahead; their descriptors are in transit
+_FORKS_AHEAD = 8  # maximum number of forks requested but not yet reported; their descriptors are in transit
 _MAX_FAILED_ZYGOTES = 3
-_DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/accel", "/dev/dri")  # of the drivers of NVIDIA, AMD and others
+_DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/accel", "/dev/dri")  # accelerators of NVIDIA, AMD and others
 
 
 class ProcessListener(Protocol):
-    """A `ProcessListener` is notified of events of the processes; the attempt is one."""
+    """A `ProcessListener` is notified of the events of rank processes; `Attempt` implements it."""
 
     def on_own_start(self, rank: int, pid: int) -> None:
         """Process the start of a rank."""
@@ -122,7 +122,7 @@ class HostRanks:
 
     def abandon_rest(self) -> None:
         """Stop forking, and abandon the ranks that were not forked."""
-        if self._zygote_is_new and self._elastic.forking:  # it need not finish its imports
+        if self._zygote_is_new and self._elastic.forking:  # do not wait until the zygote has finished its imports
             for rank in self._elastic.forking:
                 self._state.on_retired(rank)
             self._host.zygote.kill()
@@ -134,7 +134,7 @@ class HostRanks:
         """Fork the first process of `rank`, or its replacement.
 
         Raises:
-            OSError: no descriptors are left.
+            OSError: no file descriptors are left.
         """
         self._host.errors.remove(rank - self._place.first_rank)
         cpus = tuple(self._plan.pinning.cpus[rank - self._place.first_rank])
@@ -144,8 +144,8 @@ class HostRanks:
     def send_signal(self, signum: int, ranks: Iterable[int], *, group: bool, delay_s: float | None = None) -> None:
         """Send a signal to each rank of `ranks` that is on this host.
 
-        `delay_s`: for a signal from outside, how long the zygote waits to detect that every process of the job receives
-        the signal anyway.
+        `delay_s`: for a signal that the agent has received, how long the zygote waits before relaying it, in case
+        every process of the job receives it anyway.
         """
         own = [rank for rank in ranks if rank in self._place.ranks]
         zygote = self._host.zygote
@@ -176,7 +176,7 @@ class HostRanks:
         return True
 
     def _sweep_without_zygote(self) -> None:
-        """Kill every process of the job on this host, and replace the zygote, which has not done so in time."""
+        """Kill every process of the job here, because the zygote has not done so in time, and replace the zygote."""
         zygote = self._host.zygote
         reaped = kill_descendants([zygote.pid])
         zygote.close(reaped)
@@ -220,7 +220,7 @@ class HostRanks:
             self._listener.on_own_report(replace(report, error_file=path))
 
     def read_error_file(self, rank: int, pid: int, status: int, at: float) -> None:
-        """Report the error file of a process that could not report its failure itself, such as a shell script."""
+        """Report the error file of a process that did not report its failure itself, such as a shell script."""
         path = self._host.errors.find(rank - self._place.first_rank)
         if status == 0 or not path or pid in self._reported:
             return
@@ -319,7 +319,7 @@ class HostRanks:
             )
 
     def _reap_adopted(self) -> None:
-        """Reap adopted ranks; only this process is notified of their exits."""
+        """Reap adopted ranks; the zygote is not notified of their exits."""
         sessions = self._host.adopted.sessions
         self._report_exits(list(self._host.adopted.reap(self._host.zygote.pid)))
         if sessions != self._host.adopted.sessions:
@@ -337,7 +337,7 @@ class HostRanks:
     def _find_exits(self) -> None:
         """Process the exits of dying ranks before the kernel has freed their memory.
 
-        A host with devices does not do this, since a replacement may need the same device's memory.
+        A host with accelerators does not do this, since a replacement may need the memory of the same device.
         """
         self._checks_exits = False
         for rank, pid in list(self.processes.pids.items()):
@@ -356,19 +356,19 @@ _MAX_DUMP_BYTES = 1 << 16
 
 
 class RankProcesses:
-    """`RankProcesses` records the process of each rank, and owns two descriptors for each."""
+    """`RankProcesses` records the pid of each rank, and owns the files for its stacks and its faulthandler dump."""
 
     def __init__(self) -> None:
         self.pids: dict[int, int] = {}
         self.stacks: dict[int, int] = {}  # by rank: the file for its stacks
-        self.lost_ns: dict[int, int] = {}  # by process: the times of exits that the job survived
+        self.lost_ns: dict[int, int] = {}  # by pid: when processes exited whose loss the job survived
         self._dumps: dict[int, int] = {}
 
     def fork(self, setup: RankSetup, reports: int, zygote: ZygoteProcess, pump: Pump) -> None:
         """Fork the first process of a rank, or its replacement.
 
         Raises:
-            OSError: no descriptors are left.
+            OSError: no file descriptors are left.
         """
         rank = setup.rank
         for old in (self._dumps, self.stacks):

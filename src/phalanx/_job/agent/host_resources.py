@@ -1,4 +1,4 @@
-"""A `HostResources` object has the resources that all attempts at a job on this host share."""
+"""`HostResources` are the resources of this host that all attempts of a job share."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ class HostResources:
     agent_socket: AgentSocket
     adopted: AdoptedRanks = field(default_factory=AdoptedRanks)
     errors: ErrorFiles = field(default_factory=ErrorFiles)
-    arrived: dict[int, float] = field(default_factory=dict)  # pending signals, and when to process them
+    arrived: dict[int, float] = field(default_factory=dict)  # by pending signal: when to process it
     received: set[int] = field(default_factory=set)  # all signals received by this process
 
     def watch_signals(self, on_signal: Callable[[int], object]) -> Source:
-        """Return the loop's source for signals.
+        """Return the event loop's source for signals.
 
-        A signal that ends the job is processed after `_REPEAT_S`. A repetition within that time, such as the command
-        `timeout` sends, is part of the same request.
+        A signal that ends the job is processed after `_REPEAT_S`. If the signal is repeated within that time, as by the
+        command `timeout`, both count as one request.
         """
 
         def receive(ready: set[int]) -> None:
@@ -55,7 +55,7 @@ class HostResources:
         return Source(receive, lambda: (self.signals,), due=lambda: min(self.arrived.values(), default=None))
 
     def watch_display(self) -> Source:
-        """Return the loop's source that writes queued output as fast as its reader reads."""
+        """Return the event loop's source that writes queued output as fast as its reader accepts it."""
         return Source(
             lambda ready: self.display.tick(),
             writable=lambda: (writer.fd for writer in self.display.writers),

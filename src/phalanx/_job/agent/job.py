@@ -1,4 +1,4 @@
-"""Run a job on its zygote: attempts, restarts and the final summary; return the exit code."""
+"""Run a job from the first attempt to its exit code: restarts, the final summary, the report and the metrics."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ if TYPE_CHECKING:
     from phalanx._job.inspect.top.prometheus import Metrics
 
 
-LOST_OUTPUT_EXIT_CODE = 120  # as Python's, for output that cannot be written
+LOST_OUTPUT_EXIT_CODE = 120  # as Python's, if stdout cannot be flushed at exit
 _OVERDUE_EXIT_CODE = 124  # as from the command `timeout`
-# the most restarts of an elastic job before all ranks have begun to train; they lose no progress
+# maximum number of restarts of an elastic job before all ranks have begun to train; they lose no progress
 _MAX_EARLY_RESTARTS = 3
 _HANG_S = 1.0  # when the user stops the job, report ranks that have waited longer than this
 
@@ -69,7 +69,7 @@ def run_to_end(plan: JobPlan, zygote: ZygoteProcess, signals: int) -> int:
     """Run the job on `zygote` to its end, with signals arriving on descriptor `signals`; return the exit code.
 
     Raises:
-        LaunchError: the log directory cannot be written.
+        LaunchError: the logs or the report cannot be written, the metrics cannot be served, or a rank cannot start.
     """
     with opened_host(plan, zygote, signals) as host:
         code = run_attempts(plan, host, lambda restart_count: Attempt(plan, host, restart_count))
@@ -80,12 +80,12 @@ def run_to_end(plan: JobPlan, zygote: ZygoteProcess, signals: int) -> int:
 def opened_host(
     plan: JobPlan, zygote: ZygoteProcess, signals: int, viewer: Callable[[Display], Viewer] = lambda display: display
 ) -> Iterator[HostResources]:
-    """Open this host's resources for attempts. On exit, kill all processes of the job, and write every line.
+    """Open this host's resources for attempts. On exit, kill all processes of the job, and write all queued output.
 
-    `viewer` returns the viewer of the ranks' lines for this command's display.
+    `viewer` returns the object that shows the ranks' lines, given this command's display.
 
     Raises:
-        LaunchError: the log directory cannot be written.
+        LaunchError: the log directory cannot be written, or the metrics cannot be served.
     """
     limits.raise_open_files(plan.num_ranks)  # only this process's limit, not the ranks'
     agent_socket = AgentSocket()
@@ -142,7 +142,7 @@ def run_attempts(
     attempt is `led`, and comes first. A requested report is written, whatever the result.
 
     Raises:
-        LaunchError: the report's folder cannot be written.
+        LaunchError: the report's folder cannot be written, or a rank cannot be started.
     """
     reports: list[JobReport] = []  # at most one
     if led is not None and led.report is not None:
@@ -157,7 +157,7 @@ def run_attempts(
 
 
 def _begin_metrics(plan: JobPlan, display: Display, host: str, port: int) -> list[Metrics]:
-    """Serve the job's metrics; return the server, or nothing if it cannot bind and is optional."""
+    """Serve the job's metrics; return a list with the server, or an empty one if it is optional and cannot bind."""
     from phalanx._job.inspect.top.prometheus import TOKEN_VARIABLE, Metrics  # here, because most jobs serve none
 
     try:
@@ -193,7 +193,7 @@ def _run_attempts(
     reports: list[JobReport],
     led: LedAttempt | None,
 ) -> int:
-    # The restarts, or replacements in an elastic job, that are left; None: any number of replacements, no restarts.
+    # Remaining restarts (in an elastic job, replacements); None: no restarts, but any number of replacements.
     left = plan.settings.max_restarts if led is None else led.attempt.elastic.max_replacements
     left_early, times = _MAX_EARLY_RESTARTS, ""
     losses: list[LostRank] = []
@@ -203,7 +203,7 @@ def _run_attempts(
         has_run = led is not None
         attempt = begin(restart_count) if led is None else led.attempt
         led = None
-        if folder is not None and not reports:  # not earlier: a job that continues elsewhere may record there
+        if folder is not None and not reports:  # not before `begin`: a job that continues elsewhere may record there
             try:
                 reports.append(_make_report(plan, folder))
             except LaunchError:
@@ -301,7 +301,7 @@ def _find_orderly_code(state: Supervision) -> int:
 
 
 def _copy_error_file(plan: JobPlan, first: RankFailure) -> None:
-    """Copy the first failed rank's error file to the file that a scheduler has named."""
+    """Copy the first failed rank's error file to the one that TORCHELASTIC_ERROR_FILE names for this command."""
     own = plan.command_environment.get(VARIABLE)
     if own and first.report is not None and first.report.error_file:
         copy_error_file(first.report.error_file, own, first.exit.status if first.exit is not None else 1)
@@ -354,7 +354,7 @@ def _flush(host: HostResources) -> None:
 
 
 _MAX_LINES = 12
-_MAX_PLACES = 3  # in the line on a job that the user has stopped
+_MAX_PLACES = 3  # in the line about a job that the user has stopped
 
 
 def describe_losses(losses: Sequence[LostRank]) -> str:
@@ -373,7 +373,7 @@ def describe_losses(losses: Sequence[LostRank]) -> str:
 
 
 def describe_overdue(state: Supervision) -> str:
-    """Return one line on ranks that exceeded the exit timeout, and were stopped."""
+    """Return one line about ranks that exceeded the exit timeout, and were stopped."""
     return (
         f"phalanx run: {name_ranks(state.overdue)} did not exit within "
         f"{state.exit_timeout_s:g} s after the first (--exit-timeout), and had to be "
@@ -382,7 +382,7 @@ def describe_overdue(state: Supervision) -> str:
 
 
 def describe_signal_end(state: Supervision, *, traceback: bool = False) -> str:
-    """Return one line on a job that a signal has stopped; `traceback`: the tracebacks were already shown."""
+    """Return one line about a job that a signal has stopped; `traceback`: the tracebacks were already shown."""
     assert state.interrupted is not None
     name = name_signal(state.interrupted)
     if not state.killed:

@@ -1,4 +1,4 @@
-"""Write the job's report for the launcher: begin it with the job, record events, and write it, whatever the result."""
+"""Write the report of a job (`--report`): collect its failures, losses and restarts, and write it at the end."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class JobReport:
     """
 
     def __init__(self, plan: JobPlan, folder: str, *, is_new: bool = True) -> None:
-        """Begin the report of a job. If it `is_new`, the folder has no records of this run yet."""
+        """Begin the report of a job. Unless the job `is_new`, keep the records that its ranks have already written."""
         self._folder = os.path.abspath(folder)
         self._begun = plan.begun
         self._events: list[RunEvent] = []
@@ -73,7 +73,7 @@ class JobReport:
     ) -> None:
         """Add the failures and losses of an attempt that has ended.
 
-        `hosts` has, by name of another host, its clock offset in seconds and one core's copy speed in bytes per second.
+        `hosts` maps each other host's name to its clock offset in seconds and one core's copy speed in bytes/s.
         """
         self._state = state
         self.record = replace(
@@ -152,7 +152,7 @@ def _target_words(plan: JobPlan) -> list[str]:
 
 
 def _words(plan: JobPlan) -> list[str]:
-    """Return the most important options, as words of a command line."""
+    """Return the most important options, as arguments of a command line."""
     settings = plan.settings
     words = ["--nproc-per-node", str(plan.num_ranks)]
     if settings.rendezvous is not None:

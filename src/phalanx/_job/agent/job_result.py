@@ -10,7 +10,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class JobResult:
-    """`failed_rank` is the rank that failed first, or -1; `text` describes the failure.
+    """A `JobResult` has the rank that failed first (`failed_rank`; -1 if none failed) and a `text` about its failure.
 
     A `world_size` of 0 means that the job did not begin.
     """
@@ -27,7 +27,7 @@ class JobResult:
 
     @classmethod
     def read(cls, path: str) -> JobResult | None:
-        """Return the result in `path`; None if there is none."""
+        """Return the result in `path`; None if there is no such file."""
         try:
             return cls(**json.loads(Path(path).read_text()))
         except FileNotFoundError:

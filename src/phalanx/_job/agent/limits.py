@@ -1,4 +1,4 @@
-"""Check that the system allows enough descriptors and processes for the ranks, and explain how to allow more."""
+"""Check and raise the agent's limit on open files, and explain which limit to raise if a rank cannot be started."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FDS_OF_CLIENTS = 256
 
 
 def needed_open_files(num_ranks: int) -> int:
-    """Return the fewest descriptors that the agent needs for `num_ranks` ranks."""
+    """Return the minimum number of descriptors that the agent needs for `num_ranks` ranks."""
     return (_FDS_PER_RANK - 1) * num_ranks + min(_FDS_IN_TRANSIT, 5 * num_ranks) + _FDS_OF_JOB
 
 
@@ -34,7 +34,7 @@ def find_problem(num_ranks: int) -> str | None:
 
 
 def raise_open_files(num_ranks: int) -> None:
-    """Raise this process's soft limit for `num_ranks` ranks; running processes keep their limits."""
+    """Raise this process's soft limit on open files for `num_ranks` ranks; running processes keep their limits."""
     raise_limit((_FDS_PER_RANK + 1) * num_ranks + _FDS_IN_TRANSIT + _FDS_OF_JOB + _FDS_OF_CLIENTS)
 
 
@@ -62,6 +62,6 @@ def explain(error: OSError) -> str:
 
 
 def _read_pids_limit() -> str:
-    """Return the limit of this process's control groups, such as ` (pids.max is 100)`; empty if they have none."""
+    """Return the limit of this process's cgroups, such as ` (pids.max is 100)`; empty if they have none."""
     limits = [limit for group in find_groups() if (limit := read_number(group, "pids.max")) is not None]
     return f" (pids.max is {min(limits)})" if limits else ""

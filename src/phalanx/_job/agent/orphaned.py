@@ -1,6 +1,6 @@
 """Notify the first host, from the zygote of another host, that the zygote's agent was killed.
 
-Otherwise the first host must wait for a timeout: a closed connection may only be interrupted, and reconnect.
+Without this, the first host detects the loss only after a timeout, because a closed connection may be reopened.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from phalanx._comm.control.client import Client
 from phalanx._comm.control.key import Key
 from phalanx.errors import PhalanxError
 
-_NOTIFY_TIMEOUT_S = 15.0  # later the first host detects the loss by itself, by a timeout
+_NOTIFY_TIMEOUT_S = 15.0  # by then the first host has detected the loss itself, after its own timeout
 
 
 def describe_membership(client: Client) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Assign ranks to this host's processes in the current generation, and open the store of their rendezvous."""
+"""Assign ranks to this host's processes in the current generation, and create the store for their rendezvous."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class RankNumbers:
         self._host = host
         self._restart_count = restart_count
         self._link = link
-        self._begun = link.first  # the newest generation after the first one
+        self._begun = link.first  # the current generation; None in the first one
         self.generation = 0 if link.first is None else link.first.generation.number
         part = None if link.first is None else link.first.generation.part_of(link.member)
         self.part = part or self._plan_first_part()
@@ -48,7 +48,7 @@ class RankNumbers:
         return HostPart(part.member, part.slots, (), self._link.place)
 
     def open(self) -> None:
-        """Create the store for the rendezvous of a generation."""
+        """Create the store for the rendezvous of a generation, and choose MASTER_PORT."""
         self.store, self._store_path = self._link.create_store()
         self._master_port = self._plan.master_port or find_free_port()
 
@@ -66,7 +66,7 @@ class RankNumbers:
         return part
 
     def plan_environment(self, rank: int) -> dict[str, str]:
-        """Return the variables of the process in slot `rank`; its error file is the same in every generation."""
+        """Return the environment variables of the process in slot `rank`; its error file never changes."""
         variables = plan_rank_environment(
             self._plan,
             self.part.place,
@@ -81,7 +81,10 @@ class RankNumbers:
         return {**variables, error_files.VARIABLE: path}
 
     def plan_message(self, rank: int) -> dict[str, Any] | None:
-        """Return the message that sends an elastic rank the current generation; None if the rank has no part in it."""
+        """Return the message that announces the current generation to an elastic rank.
+
+        Return None in the first generation, or if the rank has no part in the current one.
+        """
         if self._begun is None or rank not in self.part.slots:
             return None
         return plan_message(self._begun.generation, rank, self._begun, self.plan_environment(rank))
@@ -92,7 +95,7 @@ class RankNumbers:
         return bool(self._old_stores)
 
     def close_stores_before(self, generation: int) -> None:
-        """Close the stores of generations before `generation`, which no rank will open any more."""
+        """Close the stores of generations before `generation`, which no rank will open any longer."""
         for number in [number for number in self._old_stores if number < generation]:
             os.close(self._old_stores.pop(number))
 

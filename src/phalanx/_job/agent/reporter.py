@@ -35,7 +35,7 @@ class Reporter:
 
     def __init__(self, rank: int, reports: int) -> None:
         self.pid = os.getpid()
-        self.script: CodeType | None = None  # set once it is compiled
+        self.script: CodeType | None = None  # the script's code, once it is compiled
         self._rank = rank
         self._reports = reports
         self._identity = _identify(reports)
@@ -44,7 +44,7 @@ class Reporter:
         """Send `error`, raised at `at` on the monotonic clock; never raise."""
         try:
             report = self._describe(error, at)
-            if _identify(self._reports) == self._identity:  # otherwise the number now belongs to a file of the script
+            if _identify(self._reports) == self._identity:  # otherwise the descriptor is now a file of the script
                 os.write(self._reports, report.to_bytes())
         except Exception:
             pass  # the exception's __str__ failed, or the agent has exited: the exit code still reports the failure
@@ -52,12 +52,12 @@ class Reporter:
     def _describe(self, error: BaseException, at: float) -> ExceptionReport:
         names = tuple(cls.__name__ for cls in type(error).__mro__)
         if isinstance(error, SystemExit):
-            # the script's decision: the place is enough
+            # a deliberate exit: its place is enough
             text, own_lines, summary = "", "", f"sys.exit({error.code!r})"
         else:
             text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
             own_lines = format_own_lines(error)
-            # a SyntaxError has the place first, indented; take the first line of the message
+            # of a SyntaxError, the first lines are its place, indented; use the first line of the message
             said = traceback.format_exception_only(type(error), error)
             summary = next(part for part in said if not part.startswith(" ")).splitlines()[0]
         advice = self._advise(error)
@@ -87,10 +87,10 @@ class Reporter:
 
 
 def format_own_lines(error: BaseException) -> str:
-    """Return the traceback without the lines of libraries, except the innermost if a library raised.
+    """Return the traceback without the lines of libraries, except the innermost if another library raised.
 
-    Chained exceptions without any line of the user are left out, except the last. If no line is the user's, and for
-    exception groups, return the whole traceback.
+    Earlier exceptions of the chain are left out if none of their lines is the user's. If none of the lines of `error`
+    is, and for exception groups, return the whole traceback.
     """
     whole = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     folders = _library_folders()
@@ -114,9 +114,9 @@ def format_own_lines(error: BaseException) -> str:
 
 
 def find_place(error: BaseException) -> str:
-    """Return the innermost line of the traceback that is the user's own, as `train.py:88`, or "".
+    """Return the innermost line of the traceback that is the user's own, as `train.py:88`; "" without a traceback.
 
-    For an exception raised in a library, this is the user's call.
+    For an exception raised in a library, this is the user's call. If no line is the user's, return the innermost one.
     """
     if isinstance(error, SyntaxError) and error.filename and os.path.exists(error.filename):
         return f"{os.path.basename(error.filename)}:{error.lineno}"  # the traceback ends at the file's import
@@ -146,12 +146,12 @@ def _starts_processes(filename: str) -> bool:
 
 
 def _is_library(filename: str, folders: tuple[str, ...]) -> bool:
-    parts = filename.split(os.sep)  # an environment may use packages of another
+    parts = filename.split(os.sep)  # a virtual environment may use packages of another one
     return filename.startswith(folders) or "site-packages" in parts or "dist-packages" in parts
 
 
 def _library_folders() -> tuple[str, ...]:
-    """Return the folders of Python's own files, of installed packages and of this package."""
+    """Return the folders of the standard library, of installed packages and of Phalanx."""
     import site
     import sysconfig
 

@@ -1,4 +1,4 @@
-"""Answer requests at the agent's socket: ranks share their memory, and commands ask for snapshots of the job."""
+"""Answer requests at the agent's socket: ranks share their flight records, and commands request snapshots."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from phalanx._job.inspect.stacks.job_snapshot import JobSnapshot, answer
 if TYPE_CHECKING:
     from phalanx._job.agent.attempt import Attempt
 
-# requests that need the token, which only ranks have
+# requests that need the token, which only ranks and their children have
 _ONLY_FROM_RANKS = ("group", PROGRESS_PAGE, "elastic", "store", REPORT)
-_MAX_EARLY = 256  # the most connections of processes that the zygote has not reported yet
+_MAX_EARLY = 256  # maximum number of connections of processes that the zygote has not reported yet
 
 
 class Requests:
@@ -73,7 +73,7 @@ class Requests:
     def _accept(self, request: ClientRequest) -> None:
         """Accept the connection of an elastic rank.
 
-        The kernel identifies its process: children of a rank have the token, too.
+        The kernel identifies the process, because a rank's children have the token, too.
         """
         attempt, zygote = self._attempt, self._attempt.host.zygote
         pid = request.channel.peer.pid
@@ -101,16 +101,16 @@ class Requests:
             self._accept(request)
 
     def _refuse(self, request: ClientRequest, pid: int) -> None:
-        """Refuse a process that is not a rank, such as a child in `phalanx run bash train.sh`."""
+        """Refuse a process that is not a rank, such as a child in `phalanx run --no-python bash train.sh`."""
         why = f"phalanx.elastic works only in a process that phalanx run has started itself, unlike pid {pid}"
         request.channel.put({"kind": "refused", "why": why})
         request.close()
         lost = self._attempt.ranks.processes.lost_ns
-        if pid not in lost and read_state(pid) not in ("", "Z"):  # it may have been a rank until now
+        if pid not in lost and read_state(pid) not in ("", "Z"):  # otherwise it may be a rank that has just exited
             self._socket.notice("no rank", f"{why}. Without it, the job fails when a rank is lost")
 
     def _answer_snapshot(self, request: ClientRequest) -> None:
-        """Answer with the processes of all ranks, and the descriptors of their stacks, records and progress pages."""
+        """Answer with the pids of this host's running ranks, and their stacks, flight records and progress pages."""
         attempt = self._attempt
         processes, settings, place = attempt.ranks.processes, attempt.plan.settings, attempt.numbers.part.place
         living = [rank for rank in attempt.state.running if rank in processes.pids]

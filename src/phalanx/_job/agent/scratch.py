@@ -1,4 +1,4 @@
-"""Create anonymous files that the ranks of an attempt inherit, or open through the agent."""
+"""Create anonymous files that the ranks of an attempt inherit, or open through the agent's /proc/PID/fd."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import sys
 
 from phalanx._comm.symmetric_memory.memfd import create
 
-_STORES_END = 4096  # the descriptors of stores have numbers below this
+_STORES_END = 4096  # descriptors of stores have numbers below this
 _next_store = 0
 
 
 def create_scratch(name: str) -> int:
-    """Return an anonymous file to which a rank appends, and which we read when the rank can't report."""
+    """Return an anonymous file to which a rank appends, and which the agent reads when the rank cannot report."""
     if sys.platform != "linux":
         return os.open(os.devnull, os.O_RDWR)
     fd = create(name)
@@ -23,11 +23,11 @@ def create_scratch(name: str) -> int:
 
 
 def create_store() -> int | None:
-    """Return an anonymous file, which the ranks open through this process. It needs no port, and disappears with us.
+    """Return an anonymous file for the ranks' FileStore. It needs no port, and disappears with this process.
 
-    The number of its descriptor is never reused except for stores: the destructor of torch's FileStore, which garbage
-    collection may delay by several generations, opens the path once more to decrement its count. If the path then led
-    to a pipe, the rank would die; any other file would be overwritten.
+    Stores have descriptor numbers of their own: the destructor of torch's FileStore, which garbage collection may delay
+    by several generations, opens the path once more to decrement its count. If the number were reused for a pipe, the
+    rank would die; any other file would be overwritten.
     """
     global _next_store
     if sys.platform != "linux":

@@ -18,11 +18,11 @@ USAGE_EXIT_CODE = 2
 
 @dataclass(frozen=True)
 class Settings:
-    """`Settings` are the parsed options of a job. A field has the name of its option, if it has one.
+    """`Settings` are the parsed options of a job. A field that corresponds to an option has the option's name.
 
     Arguments:
         nproc_per_node: a number, or auto, cpu or gpu.
-        env: variables for the ranks of all hosts: a value, or None for the value on this host.
+        env: variables for the ranks of all hosts; None stands for the value in this command's environment.
         rendezvous: how the hosts find each other; None for a job on one host.
         run_id: --rdzv-id; empty if it was not given.
         local_rank_argument: whether the target gets its local rank as its first argument, as under
@@ -39,7 +39,7 @@ class Settings:
     redirects: Streams = NO_STREAMS
     tee: Streams = NO_STREAMS
     local_ranks_filter: tuple[int, ...] | None = None
-    shutdown_timeout_s: float = 30.0  # torchrun's
+    shutdown_timeout_s: float = 30.0  # torchrun's default
     exit_timeout_s: float | None = None
     evict_after_s: float | None = None
     affinity: bool = True
@@ -48,7 +48,7 @@ class Settings:
     role: str = "default"
     signals_to_handle: str = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
     master_addr: str = "127.0.0.1"
-    master_port: int = 0  # a free one
+    master_port: int = 0  # 0: a free port
     run_id: str = ""
     standalone: bool = False
     local_rank_argument: bool = False

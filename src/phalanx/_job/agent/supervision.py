@@ -1,4 +1,4 @@
-"""Decide how to react to the events of a job: a state machine, without clock or process.
+"""Decide how to react to the events of a job: a state machine that uses no clock and no processes.
 
                        a rank fails            time is over, or the user's signal     all have exited
     running ──────────────────────────▶ failing ─────────────────────▶ stopping ─────────────▶ finished
@@ -6,8 +6,8 @@
        ├── all ranks exit with 0 ─▶ finished                              └──▶ killing ─▶ finished
        └── some exit with 0, others not within the exit timeout ─▶ stopping
 
-After a failure the other ranks have a moment to report their own errors before they are stopped: these distinguish a
-rank that died in silence from the ranks that raised because of it.
+After a failure the other ranks have a moment to report their own errors before they are stopped. These reports
+distinguish a rank that died without a report from the ranks that raised because of its death.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _REPORT_AFTER_S = (10.0, 60.0, 600.0, 3600.0)  # then every hour
 
 @dataclass(frozen=True)
 class Signal:
-    """Send `signum` to `ranks`; to their process groups, as a terminal would, if `group`.
+    """Send `signum` to `ranks`; if `group` is set, to their process groups, as a terminal would.
 
     `is_relayed`: the agent has received the signal, and the ranks may have received it, too.
     """
@@ -44,7 +44,7 @@ class Kill:
 
 @dataclass(frozen=True)
 class ReportStragglers:
-    """Print the ranks that are still running `waited_s` after another has exited."""
+    """Print the ranks that are still running `waited_s` after the latest exit."""
 
     waited_s: float
 
@@ -53,16 +53,16 @@ Action = Signal | Kill | ReportStragglers
 
 
 def decide_delay_s(signum: int, *, received_here: bool) -> float:
-    """Return how long a host delays relaying a signal from outside, which may reach every process of the job anyway.
+    """Return how long a host delays a signal that it relays, because every process of the job may receive it anyway.
 
-    A scheduler may send SIGTERM to other hosts a moment later.
+    The delay is longer for SIGTERM from another host, because a scheduler may send SIGTERM to this host a moment later.
     """
     return SAME_SIGNAL_S if received_here or signum != signal.SIGTERM else SAME_SIGTERM_S
 
 
 @dataclass
 class Supervision:
-    """`Supervision` decides when to stop the ranks of one attempt. Its methods take events and return actions."""
+    """`Supervision` decides when to stop an attempt's ranks. `on_…` methods take events, and may return actions."""
 
     world_size: int
     shutdown_timeout_s: float
@@ -73,7 +73,7 @@ class Supervision:
     started: set[int] = field(default_factory=set)
     abandoned: set[int] = field(default_factory=set)  # the ranks that were not forked because the job ended
     retired: set[int] = field(default_factory=set)  # the ranks without which an elastic job continues
-    sent: dict[int, float] = field(default_factory=dict)
+    sent: dict[int, float] = field(default_factory=dict)  # by signal: when it was first sent to stop ranks
     interrupted: int | None = None
     killed: tuple[int, ...] = ()  # the ranks that did not exit within the grace period
     overdue: tuple[int, ...] = ()  # the ranks that did not exit within the exit timeout
@@ -111,7 +111,7 @@ class Supervision:
 
     @property
     def failures(self) -> list[RankFailure]:
-        """Return the failed ranks, the first cause first."""
+        """Return the failed ranks, the likely root cause first."""
         return decide_failures(self.exits, self.reports, self.sent, self.lost)
 
     def is_stopped_by_user(self, report: ExceptionReport) -> bool:
@@ -126,7 +126,7 @@ class Supervision:
         self.abandoned.add(rank)
 
     def on_lost(self, rank: int) -> None:
-        """Record the exit of `rank` in an elastic job that continues; its earlier report is no failure."""
+        """Record the exit of `rank` in an elastic job that continues, and discard its report."""
         self.reports.pop(rank, None)
 
     def on_retired(self, rank: int) -> None:
@@ -217,7 +217,7 @@ class Supervision:
         self.phase, self.next_due = "stopping", now + (delay_s or 0.0) + self.shutdown_timeout_s
         self.sent.setdefault(signum, now)
         # Ctrl-C goes to whole process groups, as programs expect from a terminal. Other signals go only to the rank,
-        # which can then stop its own children in order. A rank that has reported is already exiting.
+        # which can then stop its own children cleanly. A rank that has reported is already exiting.
         ranks = tuple(rank for rank in self.running if rank not in self.reports)
         is_for_group = signum == signal.SIGINT
         return [Signal(signum, ranks, is_for_group, is_relayed=delay_s is not None)] if ranks else []

@@ -1,4 +1,4 @@
-"""Check the ranks' target (a script, a module or a program) before anything is started."""
+"""Check the ranks' target (a script, a module or a program) before any process is started."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _READ_ONCE = (
 )
 
 _ELASTIC = re.compile(rb"phalanx\.(elastic|Trainer)\b|from phalanx import [^#\n]*\b(elastic|Trainer)\b")
-_NEAR = 0.75  # the least difflib ratio for a suggestion: two swapped letters in a name of four
+_NEAR = 0.75  # minimum difflib ratio for a suggestion: two swapped letters in a four-letter name
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ def _find_source_problem(path: str) -> str | None:
     with open(path, "rb") as file:
         source = file.read()
     hint = "" if path.endswith(".py") else " To run a program, use --no-python."
-    if b"\0" in source:  # each version of Python reports them differently
+    if b"\0" in source:  # Python versions report null bytes differently
         return f"script {path!r}: not Python source: it contains null bytes.{hint}"
     try:
         with warnings.catch_warnings():
@@ -197,7 +197,7 @@ def _which(name: str, path: str | None = None) -> str | None:
 
 
 def _find_module_problem(name: str, python_path: str) -> str | None:
-    """Return why a module cannot be found; check only its top-level package, since more would import it."""
+    """Return why a module cannot be found; check only its top-level package, since more would import that package."""
     if name == "__main__" or not all(part.isidentifier() for part in name.split(".")):
         return f"module {name!r}: not a module's name. For a file leave out -m; a module has no .py and no slash."
     if name.endswith(".py") and os.path.isfile(name):  # may also name module py of package train
@@ -219,7 +219,7 @@ def _suggest_neighbour(path: str) -> str:
     folder = os.path.dirname(path) or "."
     try:
         names = os.listdir(folder)
-    except OSError:  # it is not there, or may not be read
+    except OSError:  # the folder does not exist, or cannot be read
         return ""
     stems = [name.removesuffix(".py") for name in names if name.endswith(".py")]
     near = difflib.get_close_matches(os.path.basename(path).removesuffix(".py"), stems, n=1, cutoff=_NEAR)

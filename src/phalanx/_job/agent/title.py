@@ -13,10 +13,10 @@ _PR_SET_MM_ARG_END = 9
 
 
 def set_command(words: Sequence[str]) -> None:
-    """Set the command that `ps`, `top` and `pgrep -f` show to `words`, truncated to the room of the old command.
+    """Set the command that `ps`, `top` and `pgrep -f` show to `words`, truncated to the length of the old command line.
 
-    Keep the first word: the C library uses it as the program's path. Do nothing if the system hides the address of the
-    command line.
+    The caller must keep the first word, which the C library uses as the program's path. Do nothing if the system hides
+    the address of the command line.
     """
     try:
         start, end = map(int, read_stat("self")[45:47])
@@ -28,7 +28,7 @@ def set_command(words: Sequence[str]) -> None:
     data = b"".join(os.fsencode(word) + b"\0" for word in words)
     if len(data) > room:
         data = data[: room - 1] + b"\0"
-    # Python has copied the old words, and the last byte stays 0, because the kernel reads up to a 0
+    # Python has copied the old words. The last byte stays 0, because the kernel reads up to a 0.
     ctypes.memmove(start, data.ljust(room, b"\0"), room)
     # a privileged process can also shorten the command; otherwise zeros follow
     numbers = (_PR_SET_MM, _PR_SET_MM_ARG_END, start + len(data), 0, 0)

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 _CHECK_S = 15.0
 _MIN_CHECK_S = 0.1
 _PAUSE_S = 1.0
-_CHECKS_BEFORE_EVICTION = 5  # a silent rank is killed only after this many checks
-_ANSWER_S = 0.5  # a rank writes its stack within a millisecond, unless it cannot
+_CHECKS_BEFORE_EVICTION = 5  # checks within `evict_after_s`, if the limits of the period allow as many
+_ANSWER_S = 0.5  # a rank that can write its stack does so within a millisecond
 _REPORT_AFTER_S = (60.0, 600.0, 3600.0)
 _SLOW_AFTER_S = 60.0
 _MAX_STACK_BYTES = 1 << 16
@@ -60,7 +60,7 @@ class RankWatch:
         if evict_after_s is not None:
             self._period_s = min(_CHECK_S, max(_MIN_CHECK_S, evict_after_s / _CHECKS_BEFORE_EVICTION))
         self._next_check = now + self._period_s
-        self._resumed_ns = 0  # when this process and the ranks last continued after a pause
+        self._resumed_ns = 0  # when this process and the ranks last continued after being suspended
         self._stuck_since_ns: dict[int, int] = {}  # by process: when it was first seen in a state of STUCK_STATES
         self._num_reports: dict[int, int] = {}  # by process: the number of reports in this silence
         self._suspects: dict[int, SuspectedRank] = {}  # by rank
@@ -86,10 +86,11 @@ class RankWatch:
     ) -> list[SuspectedRank]:
         """Check the ranks; return new suspects, whose stacks the caller must request.
 
-        A check that is late by a period, and by more than a busy host delays it, means that the job was suspended
-        (Ctrl-Z, a paused container): every silence begins again.
+        If this call is late by more than a period and more than a busy host explains (`_PAUSE_S`), the job was
+        suspended (Ctrl-Z, a paused container), and the time of every silence is counted from now.
 
-        `pids`: the processes by rank. `stacks`: the descriptors of the files for their stacks, by rank.
+        `pids`: the processes by rank. `steps_ns`: when each process last completed a step. `stacks`: the descriptors of
+        the files for the stacks, by rank.
         """
         now_ns = time.monotonic_ns()
         if now > self._next_check + max(self._period_s, _PAUSE_S):
@@ -139,7 +140,7 @@ class RankWatch:
         ]
 
     def find_slow(self, now: float) -> SlowProcess | None:
-        """Return a process that is consistently slower than the others; at most one per attempt."""
+        """Return a process that is consistently slower than the others, at most once per attempt; None otherwise."""
         if self._slow_reported or now < self._slow_due:
             return None
         self._slow_due = now + _SLOW_AFTER_S
@@ -164,7 +165,7 @@ class SilentRanks:
         return self._watch.next_due
 
     def check(self, now: float) -> None:
-        """Find the ranks for which others wait. Costs this process some milliseconds every few seconds."""
+        """Report or kill the ranks for which others wait. This takes some milliseconds every few seconds."""
         attempt, watch = self._attempt, self._watch
         known = attempt.ranks.processes.pids
         pids = {rank: known[rank] for rank in sorted(known) if attempt.state.is_running(rank)}
@@ -244,10 +245,10 @@ def describe_slow(slow: SlowProcess, rank: int) -> str:
 #
 #     rank 0   ─────┤ in all_reduce #7 ………………………… now
 #     rank 1   ─────┤ in all_reduce #7 ………………………… now
-#     rank 2   ──────── (not in any operation) ……… now        silent: since ranks 0 and 1 entered, or its last sign
+#     rank 2   ──────── (not in any operation) ……… now        silent since ranks 0 and 1 entered, or its last activity
 #
 # A rank in an operation is not silent, unless its process is stopped, or in a system call that cannot be interrupted:
-# then it may itself block the operation.
+# such a rank may itself block the operation.
 
 STUCK_STATES = "TtD"  # letters of /proc/PID/stat: stopped, in a debugger, in a system call that cannot be interrupted
 _MIN_LAST_SHARE = 0.8  # a slow rank enters last in at least this share of the operations
@@ -273,15 +274,15 @@ def find_silent(
     now_ns: int,
     resumed_ns: int = 0,
 ) -> list[SilentProcess]:
-    """Return the processes among `pids` for which others wait, the longest silence first.
+    """Return the processes among `pids` that make others wait, or that are stuck, the longest silence first.
 
     Arguments:
         groups: the logs of the ranks.
         stuck_since_ns: by process: when it was first seen in one of the states `STUCK_STATES`.
         last_step_ns: by process: when it last completed a step, if known.
-        resumed_ns: when all processes continued after a pause: no silence began before.
+        resumed_ns: when all processes last continued after being suspended; no silence counts from before.
     """
-    # ignore groups that have lost a member: no rank waits there any more
+    # ignore groups that have lost a member: no rank waits in them any longer
     groups = [group for group in groups if all(rank.pid in pids for rank in group.ranks)]
     active_ns = _find_last_activity(groups, last_step_ns)
     running = _find_active(groups)
@@ -317,7 +318,7 @@ def find_silent(
 
 
 def _counter(record: Record) -> str:
-    """Return the name of the counter of an operation: gradient rounds are counted separately."""
+    """Return the name of the counter that numbers an operation: gradient rounds are counted separately."""
     return "gradients" if record.kind == GRADIENTS else "calls"
 
 
@@ -348,7 +349,7 @@ def _find_last_activity(groups: Sequence[GroupLog], last_step_ns: Mapping[int, i
 
 
 def _find_waiting(group: GroupLog, pids: Collection[int]) -> dict[tuple[str, int], dict[int, Record]]:
-    """Return the unfinished collectives of the group, with the records of the processes in them."""
+    """Return the unfinished collectives of the group, by counter and number, with the record of each process inside."""
     waiting: dict[tuple[str, int], dict[int, Record]] = defaultdict(dict)
     for rank in group.ranks:
         for record in rank.records:
@@ -359,7 +360,7 @@ def _find_waiting(group: GroupLog, pids: Collection[int]) -> dict[tuple[str, int
 
 @dataclass(frozen=True)
 class SlowProcess:
-    """A `SlowProcess` entered `times` operations last; the others waited for it `share` of the time."""
+    """A `SlowProcess` entered `times` operations last; the others waited for it for a fraction `share` of `span_s`."""
 
     pid: int
     times: int
@@ -369,7 +370,10 @@ class SlowProcess:
 
 
 class LatenessCounter:
-    """`LatenessCounter` counts how often each process entered an operation last. Successive logs must overlap."""
+    """`LatenessCounter` counts how often each process entered an operation last.
+
+    Successive logs must overlap, so that no operation is missed.
+    """
 
     def __init__(self) -> None:
         self._counted: dict[tuple[str, tuple[int, ...], str], int] = {}  # by group: the last operation that was counted
@@ -385,12 +389,12 @@ class LatenessCounter:
         for group in groups:
             pids = tuple(rank.pid for rank in group.ranks)
             if len(pids) < group.world_size or len(pids) < 2:
-                continue  # other ranks are on other hosts
+                continue  # some ranks are on other hosts, or there are no others
             entered: dict[tuple[str, int], dict[int, int]] = defaultdict(dict)
             for rank in group.ranks:
                 for record in rank.records:
                     if record.is_collective:
-                        # reducers count separately: take the first one's, since some ranks may not have the second yet
+                        # reducers count separately: use the first reducer's, since some ranks may not have a second yet
                         entered[_counter(record), record.seq].setdefault(rank.pid, record.enter_ns)
             for (counted, seq), times in sorted(entered.items()):
                 key = (group.name, pids, counted)
@@ -418,7 +422,7 @@ class LatenessCounter:
         return SlowProcess(pid, self._times[pid], self._num_operations, share, span_ns / 1e9)
 
 
-# Describe the ranks that remain after others have ended: their state, and their last operation.
+# Describe the ranks that remain after others have exited: their state, and their last operation.
 
 _MAX_LINES = 12
 
@@ -440,9 +444,10 @@ def describe_stragglers(
     groups: Sequence[GroupLog],
     local_ranks: range,
 ) -> str:
-    """Return a line for each of `ranks`. `pids` are their processes by rank, `groups` their logs.
+    """Return a heading, and a line for each of the first `_MAX_LINES` of `ranks`.
 
-    The line for a rank outside `local_ranks` reports only that the rank is on another host.
+    `pids` are the processes by rank, and `groups` their logs. The line for a rank outside `local_ranks` reports only
+    that the rank is on another host.
     """
     gone = world_size - len(ranks)
     lines = [f"phalanx run: {gone} of {world_size} ranks have exited; still running {waited_s:.1f} s later:"]

@@ -37,7 +37,7 @@ from phalanx._job.agent.reporter import Reporter
 from phalanx._job.agent.target import BYTECODE_HEADER, JobTarget, RankSetup, find_form
 from phalanx._job.agent.title import set_command
 
-_OUR_FDS = 8  # we use this many of a rank's highest descriptors
+_OUR_FDS = 8  # number of a rank's highest descriptors that are reserved for us
 _CALLS = tuple(
     os.path.join(os.path.dirname(phalanx.__file__), "_job", "launch", "calls", name)
     for name in ("__main__.py", "rank.py")
@@ -61,7 +61,7 @@ class Assignment:
 
 
 def fill_in_local_rank(target: JobTarget, local_rank: str, flag: str) -> JobTarget:
-    """Return the target of one rank. Unless `flag` is empty, that option with the local rank is the first argument.
+    """Return the target with one rank's arguments. Unless `flag` is empty, the first argument is `FLAG=LOCAL_RANK`.
 
     As in torchrun, `${local_rank}` in the arguments becomes the local rank, and `$$` a dollar sign.
     """
@@ -89,7 +89,7 @@ def run_worker(assignment: Assignment) -> None:
         faulthandler.register(STACKS_SIGNAL, file=_move_up(assignment.stacks), all_threads=True)
     _record_steps()
     code = _prepare_main(assignment, report)
-    if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:  # otherwise the parent ignores it
+    if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:  # otherwise SIGINT was ignored when the command started
         signal.signal(signal.SIGINT, signal.default_int_handler)
     status = 0
     try:
@@ -101,7 +101,7 @@ def run_worker(assignment: Assignment) -> None:
             raise  # a child that the script has forked: the script handles its exit
         if isinstance(error, SystemExit):
             if compute_exit_status(error.code) == os.EX_TEMPFAIL and type(error) is SystemExit:
-                pass  # no failure: the script asks to be restarted later
+                pass  # not a failure: the script asks to be restarted later
             elif compute_exit_status(error.code) != 0:
                 report.send(error, failed_at)
             elif error.code:
@@ -129,7 +129,7 @@ def run_worker(assignment: Assignment) -> None:
 
 
 def _report_error(error: BaseException, failed_at: float, report: Reporter) -> None:
-    """Report an error to the agent, and print it like the interpreter, but without our frames."""
+    """Report an error to the agent, and print it as the interpreter would, but without Phalanx's frames."""
     report.send(error, failed_at)
     sys.excepthook(type(error), error, error.__traceback__)
     sys.excepthook = lambda *_: None  # the interpreter must not print it again
@@ -147,8 +147,8 @@ def compute_exit_status(code: object) -> int:
 def _move_up(fd: int) -> int:
     """Move `fd` to a high number, close-on-exec; return the number.
 
-    A script that closes foreign descriptors (`os.closerange(3, 64)`, as daemons do) rarely closes it. If it does, files
-    that it opens later get low numbers, so we never write to a file of the user.
+    A script that closes inherited descriptors (`os.closerange(3, 64)`, as daemons do) rarely closes this one. If it
+    does, the files that the script opens later get low numbers, so we never write to one of them.
     """
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     floor = (1024 if soft == resource.RLIM_INFINITY else min(soft, 1024)) - _OUR_FDS
@@ -194,7 +194,7 @@ def _pin(cpus: frozenset[int]) -> None:
 
     os.register_at_fork(after_in_child=release)
     _release_while_starting_programs(release, lambda: os.sched_setaffinity(0, cpus))
-    # DataLoader compares its workers with the rank's cores, and would warn of too many workers
+    # DataLoader compares the number of its workers with the rank's cores, and would warn of too many workers
     counts = "|".join(str(count) for count in range(1, len(everywhere) + 1))
     warnings.filterwarnings("ignore", f"This DataLoader will create ({counts}) worker", UserWarning)
 
@@ -226,7 +226,7 @@ def _release_while_starting_programs(release: Callable[[], bool], pin: Callable[
 
 def _execute(assignment: Assignment, report: Reporter) -> NoReturn:
     """Replace this process with the target's program."""
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores it, and the program would inherit that
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores SIGPIPE, and the program would inherit that
     try:
         os.execvpe(assignment.target.name, list(assignment.target.command), os.environ)
     except OSError as error:
@@ -317,15 +317,15 @@ def _is_launcher(frame: FrameType) -> bool:
 # Exit a rank like any Python program, but without tearing down the interpreter.
 #
 # The ranks share the pages of the zygote's imports. At exit, the interpreter visits every object of every module to
-# free it, and each visit copies a page: 8 ranks of 49 MB grew to 940 MB together, and 32 idle ranks took 20 s to exit.
-# So the rank repeats the interpreter's steps that concern the program, in the same order, and leaves the rest to the
-# kernel, which frees pages without reading them.
+# free it, and a visit copies the object's page: 8 ranks of 49 MB grew to 940 MB together, and 32 idle ranks took 20 s
+# to exit. So the rank itself takes those steps of the interpreter's exit that concern the program, in the same order,
+# and leaves the rest to the kernel, which frees pages without reading them.
 #
 # threads joined > atexit > the script's own modules cleared (files closed, __del__) > streams flushed > _exit
 
 
 def can_end_quickly() -> bool:
-    """Return whether the finalization of the interpreter and of C libraries can be skipped."""
+    """Return whether the finalisation of the interpreter and of C libraries can be skipped."""
     if sys.flags.inspect or "LD_PRELOAD" in os.environ:  # a profiler may write its results at the very end
         return False
     if "mpi4py.MPI" in sys.modules:  # mpi4py finalizes MPI in a C-level exit hook
@@ -341,7 +341,7 @@ def end_quickly(status: int, shared: Collection[str]) -> None:
     flushed: the interpreter then reports that, with its own exit code.
     """
     try:
-        threading._shutdown()  # type: ignore[attr-defined]  # as the interpreter; joins all threads but daemons
+        threading._shutdown()  # type: ignore[attr-defined]  # as at the interpreter's exit; joins non-daemon threads
     except BaseException:
         sys.excepthook(*sys.exc_info())
     atexit._run_exitfuncs()
@@ -380,7 +380,7 @@ def _free_modules(shared: Collection[str]) -> None:
 
 
 def _clear(names: dict[str, Any]) -> None:
-    """Clear a module that is still referenced, like the interpreter: private names first, builtins never."""
+    """Clear a module that is still referenced, as the interpreter does: private names first, builtins never."""
     for private in (True, False):
         for name in list(names):
             if name != "__builtins__" and (name.startswith("_") and not name.startswith("__")) == private:

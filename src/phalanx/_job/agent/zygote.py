@@ -2,10 +2,10 @@
 
     agent ──control socket──▶ zygote ──fork──▶ rank 0, 1, 2 …        (each becomes `python script.py`)
 
-The zygote has no CUDA context (if an import creates one, the zygote restarts without that import), starts no thread and
-never runs user code. It adopts all orphans among its descendants. When the agent's end of the socket closes, for any
-reason, the zygote kills all its descendants and exits. When the zygote dies, the kernel kills the ranks (by their
-parent-death signal), and the agent adopts and kills their children.
+The zygote has no CUDA context (if an import creates one, the zygote restarts without that import), has no other Python
+thread when it forks, and never runs user code. It adopts all orphans among its descendants. When the agent's end of the
+socket closes, for any reason, the zygote kills all its descendants and exits. When the zygote dies, the kernel kills
+the ranks (by their parent-death signal), and the agent adopts and kills their children.
 
 A signal may be sent to the agent alone (`docker stop`, Ctrl-C) or to every process of the job (systemd, `scancel`). The
 zygote survives the signal, and so can distinguish the two: nobody signals the zygote alone. It relays the agent's
@@ -17,7 +17,7 @@ same slot, and the ranks survive the zygote: the agent adopts them, and a new zy
 Commands:  target {target, local_rank_flag, folder}: what the ranks run; sent once, before the first fork;
            fork {setup: {rank, environment, cpus}}, with descriptors stdout, stderr, reports, dump, stacks;
            signal {signum, ranks, group};  sweep;
-           relay {signum, ranks, group, delay_s}: send a signal that the agent received, unless the zygote receives it;
+           relay {signum, ranks, group, delay_s}: send the agent's signal, unless the zygote receives it itself;
            elastic {rank}: the job survives the loss of this rank; kill the rest of its process group when it fails;
            warm: import the modules for training;
            guard {sessions}: the sessions of earlier zygotes, to be killed as well when the agent has exited;
@@ -66,8 +66,8 @@ from phalanx._job.agent.title import set_command
 from phalanx._job.agent.worker import Assignment, fill_in_local_rank, run_worker
 from phalanx._job.agent.zygote_command import plan_zygote_code
 
-# The modules that a rank imports to train. The first takes half a second or more, and every optimizer of torch imports
-# it. Otherwise the other ranks would wait while a replacement imports it.
+# The modules that a rank imports to train. Importing the first takes half a second or more, and every torch optimizer
+# needs it. If the zygote did not import it, the other ranks would wait while a replacement does.
 _TRAINING_MODULES = (
     "torch._dynamo", "torch.nn.parallel.distributed", "torch.utils.data", "phalanx.ddp.module", "phalanx.data.sampler",
     "phalanx.optim.zero", "phalanx.elastic.run",
@@ -82,15 +82,15 @@ def main(
     sessions: Sequence[int] = (),
     reports_death: bool = False,
 ) -> None:
-    """Serve the agent on descriptor `control` until it exits; return only in a rank, when its script has ended.
+    """Serve the agent on descriptor `control` until the agent exits; return only in a rank, when its script has ended.
 
     Arguments:
         warm: also import the modules for training.
         sessions: the sessions of earlier zygotes that still have live ranks.
         reports_death: if the agent is killed, even during the import of torch, notify the first host.
     """
-    # Nothing polls the socket during the import of torch. Without old sessions and a first host to notify, the kernel's
-    # signal is enough.
+    # Nothing polls the socket during the import of torch. If there are no old sessions to kill, and no first host to
+    # notify, the parent-death signal is enough.
     if not sessions and not reports_death:
         die_with_parent(agent)
     adopt_orphans()
@@ -99,7 +99,7 @@ def main(
         # Until a rank runs its script, Ctrl-C kills it without a traceback of ours. Python's handler would only set a
         # flag, which is lost when a rank executes a program.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    gc.disable()  # objects of imports stay: collecting garbage would only take time
+    gc.disable()  # imported objects stay alive: collecting garbage would only take time
     if preload:
         _import_torch()
     if use := find_own_cuda_use():
@@ -167,7 +167,7 @@ def _load_torch_library() -> None:
 def _fork() -> int:
     with warnings.catch_warnings():
         # Python warns of threads that a library has started in C. Python's own threads have ended, and
-        # `find_own_cuda_use` detects the library that cannot be forked.
+        # `find_own_cuda_use` detects CUDA, which does not survive a fork.
         warnings.simplefilter("ignore", DeprecationWarning)
         return os.fork()
 
@@ -196,7 +196,7 @@ class _Zygote:
         signals = self._caught.enter_context(caught_signals([signal.SIGCHLD, *RELAYED_SIGNALS]))
         signal.pthread_sigmask(signal.SIG_UNBLOCK, RELAYED_SIGNALS)
         outlive_parent()
-        if not reports_death and os.getppid() != self._agent:  # the agent died before this
+        if not reports_death and os.getppid() != self._agent:  # the agent died before `outlive_parent`
             kill_sessions(self._sessions)
             os._exit(1)
         poll = select.poll()
@@ -209,7 +209,7 @@ class _Zygote:
                 self._on_signal(number)
             self._relay_due()
             if self._control.fileno() in ready:
-                # One at a time: a forked rank would inherit the descriptors of later messages.
+                # Receive one message at a time: a forked rank would inherit the descriptors of later messages.
                 for message in self._control.receive_available(limit=1):
                     assignment = self._execute(message.content, message.fds)
                     if assignment is not None:
@@ -232,7 +232,7 @@ class _Zygote:
             self._delayed.append((now + message["delay_s"], message))
 
     def _wait_ms(self) -> int | None:
-        """Return how long to wait for an event; None without limit."""
+        """Return how many milliseconds to wait for an event; None for no limit."""
         due = min((at for at, _ in self._delayed), default=None)
         return None if due is None else max(0, math.ceil((due - time.monotonic()) * 1000))
 
@@ -334,7 +334,7 @@ class _Zygote:
     def _reap(self) -> None:
         # Report before reaping: if this process is killed in between, the agent adopts the rank, and reports it again.
         for pid, status in reap_children():
-            if pid in self._elastic and status != 0:  # its children (DataLoader workers) must not stay
+            if pid in self._elastic and status != 0:  # its children (DataLoader workers) must not outlive it
                 signal_children([pid], signal.SIGKILL, group=True)
             self._report_exit(pid, status)
 

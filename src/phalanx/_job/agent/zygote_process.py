@@ -1,4 +1,4 @@
-"""A `ZygoteProcess` is the agent's handle to the zygote: the child process, and the socket for messages."""
+"""A `ZygoteProcess` is the agent's handle to the zygote: the child process, and the socket to it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class ZygoteProcess:
         self._preload = settings.preload and settings.target.kind != "program"
         # Ranks that train, or that may be restarted, need more modules, which the zygote imports once.
         self._warm = self._preload and (bool(settings.max_restarts) or may_train(settings.target))
-        self._sent: list[dict[str, Any]] = []  # messages to repeat to a replacement of this zygote
+        self._sent: list[dict[str, Any]] = []  # messages that a replacement of this zygote needs, too
         ours, theirs = socket.socketpair()
         self.control = Channel(ours)
         code = plan_zygote_code(
@@ -60,7 +60,7 @@ class ZygoteProcess:
         flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
         if not has_working_directory() and sys.version_info >= (3, 11):
             # Python 3.13.0 looks for a missing attribute in the folder of `-c`, and dies if the folder was removed.
-            # Only a program runs there, to which the interpreter's flags do not apply.
+            # In a removed folder, only a program can be started, to which the interpreter's flags do not apply.
             flags.append("-P")
         # Reading a terminal would stop a rank, because its process group is in the background.
         stdin = subprocess.DEVNULL if os.isatty(0) else None
@@ -92,7 +92,7 @@ class ZygoteProcess:
         )
 
     def start_another(self, sessions: Sequence[int]) -> ZygoteProcess:
-        """Return a replacement of this zygote, which receives the same messages.
+        """Start a replacement of this zygote, send it the same messages, and return it.
 
         `sessions` are the sessions that still have live ranks.
 
@@ -107,7 +107,7 @@ class ZygoteProcess:
         return another
 
     def restart(self, plan: JobPlan) -> ZygoteProcess:
-        """Kill this zygote, which has forked no ranks, and return a zygote for `plan`, whose environment differs.
+        """Kill this zygote, which has forked no ranks, and start one for `plan`, whose environment differs; return it.
 
         Raises:
             OSError: no process could be started.
@@ -125,7 +125,7 @@ class ZygoteProcess:
         self.control.put(message)
 
     def fork(self, setup: RankSetup, fds: Sequence[int]) -> None:
-        """Fork a rank with the descriptors `fds`: stdout, stderr, reports, dump, stacks."""
+        """Have the zygote fork a rank with the descriptors `fds`: stdout, stderr, reports, dump, stacks."""
         self.has_forked = True
         self.control.put({"command": "fork", "setup": asdict(setup)}, fds)
 
@@ -151,7 +151,7 @@ class ZygoteProcess:
         self.control.put({"command": "signal", "signum": signum, "ranks": ranks, "group": group})
 
     def relay(self, signum: int, ranks: Sequence[int], *, group: bool, delay_s: float) -> None:
-        """Relay a signal that this process has received, unless every process of the job receives it.
+        """Have the zygote relay a signal that this process has received, unless the whole job receives it.
 
         The zygote waits `delay_s` to detect whether it receives the signal itself. It sends an event `relay` for those
         of `ranks` that are not its children.
@@ -160,7 +160,7 @@ class ZygoteProcess:
         self.control.put(message)
 
     def sweep(self) -> None:
-        """Have the zygote kill all its descendants; it then sends `swept`."""
+        """Have the zygote kill all its descendants, and then send `swept`."""
         self.control.put({"command": "sweep"})
 
     def wake(self) -> None:
@@ -185,7 +185,7 @@ class ZygoteProcess:
         return self._process.wait()
 
     def close(self, reaped: Mapping[int, int]) -> None:
-        """Close the socket. `reaped` are the wait statuses of children that the caller has reaped."""
+        """Close the socket. `reaped` are the wait statuses, by pid, of children that the caller has reaped."""
         self.control.close()
         if self._process.returncode is None and self.pid in reaped:
             self._process.returncode = os.waitstatus_to_exitcode(reaped[self.pid])

@@ -1,9 +1,9 @@
-"""The `Coordinator` has the state of a job and answers requests, without sockets and without a clock.
+"""The `Coordinator` keeps the state of a job and answers requests. It uses no sockets; callers pass the time.
 
 frame from a session ──► handle() ──► answers, for this session and for those that waited  ──► outgoing
                 time ──► tick()   ──► members that are lost, events for the others         ──► outgoing
 
-Other hosts copy its state, as journal entries; a copy replays them, and can take over.
+Standbys on other hosts copy its state as journal entries. A copy replays the entries, and can take over.
 
 primary ── snapshot ──► entries ──► replay ── copy
    │                                             │
@@ -40,17 +40,17 @@ from phalanx._job.coordinator.session import Answer, ClientSession, RelayedRoute
 from phalanx._job.coordinator.standby_replicas import StandbyReplicas
 from phalanx._job.coordinator.store_requests import StoreRequests, barrier_key
 
-# the most bytes of events (members that join and leave) that may wait for one member
+# maximum bytes of events (joins, leaves and messages) that wait for one member; beyond this the member is lost
 MAX_WAITING_BYTES = 8 * OUTBOX_BYTES
 MAX_SESSIONS = 1 << 16
 MAX_ROUTE_BYTES = 64
-FORGOTTEN_AFTER_S = 600.0  # a session that is silent for this long and is not a member or its relay is forgotten
-UNPARKED_AFTER_S = 60.0  # a client that waits repeats its request every few seconds
+FORGOTTEN_AFTER_S = 600.0  # a session that is silent for this long is forgotten, unless it is a member's or its relay's
+UNPARKED_AFTER_S = 60.0  # a silent session's waiting requests are dropped: a live client repeats them every few seconds
 SWEEP_EVERY_S = 5.0
-MAX_OUTGOING_BYTES = 4 * MAX_VALUE_BYTES  # the most bytes that wait for a client that does not read its answers
+MAX_OUTGOING_BYTES = 4 * MAX_VALUE_BYTES  # of answers that wait for a client; beyond this, its requests are refused
 _PAGE_BYTES = 4 << 20
 _STATUS_AT = 2  # the index of the status in an answer
-# the limits of one part of a state, unless it is a single item
+# limits of one journal entry of a snapshot; an entry with a single item may exceed them
 _ENTRY_BYTES, _ENTRY_FIELDS = 1 << 20, 1 << 10
 
 _CHANGES = frozenset({
@@ -58,12 +58,12 @@ _CHANGES = frozenset({
     Op.JOIN, Op.LEAVE, Op.POST, Op.BARRIER, Op.ADD_ITEMS,
 })  # fmt: skip
 
-# Requests that read the whole state. A frame may have only one of them, so that no member delays the others for long.
+# Requests that read the whole state. A frame may contain only one, so that no client delays the others for long.
 _LONG = frozenset({Op.LIST_KEYS, Op.DELETE_PREFIX, Op.MEMBERS})
 
 
 class Coordinator(StoreRequests):
-    """A `Coordinator` has the state of one job. It can be copied, and can be a copy."""
+    """A `Coordinator` keeps the state of one job. It can be copied to standbys, and can itself be a copy."""
 
     def __init__(self, *, job: str = "", lost_after_s: float = MEMBER_TIMEOUT_S, max_bytes: int = 1 << 30) -> None:
         super().__init__(KeyValueStore(max_bytes))
@@ -88,7 +88,7 @@ class Coordinator(StoreRequests):
         }  # fmt: skip
 
     def handle(self, route: Route, frame: bytes, now: float) -> bool:
-        """Execute the requests in a frame; return False if some part of it is malformed."""
+        """Execute the requests in a frame; return False if part of it is malformed, or there are too many sessions."""
         session = self.sessions.get(route)
         if session is None:
             if len(self.sessions) >= MAX_SESSIONS:
@@ -174,14 +174,14 @@ class Coordinator(StoreRequests):
                 ):
                     granted = True
                     session.remember(number, answer)
-                if granted or (what == Op.BARRIER and answer is None):  # a waiting barrier was counted
+                if granted or (what == Op.BARRIER and answer is None):  # a barrier counts a call before it waits
                     self.journal.add(EntryKind.REQUEST, session.route, number, bytes((what,)), *fields, at=at)
         if answer is not None:
             self._send(session, answer)
         return fine
 
     def tick(self, now: float) -> list[str]:
-        """Find lost members and late standbys, and forget sessions that have ended. Return lines for the log."""
+        """Find lost members and stalled standbys, and forget silent sessions. Return lines for the log."""
         self.replicas.check(now)
         lines = []
         for member in self.members.silent(now):
@@ -220,7 +220,7 @@ class Coordinator(StoreRequests):
     def note_pause(self, pause_s: float, now: float) -> None:
         """Extend all deadlines by a pause in which the coordinator did not run.
 
-        No member is lost because of the pause, and every session keeps its results for clients that ask again.
+        No member is lost because of the pause, and every session keeps its answers for clients that repeat a request.
         """
         self.members.note_pause(pause_s, now)
         for session in self.sessions.values():
@@ -231,9 +231,9 @@ class Coordinator(StoreRequests):
         return f"{self.members.lost_after_s:g} s"
 
     def lose_disconnected(self, route: Route, silent_since: float) -> list[str]:
-        """Declare the member behind a route lost, if there is one: its process closed the connection. Return log lines.
+        """Declare the member behind a route lost, if there is one: its connection has ended. Return lines for the log.
 
-        If nothing was received since `silent_since`, the connection was closed for its silence, which `tick` judges.
+        If nothing was received since `silent_since`, the connection was closed because of its silence: `tick` decides.
         """
         session = self.sessions.get(route)
         if session is None or session.member is None or session.received_at <= silent_since:
@@ -253,7 +253,7 @@ class Coordinator(StoreRequests):
     def _must_be_confirmed(self, member: Member) -> bool:
         """Return whether another member must confirm the loss of this one.
 
-        Otherwise the standbys of an isolated coordinator would lose all members, including themselves.
+        Otherwise an isolated coordinator would declare all others lost, and its standbys would copy their own loss.
         """
         return member.id in self.replicas.confirmed_members and member.id != self.replicas.leader
 
@@ -293,7 +293,7 @@ class Coordinator(StoreRequests):
         return "a client with the job's key" if member is None else f"member {member.id} ({self.name_of(member)})"
 
     def name_of(self, member: Member) -> str:
-        """Return the name of a member, for the log: its host's, if it has reported one."""
+        """Return the name of a member, for the log: its host's name, if the member has reported one."""
         try:
             facts = json.loads(member.facts)
             name = str(facts.get("host") or f"member {member.id}")[:200]
@@ -332,7 +332,7 @@ class Coordinator(StoreRequests):
         if not isinstance(json.loads(facts), dict):
             raise WireError("facts are not an object")
         watched = None if watches == b"all" else frozenset(map(unpack_number, filter(None, watches.split(b","))))
-        if session.member is not None:  # the client did not receive the answer to an earlier request in time
+        if session.member is not None:  # the client did not receive the answer to an earlier join in time
             self._part_with(session, session.member, "it joins again")
         session.member = self.members.join(session, facts, watched, session.received_at)
         session.gone = ""
@@ -411,7 +411,7 @@ class Coordinator(StoreRequests):
     # Standbys on other hosts.
 
     def pop_outgoing(self) -> Iterator[tuple[ClientSession, list[Answer]]]:
-        """Yield the answers that may be sent, by session; others wait until the required standbys have acknowledged."""
+        """Yield the answers that may be sent, by session; the rest wait until all required standbys acknowledge."""
         datagrams, self._datagrams = self._datagrams, []
         yield from datagrams
         replicas = self.replicas
@@ -437,7 +437,7 @@ class Coordinator(StoreRequests):
 
     def _follow(self, session: ClientSession, message: WireMessage) -> None:
         (ticket,) = message.fields
-        self._cut()  # the changes so far are in the state already
+        self._cut()  # the snapshot below contains the changes so far
         self.journal.is_kept = True
         for part in self.replicas.begin(ticket, session, self.snapshot()):
             self._send(session, part)
@@ -461,7 +461,7 @@ class Coordinator(StoreRequests):
         return list(self._describe_state())
 
     def replay(self, entry: JournalEntry, now: float) -> None:
-        """Apply a change of the coordinator that this one copies, after all earlier entries.
+        """Apply an entry of the coordinator that this one copies; the caller passes all entries in order.
 
         Raises:
             WireError: the entry is malformed.
@@ -479,9 +479,9 @@ class Coordinator(StoreRequests):
             raise WireError(f"an entry of kind {kind}: {error!r}") from None
 
     def take_over(self, now: float) -> None:
-        """Become the coordinator: all results that were granted to clients are valid here.
+        """Become the primary: all results that clients have received from the former one are valid here.
 
-        This coordinator has received no message from clients yet, so no client counts as silent.
+        Clients are not counted as silent for the time before this call, in which this copy received no messages.
         """
         self.is_copy = False
         self.outgoing.clear()
@@ -489,7 +489,7 @@ class Coordinator(StoreRequests):
             session.received_at = now
         for member in self.members:
             member.received_at = now
-            self.members.restore_suspicion(member, "")  # this coordinator decides on its own
+            self.members.restore_suspicion(member, "")  # this coordinator decides itself whether a member is lost
             member.rewind(0)
         self.members.pop_notified()
 
@@ -626,7 +626,7 @@ def _describe_session(session: ClientSession) -> Iterator[JournalEntry]:
 
 
 def _grouped(items: Iterable[tuple[bytes, ...]]) -> Iterator[list[bytes]]:
-    """Yield the fields of items, in groups within the limits of an entry."""
+    """Yield the fields of items, in groups that each fit in a journal entry."""
     fields: list[bytes] = []
     size = 0
     for item in items:

@@ -1,14 +1,14 @@
-"""Combine the requests of a host's processes to the coordinator, without sockets and without a clock.
+"""Combine the requests that a host's processes send to the coordinator, without using sockets or clocks.
 
     rank ─ CHECK a ─┐
-    rank ─ CHECK a ─┼──▶ CHECK a                equal requests of ranks are sent once; a later equal request waits
-    rank ─ CHECK a ─┘                           for the next answer, since the first may be out of date
+    rank ─ CHECK a ─┼──▶ CHECK a                identical requests of ranks are sent once; one that arrives later
+    rank ─ CHECK a ─┘                           waits for the next answer, since the first may be out of date
     rank ─ ADD_ITEMS row x ─┐
     rank ─ ADD_ITEMS row y ─┴──▶ ADD_ITEMS row x y
     rank ─ GET facts#once ──────▶ GET facts#once   the value never changes, and is cached
     rank ─ other requests ──────▶ the same         in the rank's own name
 
-So the start of a group, in which all ranks of a host send equal requests, costs the coordinator one request per host.
+When a group starts, all ranks of a host send identical requests, and the coordinator receives one request per host.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from phalanx._comm.control.wire import (
     unpack_number,
 )
 
-OWN = b""  # the route of requests that are made for several ranks
+OWN = b""  # the route of requests that are sent for several ranks
 KEPT_S = 60.0
-_MAX_KEPT = 8  # values that never change
-_MAX_ANSWERED = 1024  # the most answered additions that are kept, for ranks that ask again
-_MAX_ITEMS_BYTES = 1 << 20  # the most bytes of items in one message
-_ITEM_BYTES = 64  # the least size that is counted for an item, since a message has room for 65,535 fields
+_MAX_KEPT = 8  # maximum number of cached values
+_MAX_ANSWERED = 1024  # maximum number of answers to ADD_ITEMS that are kept for ranks that repeat the request
+_MAX_ITEMS_BYTES = 1 << 20  # maximum bytes of items in one message
+_ITEM_BYTES = 64  # minimum size that is counted for an item, since a message has room for only 65,535 fields
 _ONCE = WRITE_ONCE.encode()
 _SHARED = frozenset({Op.HELLO, Op.GET, Op.MULTI_GET, Op.WAIT, Op.CHECK, Op.COMPARE_SET, Op.ADD_ITEMS, Op.CANCEL})
 _WAITING = frozenset({Op.GET, Op.MULTI_GET})  # the requests that the coordinator may answer later
@@ -52,10 +52,11 @@ Caller = tuple[bytes, int]  # the route of a rank, and the number of its request
 class _Question:
     """A `_Question` is a request to the coordinator, which is sent once for all `callers`."""
 
-    words: RequestKey  # questions with the same words are one question
+    words: RequestKey  # the operation and its fields: requests with the same words are combined
     what: int
     fields: list[bytes]
-    callers: dict[Caller, tuple[int, int]] = field(default_factory=dict)  # by caller: the places of its items
+    # by caller: the operation that it requested, and the index of its first item
+    callers: dict[Caller, tuple[int, int]] = field(default_factory=dict)
     number: int = 0
     # whether it was sent at least once: the coordinator may have answered it, so a new caller needs another question
     is_sent: bool = False
@@ -67,12 +68,12 @@ class _Question:
 
     @property
     def ask_again_at(self) -> float:
-        """Return the time at which an unanswered question is repeated."""
+        """Return when to repeat the question if it is still unanswered."""
         return self.asked_at + resend_after(self.num_asked, is_parked=self.is_parked)
 
 
 class HostRequests:
-    """`HostRequests` keeps the requests of a host's processes until they are answered.
+    """`HostRequests` keeps the combined requests of a host's processes until they are answered.
 
     Pass received messages to `receive_requests` and `receive_answers`; send the messages of `pop_outgoing` and
     `pop_answers`.
@@ -86,16 +87,17 @@ class HostRequests:
         self._hello: list[bytes] = []  # the coordinator's answer to a hello
         self._under_way: dict[int, _Question] = {}  # by number
         self._current: dict[RequestKey, _Question] = {}  # the newest questions under way, by their words
-        # questions that are sent when the current one of the same words is answered
+        # questions that are sent when the current one with the same words is answered
         self._next: dict[RequestKey, _Question] = {}
         self._callers: dict[Caller, _Question] = {}
         self._answered: OrderedDict[Caller, bytes] = OrderedDict()
         # by key: when it was cached, and the value
         self._kept: OrderedDict[bytes, tuple[float, bytes]] = OrderedDict()
-        # Sent at once: a silent connection counts as a stranger's, and ranks connect only after importing torch.
+        # Sent at once, because the coordinator closes connections that send nothing: ranks connect only after importing
+        # torch.
         self._outgoing.append((OWN, pack(Op.HELLO, self._number, pack_number(VERSION))))
 
-    # These methods handle messages of the ranks.
+    # These methods handle messages from the ranks.
 
     def receive_requests(self, route: bytes, frame: bytes) -> None:
         """Accept a frame from the process behind `route`."""
@@ -116,7 +118,7 @@ class HostRequests:
         caller = route, number
         if what == Op.CANCEL:
             return len(fields) == 1 and self._cancel(route, fields[0])
-        if caller in self._callers:  # the rank has repeated it
+        if caller in self._callers:  # the rank has repeated a request that waits
             self._answer(caller, pack(AnswerStatus.PARKED, number))
         elif what == Op.HELLO:
             if not self._hello or fields != [pack_number(VERSION)]:
@@ -147,7 +149,7 @@ class HostRequests:
         question = self._current.get(words)
         if question is None:
             self._ask(caller, words, Op.GET, [key], asked=what)
-        else:  # the coordinator may have answered already: the value never changes
+        else:  # even if the coordinator has already answered: the value never changes
             question.callers[caller] = what, 0
             self._callers[caller] = question
 
@@ -169,7 +171,7 @@ class HostRequests:
     def _ask(
         self, caller: Caller, words: RequestKey, what: int, fields: list[bytes], *, asked: int | None = None
     ) -> None:
-        """Add the caller to the question with these words that is about to be sent, or to the next one."""
+        """Add the caller to the unsent question with these words, or to a new one."""
         current = self._current.get(words)
         question = self._next.get(words) if current is not None and current.is_sent else current
         if question is None:
@@ -208,7 +210,7 @@ class HostRequests:
             self._drop_caller(caller)
 
     def _drop_caller(self, caller: Caller) -> None:
-        """Remove a caller from its question, and cancel the question if no other caller waits."""
+        """Remove a caller from its question; cancel a question that can wait and that has no other callers."""
         question = self._callers.pop(caller)
         del question.callers[caller]
         if question.what in _WAITING and not question.callers and question.number in self._under_way:
@@ -217,10 +219,10 @@ class HostRequests:
             self._begin_next(question.words)
 
     def ask_again(self, now: float) -> None:
-        """Repeat questions that were not answered for some time, and drop values that were cached for long.
+        """Repeat questions that were not answered for some time, and drop values that were cached for `KEPT_S`.
 
-        The callers are notified that they wait. Only a failed notification shows that a caller has ended: then call
-        `drop`.
+        The callers are notified that their requests still wait. Only a failed notification shows that a caller has
+        ended: then call `drop`.
         """
         for question in self._under_way.values():
             if not question.is_to_be_sent and now >= question.ask_again_at:
@@ -241,7 +243,7 @@ class HostRequests:
         self._kept.clear()
         self._hello = []
 
-    # These methods handle messages of the coordinator.
+    # These methods handle messages from the coordinator.
 
     def receive_answers(self, frame: bytes, now: float) -> None:
         """Accept a frame from the coordinator.
@@ -315,7 +317,7 @@ class HostRequests:
         outgoing, self._outgoing = self._outgoing, []
         questions, self._to_ask = self._to_ask, []
         for question in questions:
-            if question.number in self._under_way:  # it may be cancelled meanwhile
+            if question.number in self._under_way:  # otherwise it was cancelled meanwhile
                 question.is_sent, question.is_to_be_sent = True, False
                 question.asked_at, question.num_asked = now, question.num_asked + 1
                 outgoing.append((OWN, pack(question.what, question.number, *question.fields)))

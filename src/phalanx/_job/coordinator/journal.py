@@ -20,24 +20,24 @@ from phalanx._job.coordinator.session import DirectRoute, RelayedRoute, Route
 class EntryKind(enum.IntEnum):
     """An `EntryKind` is the kind of a journal entry."""
 
-    # A state, part by part.
-    BEGIN = 1  # the copy discards its state: epoch, job, limits; `number`: the next member's
+    # A snapshot, part by part.
+    BEGIN = 1  # the copy discards its state: epoch, job, limits; `number`: that of the next member
     KEYS = 2  # keys with their values
     QUEUE = 3  # the name of a queue, and items to append to it
     GONE = 4  # why member `number` has left
     MEMBER = 5  # member `number`: facts, whom it watches, the number of its last event
     EVENT = 6  # an event that member `number` has not acknowledged: its number, and the event
-    SESSION = 8  # a client, and why it is no member any more
+    SESSION = 8  # a client, and why it is no longer a member
     ANSWERS = 9  # numbers of requests, with their answers
     POPPED = 10  # request `number` has popped an item: the queue, and the item
     PARKED = 11  # request `number` waits at a barrier: its fields
-    OPENED = 12  # a relay, which member `number` has opened
+    OPENED = 12  # a relay, which member `number` owns
     SUSPECTED = 13  # member `number` is suspected to be lost: why; its watchers were notified
 
     # A change of the state.
     REQUEST = 20  # request `number` was granted: its operation and fields
     UNPOP = 21  # the item that request `number` popped is back in its queue
-    UNPARK = 22  # request `number` does not wait at a barrier any more
+    UNPARK = 22  # request `number` no longer waits at a barrier
     LOSE = 23  # member `number` is lost: why
     ACKNOWLEDGED = 24  # members, with the number of the last event that each has acknowledged
     FORGET = 25  # a client is forgotten
@@ -71,12 +71,12 @@ class Journal:
             )
 
     def stop(self) -> None:
-        """Stop recording entries: no standby follows any more."""
+        """Stop recording and drop all entries, because no standby follows any longer."""
         self.is_kept = False
         self._entries = []
 
     def drain(self) -> list[JournalEntry]:
-        """Return the entries since the last call."""
+        """Return and remove the entries since the last call."""
         entries, self._entries = self._entries, []
         return entries
 

@@ -1,6 +1,6 @@
-"""A `KeyValueStore` has a job's keys, values and queues, like c10d's Store, without a clock or a network.
+"""A `KeyValueStore` holds a job's keys, values and queues, like c10d's Store, without a clock or a network.
 
-A request that waits is a `Waiter`: the method that creates its last missing key returns it.
+A request that waits is a `Waiter`. The method that creates the last key for which it waits returns it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from phalanx._comm.control.wire import MAX_VALUE_BYTES
 
 MAX_KEY_BYTES = 64 << 10
 _OVERHEAD_BYTES = 200  # the memory that a key, or an item of a queue, needs in this process besides its bytes
-_NUMBER_BYTES = 64  # a longer value is no number
+_NUMBER_BYTES = 64  # a longer value is not a number
 
 
 class RefusedError(ValueError):
@@ -33,9 +33,9 @@ class Waiter:
 
 
 class KeyValueStore:
-    """A `KeyValueStore` has keys, values and queues, within `max_bytes`.
+    """A `KeyValueStore` holds keys, values and queues, within `max_bytes`.
 
-    The methods that change something return the waiters that became ready, the oldest first.
+    The methods that add a key or an item return the waiters that became ready, the oldest first.
     """
 
     def __init__(self, max_bytes: int = 1 << 30) -> None:
@@ -73,7 +73,7 @@ class KeyValueStore:
         return []
 
     def multi_set(self, keys: Sequence[bytes], values: Sequence[bytes]) -> list[Waiter]:
-        """Set the values of all keys, or of none if one is too long or there is no room."""
+        """Set all values, or none if a key or value is too long or the room does not suffice for all as new keys."""
         for key, value in zip(keys, values, strict=True):
             _check_lengths(key, len(value))
         grows = sum(len(key) + len(value) + _OVERHEAD_BYTES for key, value in zip(keys, values, strict=True))
@@ -85,14 +85,14 @@ class KeyValueStore:
         return ready
 
     def add(self, key: bytes, amount: int) -> tuple[int, list[Waiter]]:
-        """Add to the number at `key`, 0 if the key is missing; store the sum as decimal digits."""
+        """Add to the number at `key`, 0 if the key is missing; store the sum as decimal digits, and return it, too."""
         total = self._sum(key, amount)
         return total, self.set(key, b"%d" % total)
 
     def add_items(self, counter: bytes, prefix: bytes, values: Sequence[bytes]) -> tuple[int, list[Waiter]]:
         """Add the number of `values` to `counter`, and set a key for each value: `prefix` and the value's number.
 
-        Either everything is set or nothing. Also return the number of the first value.
+        Either everything is set or nothing. Return the number of the first value, too.
         """
         total = self._sum(counter, len(values))
         first = total - len(values)
@@ -110,7 +110,7 @@ class KeyValueStore:
         return total
 
     def compare_set(self, key: bytes, expected: bytes, desired: bytes) -> tuple[bytes, list[Waiter]]:
-        """Replace the value if it is `expected`; a missing key counts as empty. Return the value afterwards.
+        """Replace the value if it is `expected`; a missing key counts as empty. Return the resulting value, too.
 
         As in TCPStore: if the key is missing and another value was expected, return the expected value.
         """
@@ -157,7 +157,7 @@ class KeyValueStore:
         return self._pop_ready(queue) if queue in self._waiters else []
 
     def pop(self, queue: bytes) -> bytes | None:
-        """Return the oldest item of a queue, or None."""
+        """Remove and return the oldest item of a queue; None if the queue is empty."""
         items = self._queues.get(queue)
         if items is None:
             return None

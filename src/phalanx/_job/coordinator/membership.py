@@ -1,8 +1,8 @@
-"""`Membership` tracks the members of the job, the reasons why others have left, and each member's unread events.
+"""`Membership` tracks the members of a job, the reasons why former members left, and each member's unread events.
 
 Every member has an outbox: numbered events that are kept until the member acknowledges them, so that a network
 interruption loses none. An outbox has a limit; a sender to a member with a full outbox has to try again. `Membership`
-has no clock and no network.
+uses no clock and no network.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _OVERHEAD_BYTES = 100
 class Member:
     """A `Member` is a process that has joined. `received_at` is when its last message arrived.
 
-    `watches` holds the members whose joins and leaves it is notified of; None stands for all.
+    `watches` are the members of whose joins and leaves this member is notified; None stands for all.
     """
 
     id: int
@@ -52,7 +52,7 @@ class Member:
         self.num_bytes += len(event) + _OVERHEAD_BYTES
 
     def acknowledge(self, number: int) -> None:
-        """Remove the events up to `number` from the outbox: the member has them."""
+        """Remove the events up to `number`, which the member has received, from the outbox."""
         self._acknowledged = max(self._acknowledged, min(number, self._last))
         while self._outbox and self._outbox[0][0] <= number:
             self.num_bytes -= len(self._outbox.popleft()[1]) + _OVERHEAD_BYTES
@@ -84,12 +84,12 @@ class Member:
         return list(self._outbox)
 
     def unread_messages(self) -> list[tuple[int, bytes]]:
-        """Return the messages that the member has not acknowledged, with their senders."""
+        """Return the messages that the member has not acknowledged, each after its sender's number."""
         events = (unpack(event)[0].fields for _, event in self._outbox)
         return [(unpack_number(sender), detail) for kind, sender, detail in events if kind == b"message"]
 
     def restore_last(self, number: int) -> None:
-        """Restore the count: the member has acknowledged the events up to this number."""
+        """Restore the number of the last event; the member has acknowledged the events up to this number."""
         self._last = self._acknowledged = self._copied = number
 
     def restore_event(self, number: int, event: bytes) -> None:
@@ -107,7 +107,7 @@ class Member:
 
 
 class Membership:
-    """The members of a job, by the number that each got when it joined."""
+    """`Membership` holds the members of a job, by the number that each got when it joined."""
 
     def __init__(self, lost_after_s: float) -> None:
         self.lost_after_s = lost_after_s
@@ -128,7 +128,7 @@ class Membership:
         return iter(list(self._members.values()))
 
     def get(self, member: int) -> Member | None:
-        """Return the member with this number, if it is in the job now."""
+        """Return the member with this number; None if it is not in the job now."""
         return self._members.get(member)
 
     def find_leave_reason(self, member: int) -> str:
@@ -136,7 +136,7 @@ class Membership:
         return self._gone.get(member, "")
 
     def join(self, owner: object, facts: bytes, watches: frozenset[int] | None, now: float) -> Member:
-        """Return a new member; the members that watch it receive its facts."""
+        """Add and return a new member; the members that watch it receive its facts."""
         member = Member(self._next, owner, facts, watches, now)
         self._next += 1
         self._notify_watchers(b"joined", member.id, facts)
@@ -205,7 +205,7 @@ class Membership:
         return member
 
     def pop_progress(self) -> list[int]:
-        """Return the members with the number of the last event that each has acknowledged, if that is new."""
+        """Return each member that has acknowledged events since the last call, followed by the last event's number."""
         found = []
         for member in self._members.values():
             acknowledged = member.pop_progress()
@@ -225,7 +225,7 @@ class Membership:
         return found
 
     def exempt(self, member: int) -> None:
-        """Never count a member as silent: it lives in the coordinator's own process."""
+        """Never count a member as silent, because it is in the coordinator's own process."""
         self._own.add(member)
 
     def pop_grown(self) -> list[Member]:
@@ -243,7 +243,7 @@ class Membership:
         self._grown.add(to.id)
 
     def watch(self, member: Member, watches: frozenset[int] | None) -> None:
-        """Notify a member of changes of `watches` from now on; None stands for all members."""
+        """Notify `member` of joins and leaves of the members `watches` from now on; None stands for all members."""
         self._remove_watches(member)
         member.watches = watches
         self._add_watches(member)
@@ -260,7 +260,7 @@ class Membership:
                 del self._watchers[watched]
 
     def _notify_watchers(self, kind: bytes, member: int, detail: bytes) -> None:
-        """Notify a member's watchers of its change; with thousands of members there are few watchers."""
+        """Notify a member's watchers of its change; even with thousands of members, each has few watchers."""
         for number in sorted(self._watchers.get(None, set()) | self._watchers.get(member, set())):
             other = self._members[number]
             other.put(kind, member, detail)

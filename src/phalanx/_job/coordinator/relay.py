@@ -1,8 +1,8 @@
-"""A relay, in the agent of a host, is the only connection of the host's ranks to the coordinator on another host.
+"""The relay in a host's agent connects all ranks of the host to the coordinator on another host, as one client.
 
     rank ─┐                                        simultaneous requests of ranks are one message, which is
-    rank ─┼─ socket of this host ─ relay ─ CURVE ─▶ encrypted once, over one connection of the coordinator's;
-    rank ─┘                                        equal requests are sent once (`host_requests`)
+    rank ─┼─ socket of this host ─ relay ─ CURVE ─▶ encrypted once, over one connection to the coordinator;
+    rank ─┘                                        identical requests are sent once (`host_requests`)
 
 The coordinator has a session for each rank, as if the rank were connected directly. A rank repeats unanswered requests.
 """
@@ -25,8 +25,8 @@ from phalanx._comm.control.wire import MAX_FRAME_BYTES, AnswerStatus, Op, pack, 
 from phalanx._job.coordinator.host_requests import HostRequests
 
 _NOBLOCK, _POLLIN = int(zmq.NOBLOCK), int(zmq.POLLIN)
-_ROUND_FRAMES, _ROUND_BYTES = 256, 1 << 20  # the most that is read before it is forwarded
-_QUEUE_FRAMES = 256  # the most frames that wait for a rank that does not read
+_ROUND_FRAMES, _ROUND_BYTES = 256, 1 << 20  # how much is read before it is forwarded
+_QUEUE_FRAMES = 256  # maximum number of frames queued for a rank that does not read
 _TICK_S = 0.25
 
 
@@ -64,18 +64,18 @@ class Relay:
         self._epoch = b""
         # the epoch shown to the ranks: they do not notice that another coordinator has taken over
         self._shown_epoch = b""
-        self._redirected: tuple[str, bytes] | None = None  # where the coordinator is now, and its epoch
+        self._redirected: tuple[str, bytes] | None = None  # the endpoint and epoch that `redirect` has set
         self._former_epochs: set[bytes] = set()
         self._endpoint = endpoint
         self._routes: dict[bytes, None] = {}
-        self._waiting: list[bytes] = []  # frames that the coordinator's side has no room for yet
+        self._waiting: list[bytes] = []  # frames for which the send queue to the coordinator has no room yet
         self._was_connected = self._is_cut = False
         self._requests = HostRequests()
         self._thread = threading.Thread(target=self._run, name="phalanx-relay", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Stop the relay; connected ranks see their connection cut. A second call does nothing."""
+        """Stop the relay, which disconnects the ranks. A second call does nothing."""
         if self._is_closed:
             return
         self._is_closed = self._stopping = True
@@ -84,7 +84,7 @@ class Relay:
         self._wakeup.close()
 
     def redirect(self, endpoint: str, epoch: bytes) -> None:
-        """Continue with the coordinator that has taken over, which has the ranks' sessions and results."""
+        """Continue with the coordinator that has taken over; it has the ranks' sessions and results."""
         self._redirected = endpoint, epoch
         self._wakeup.ring()
 
@@ -116,7 +116,7 @@ class Relay:
                 self._wakeup.drain()
             redirected, self._redirected = self._redirected, None
             if redirected is not None:
-                self._read_answers()  # the last ones of the former coordinator
+                self._read_answers()  # the last answers of the former coordinator
                 self._follow(*redirected)
             if self._monitor in ready:
                 self._read_events()
@@ -192,7 +192,7 @@ class Relay:
             self._report_undelivered(route, answers)
 
     def _report_undelivered(self, route: bytes, answers: bytes) -> None:
-        """Report to the coordinator which popped items did not reach their rank, so that other ranks get them."""
+        """Report to the coordinator which answers did not reach their rank, so that other ranks get popped items."""
         numbers = [pack_number(message.number) for message in unpack(answers) if message.what == AnswerStatus.OK]
         if numbers:
             self._waiting.append(pack(Op.UNDELIVERED, 0, route, *numbers))

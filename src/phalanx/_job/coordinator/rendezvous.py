@@ -1,4 +1,4 @@
-"""A `Rendezvous` is the meeting point of a job's hosts: the coordinator that one of them runs.
+"""A `Rendezvous` is where the hosts of a job find each other: at the coordinator that one of them runs.
 
 This module does not inspect the machine.
 """
@@ -13,18 +13,18 @@ from phalanx._base.loss_detection import HOST_TIMEOUT_S
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """A `Rendezvous` is the meeting point of a job's hosts, with this host's role.
+    """A `Rendezvous` is where the hosts of a job find each other, with this host's role.
 
     `endpoint` is HOST:PORT of the first host; empty if this host is the first, chooses a free port and prints the
     command for the others. `leads`: whether this host starts the coordinator there; None: only if HOST is an address of
     this host. `node_rank` is None if hosts are numbered in the order of joining, after the leader. `key` is the job's
     key as text; None if it must be looked up.
 
-    `more_endpoints` are tried after `endpoint`: the first host uses the first that it can bind, the others the first
-    where this job answers. `is_local`: all agents run on one host, no port is opened and no key is needed; the others'
-    `endpoint` is the path that the first host passes to `announce` once its coordinator serves. `witness` is the
-    address of an additional voter, for a job of two hosts that should survive the loss of a host; only the first host
-    needs it.
+    `more_endpoints` are tried after `endpoint`: the first host uses the first one that it can bind, the others the
+    first one at which this job answers. `is_local`: all agents run on one host, no port is opened and no key is
+    needed; the `endpoint` of the other agents is the path that the first passes to `announce` once its coordinator
+    serves. `witness` is the address of an additional voter, for a job of two hosts that should survive the loss of a
+    host; only the first host needs it.
     """
 
     endpoint: str = ""
@@ -44,7 +44,9 @@ class Rendezvous:
 
 
 def split_endpoint(endpoint: str, default_port: int) -> tuple[str, int]:
-    """Return host and port of HOST, HOST:PORT, [V6] or [V6]:PORT, as torchrun does; V6::1:PORT ends with the port.
+    """Return host and port of HOST, HOST:PORT, [V6] or [V6]:PORT, as torchrun does.
+
+    Of an IPv6 address without brackets, the part after the last colon is the port.
 
     Raises:
         ValueError: the text has none of these forms.

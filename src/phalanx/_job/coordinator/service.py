@@ -43,18 +43,18 @@ if TYPE_CHECKING:
     from phalanx._comm.control.member_connection import MemberConnection
 
 
-_QUEUE_FRAMES = 32  # the most queued frames of one client in each direction
+_QUEUE_FRAMES = 32  # maximum number of queued frames of one client in each direction
 _ROUND_FRAMES, _ROUND_S = 256, 0.02  # how much is read before answers are sent
-_SENDING_S = 0.02  # the longest time of sending to relays before other clients are served
+_SENDING_S = 0.02  # how long answers are sent to relays before other clients are served
 _TICK_S = 0.25
-# Plain numbers: pyzmq's enumerations take longer than the operations with them.
+# Plain integers: pyzmq's enumerations take longer than the operations that use them.
 _NOBLOCK, _POLLIN, _RCVMORE = int(zmq.NOBLOCK), int(zmq.POLLIN), int(zmq.RCVMORE)
-# A round has a fixed cost. So with many members, heartbeats are batched if no request has arrived for _QUIET_S; with
-# very many members, requests are batched, too.
+# Each round of the loop has a fixed cost. With many members, heartbeats are therefore batched if no request has arrived
+# for _QUIET_S; with very many members, requests are batched, too.
 _MANY_MEMBERS, _BEATS_S, _QUIET_S = 32, 0.02, 0.1
 _VERY_MANY_MEMBERS, _REQUESTS_S = 256, 0.01
 _HEARTBEAT = bytes((Op.HEARTBEAT,))
-_MAX_RELAYED = 1024  # the most frames in one message to a relay
+_MAX_RELAYED = 1024  # maximum number of frames in one message to a relay
 _UNBROKEN_S = 3.5  # a connection that received something more recently was not closed for silence
 _MAX_UNAUTHENTICATED = 2048  # connections without a message yet; each of a thousand hosts opens two
 
@@ -73,6 +73,7 @@ class Service:
     Raises:
         AuthenticationError: `bind` without a key.
         CoordinationError: the address cannot be bound.
+        ValueError: `lost_after_s` is not positive.
     """
 
     def __init__(
@@ -137,7 +138,7 @@ class Service:
         return self._thread.is_alive()
 
     def exempt(self, client: MemberConnection) -> None:
-        """Exempt a member in this process from timeouts, and this coordinator from the member's.
+        """Exempt a member in this process from the coordinator's timeout, and the coordinator from the member's.
 
         Both are in the same process, and on a busy machine either may be late.
         """
@@ -277,7 +278,7 @@ class Service:
                 time.sleep(gathering_s)
 
     def _gathering_s(self, now: float) -> float:
-        """Return how long to batch incoming requests; no client waits for the answer to a heartbeat."""
+        """Return how many seconds to batch incoming requests; no client waits for the answer to a heartbeat."""
         num_members = len(self.coordinator.members)
         if num_members > _MANY_MEMBERS and now - self._asked_at > _QUIET_S:
             return _BEATS_S
@@ -291,7 +292,7 @@ class Service:
     def _read(self, listener: int, router: zmq.Socket[bytes], now: float) -> None:
         recv = router.recv
         handle = self.coordinator.handle
-        ends_at = time.monotonic() + _ROUND_S  # ZeroMQ returns the frames of its connections in turn
+        ends_at = time.monotonic() + _ROUND_S  # fair, because ZeroMQ reads from its connections in turn
         for _ in range(_ROUND_FRAMES):
             if time.monotonic() >= ends_at:
                 return
@@ -311,7 +312,10 @@ class Service:
                 self._log.report(f"{self.coordinator.who(route)} sends malformed messages", now)
 
     def _read_frame(self, listener: int, router: zmq.Socket[bytes], identity: bytes) -> bytes:
-        """Return the frame after a route; messages arrive completely or not at all."""
+        """Return the frame after a route; of a message that is too long, return a malformed frame instead.
+
+        ZeroMQ delivers messages completely or not at all, so no part is waited for.
+        """
         guard = self._guard
         if guard is not None and guard.needs_admission and listener == OTHER_HOSTS:
             first = router.recv(copy=False)
@@ -342,7 +346,7 @@ class Service:
                     frame = b"".join((coordinator.epoch, *split_answers(left[0])))
                     send_in_pieces(self._routers[route.listener], frame, route.identity)
                     del left[0]
-            except zmq.Again:  # the client does not read now
+            except zmq.Again:  # the client's queue is full, because it does not read
                 coordinator.requeue_answers(session, [answer for frame in left for answer in frame])
             except zmq.ZMQError:  # the client has left; if it returns, it repeats its requests
                 coordinator.undelivered(session, [answer for frame in left for answer in frame])
@@ -407,7 +411,7 @@ class UnusedMemory:
         self._sent_bytes += nbytes
 
     def give_back(self) -> None:
-        """Return unused memory to the system, if much was sent since the last call."""
+        """Return unused memory to the system, if much was sent since memory was last returned."""
         if self._sent_bytes >= _WORTH_BYTES:
             self._sent_bytes = 0
             release_freed_memory()

@@ -21,7 +21,7 @@ MAX_POPPED, MAX_POPPED_BYTES = 512, 5 * MAX_VALUE_BYTES  # more than can be in f
 
 
 class SharedAnswer:
-    """A `SharedAnswer` is an answer with one field. All sessions with the same `value` share one copy."""
+    """A `SharedAnswer` is an answer with one field. It does not copy `value`, which many sessions may receive."""
 
     __slots__ = ("parts",)
 
@@ -48,14 +48,14 @@ THIS_HOST, OTHER_HOSTS = 0, 1  # the coordinator's listeners
 
 
 class DirectRoute(NamedTuple):
-    """The route to a client that is connected to one of the coordinator's listeners."""
+    """A `DirectRoute` leads to a client that is connected to one of the coordinator's listeners."""
 
     listener: int
     identity: bytes
 
 
 class RelayedRoute(NamedTuple):
-    """The route to a client that is connected to a relay."""
+    """A `RelayedRoute` leads to a client that is connected to a relay."""
 
     relay: DirectRoute
     route: bytes
@@ -66,13 +66,13 @@ Route = DirectRoute | RelayedRoute
 
 @dataclass(eq=False)
 class ClientSession:
-    """A `ClientSession` is one client. `route` is the address for the service's answers."""
+    """A `ClientSession` is the coordinator's record of one client. `route` is the address for the service's answers."""
 
     route: Route
     received_at: float
     member: Member | None = None
     gone: str = ""  # why the client is no longer a member
-    relay_owner: int = -1  # if this client is a relay: the member that has opened it
+    relay_owner: int = -1  # if this client is a relay: the member that owns it
     newest: int = 0  # the highest number of a request that has changed something
     parked: dict[int, Waiter] = field(default_factory=dict)
     num_parked_keys: int = 0
@@ -108,7 +108,7 @@ class ClientSession:
             self.popped_bytes -= len(self.popped.popitem(last=False)[1][1])
 
     def withdraw_item(self, number: int) -> tuple[bytes, bytes] | None:
-        """Return, once, the queue and item that a request has popped; None if it has popped none."""
+        """Remove and return the queue and item that a request has popped; None if the request has popped none."""
         found = self.popped.pop(number, None)
         if found is not None:
             self.popped_bytes -= len(found[1])

@@ -1,10 +1,10 @@
-"""`StandbyReplicas` sends a coordinator's journal to its standbys, and delays answers until the standbys have it.
+"""`StandbyReplicas` sends a coordinator's journal to its standbys, and delays answers until they acknowledge it.
 
     requests ──► journal ──cut──► batch n ──► every standby ──FOLLOWED n──┐
         └──────► answers ──delayed with n─────────────────────────────────┴──► released, to the clients
 
-An answer leaves the coordinator when every required standby has all changes that the answer depends on. The
-clients of the coordinator's own agent do not wait: they are lost with the coordinator.
+An answer leaves the coordinator when every required standby has all changes that the answer depends on. Answers to the
+coordinator's own agent are not delayed, because the agent is lost with the coordinator.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from phalanx._job.coordinator.key_value import RefusedError
 from phalanx._job.coordinator.session import Answer, ClientSession
 
 STALLED_S = 1.0  # a standby that delays answers for longer than this is reported to its coordinator
-_MOST_STREAMS = 16  # the most standbys that may follow; a job needs two at a time
-_PART_BYTES = 1 << 20  # the size limit of entries that travel together; one entry may be larger
+_MOST_STREAMS = 16  # maximum number of standbys; a job needs two at a time
+_PART_BYTES = 1 << 20  # maximum bytes of entries in one message; a single entry may be larger
 
 
 @dataclass
@@ -39,7 +39,7 @@ class StandbyReplicas:
     Another thread may set `required`, `leader` and `confirmed_members`.
 
     required: tickets of the standbys that must acknowledge before an answer is sent.
-    leader: the member whose answers never wait.
+    leader: the member to which answers are never delayed.
     confirmed_members: the members whose loss another member must confirm; until then they are only suspected.
     on_stalled: called with the ticket of a required standby that delays answers.
     """
@@ -57,11 +57,11 @@ class StandbyReplicas:
 
     @property
     def is_active(self) -> bool:
-        """Return whether standbys follow, are required, or delay answers."""
+        """Return whether there are standbys or required standbys, or answers are delayed."""
         return bool(self._streams or self.required or self._delayed)
 
     def begin(self, ticket: bytes, session: ClientSession, state: Sequence[JournalEntry]) -> list[Answer]:
-        """Register a standby; return the messages that send it the whole state.
+        """Register a standby; return the messages that carry the whole state to it.
 
         Raises:
             RefusedError: there are too many standbys.
@@ -72,7 +72,7 @@ class StandbyReplicas:
         return self._pack(stream, state)
 
     def cut(self, entries: Sequence[JournalEntry]) -> Iterator[tuple[ClientSession, list[Answer]]]:
-        """Begin another batch with the changes `entries`; yield each session with the messages to send to it."""
+        """Begin another batch with the changes `entries`; yield each standby's session with the messages for it."""
         if entries:
             self._batch += 1
             for stream in self._streams.values():
@@ -145,7 +145,7 @@ class StandbyReplicas:
             yield session, answers
 
     def check(self, now: float) -> None:
-        """Report the standbys that have delayed answers for too long."""
+        """Report the required standbys that have delayed answers for too long."""
         if self._delayed and now - self._delayed_since > STALLED_S:
             common = self._common
             for ticket in self.required:

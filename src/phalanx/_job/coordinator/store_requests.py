@@ -1,4 +1,4 @@
-"""Answer the coordinator's requests for keys and queues: c10d's Store, and a few more.
+"""Answer clients' requests for keys and queues: the operations of c10d's Store, and a few more.
 
 Each handler returns the answer, or None if the request waits.
 
@@ -27,13 +27,13 @@ from phalanx._job.coordinator.journal import EntryKind, Journal
 from phalanx._job.coordinator.key_value import KeyValueStore, RefusedError, Waiter
 from phalanx._job.coordinator.session import Answer, ClientSession, SharedAnswer
 
-MAX_PARKED = 1024  # the most waiting requests of one session
-MAX_PARKED_KEYS = 1 << 16  # the most keys that these requests wait for, all together
-_LONG_BYTES = 1 << 14  # thousands of clients may wait for one value: a longer one is not copied for each
+MAX_PARKED = 1024  # maximum number of waiting requests of one session
+MAX_PARKED_KEYS = 1 << 16  # maximum number of keys that these requests wait for in total
+_LONG_BYTES = 1 << 14  # a longer value is not copied for each client, because thousands may wait for one value
 
 
 class StoreRequests(ABC):
-    """`StoreRequests` answers requests for keys and items of `store`; it has the requests that wait, and the answers.
+    """`StoreRequests` answers requests for keys and items of `store`, and keeps requests that wait.
 
     `outgoing` holds the sessions with answers to send, for the service. A copy (`is_copy`) sends nothing: it replays
     the journal of another coordinator.
@@ -189,7 +189,7 @@ class StoreRequests(ABC):
             self._park(session, message, Waiter(session, message.fields))
             return None
         size = 0
-        for at, value in enumerate(found):  # the first ones, as many as fit: the client asks for the rest
+        for at, value in enumerate(found):  # return as many values as fit: the client requests the rest
             size += len(value)
             if at and size > MAX_VALUE_BYTES:
                 del found[at:]
@@ -236,7 +236,7 @@ class StoreRequests(ABC):
 
     def _barrier(self, session: ClientSession, message: WireMessage) -> Answer | None:
         key, size = message.fields[0], unpack_number(message.fields[1])
-        self._check_room_to_park(session, 1)  # before it is counted
+        self._check_room_to_park(session, 1)  # before the call is counted
         count, ready = self.store.add(key, 1)
         self._wake(ready)
         barrier = barrier_key(key)
@@ -247,5 +247,5 @@ class StoreRequests(ABC):
 
 
 def barrier_key(key: bytes) -> bytes:
-    """Return a key that is never set, for which the callers of the barrier `key` wait."""
+    """Return a key that is never set, and for which the callers of the barrier `key` wait."""
     return b"\0barrier/" + key

@@ -1,1 +1,1 @@
-"""Show the ranks' output: split it into lines and live status, fold equal lines of ranks, and prefix the rank."""
+"""Show the ranks' output: split it into lines and live status, fold identical lines, and prefix each with its ranks."""

@@ -1,4 +1,4 @@
-"""Show the ranks' lines on this terminal: folded, prefixed with their ranks, and followed by status lines."""
+"""Show the ranks' lines on this command's output: folded, prefixed with their ranks, and followed by status lines."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _REDRAW_S = 0.05  # a status line is redrawn at most this often
 class Display:
     """A `Display` queues lines for this command's stdout and stderr, and writes without blocking.
 
-    `host_of` returns the common host of ranks in a job on several hosts; empty if they have none.
+    `host_of` returns the host of ranks that are all on one host of a job on several; otherwise an empty string.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class Display:
         self._colour = colour
         self._terminal = terminal
         self.host_of = host_of
-        self.prefix_of: Callable[[int], str] | None = None  # the user's prefix; if set, lines are not folded
+        self.prefix_of: Callable[[int], str] | None = None  # the user's prefix; if set, each rank gets its own line
         self._folder = Folder(())
         self._statuses: dict[tuple[int, int], bytes] = {}  # rank, stream -> the lines to show, joined by line ends
         self._drawn = 0
@@ -58,7 +58,7 @@ class Display:
 
     @property
     def full(self) -> bool:
-        """Return whether too much output is queued to accept more."""
+        """Return whether so much output is queued that no more should be accepted."""
         return self._out.full or self._err.full
 
     @property
@@ -83,7 +83,7 @@ class Display:
         return min(times, default=None)
 
     def show(self, rank: int, stream: int, lines: Sequence[bytes], status: bytes) -> None:
-        """Show that `rank` has printed `lines` to its stdout (1) or stderr (2), followed by `status`."""
+        """Show `lines`, which `rank` has printed to its stdout (1) or stderr (2), and the `status` after them."""
         if stream == 2:
             lines = self._tracebacks.feed(rank, lines)
         now = time.monotonic()
@@ -99,7 +99,7 @@ class Display:
             self._redraw_at = max(now, self._redrawn_at + _REDRAW_S)
 
     def tick(self) -> None:
-        """Show the lines and the status that are due."""
+        """Queue the lines and the status that are due, and write without blocking."""
         now = time.monotonic()
         self._show_lines(now)
         if self._redraw_at is not None and self._redraw_at <= now:
@@ -122,7 +122,7 @@ class Display:
             writer.close()
 
     def print(self, text: str) -> None:
-        """Print a text of the agent to stderr, after all earlier lines of ranks."""
+        """Print a text from the agent to stderr, after all earlier lines of the ranks."""
         self._show_lines(float("inf"))
         self._clear_status()
         self._err.put(encode(text) + b"\n")
@@ -133,11 +133,14 @@ class Display:
             self.print(text)
 
     def expect(self, rank: int, traceback: str, *, quiet: bool = False) -> None:
-        """Buffer `traceback`, which `rank` is about to print, until `release`; forever if `quiet`. Logs get it."""
+        """Buffer `traceback`, which `rank` is about to print, until `release`; if `quiet`, never show it.
+
+        Log files get the traceback in any case.
+        """
         self._tracebacks.expect(rank, traceback, quiet=quiet)
 
     def hide(self, rank: int) -> None:
-        """Buffer the traceback of `rank` forever, because it was reported."""
+        """Never show the buffered traceback of `rank`, because the traceback was reported."""
         self._tracebacks.hide(rank)
 
     def release(self) -> None:
@@ -167,7 +170,7 @@ class Display:
 
     def _prefix(self, ranks: frozenset[int]) -> bytes:
         if ranks not in self._prefixes:
-            if len(self._prefixes) >= _MAX_PREFIXES:  # many ranks print in ever new sets
+            if len(self._prefixes) >= _MAX_PREFIXES:  # many ranks print in ever new combinations
                 self._prefixes.clear()
             self._prefixes[ranks] = format_prefix(ranks, colour=self._colour, host=self.host_of(ranks))
         return self._prefixes[ranks]
@@ -194,12 +197,12 @@ class Display:
             self._drawn = 0
 
 
-# Fold identical lines of several ranks into one, and keep each rank's own order.
+# Fold identical lines from several ranks into one, and keep the order of each rank's lines.
 #
 # rank 0:  a  b  c            pending, in order of release:
 # rank 1:  a     c            a {0,1}   b {0}   c {0,1}
 
-WINDOW_S = 0.1  # how long a line waits for equal lines; ranks in step print them within milliseconds
+WINDOW_S = 0.1  # how long a line waits for identical lines; ranks in step print them within milliseconds
 _MAX_PENDING = 4096
 _MAX_PREFIXES = 1024
 
@@ -216,7 +219,10 @@ class FoldedLine:
 
 
 class _EqualLines:
-    """`_EqualLines` are the pending lines of one text, in order. Searches are binary: 100,000 lines may be blank."""
+    """`_EqualLines` are the pending lines with one text, in order.
+
+    Searches are binary, because 100,000 pending lines may be blank.
+    """
 
     def __init__(self) -> None:
         self.lines: list[FoldedLine] = []
@@ -236,7 +242,7 @@ class _EqualLines:
 
 
 class Folder:
-    """A `Folder` buffers lines until all live ranks have printed them, or for `window_s`. It has no clock."""
+    """A `Folder` buffers each line until all live ranks have printed it, or for `window_s`. It uses no clock."""
 
     def __init__(self, ranks: Iterable[int], window_s: float = WINDOW_S) -> None:
         self._live = set(ranks)
@@ -270,7 +276,7 @@ class Folder:
         self._live |= set(ranks)
 
     def release(self, now: float) -> list[FoldedLine]:
-        """Return the lines, in order, that all live ranks have printed or that have waited for `window_s`."""
+        """Return the lines, in order, that all live ranks have printed, or that cannot wait any longer."""
         released = []
         while self._pending:
             head = self._pending[0]
@@ -298,17 +304,17 @@ class Writer:
     """A `Writer` is a queue of bytes in front of a descriptor: a terminal, a pipe or a file.
 
     No write blocks, so Ctrl-C works while the reader does not read. The user's shell shares the descriptor, which must
-    therefore stay blocking: a terminal is opened again, and a pipe gets small pieces.
+    therefore stay in blocking mode: a terminal is opened again, and a pipe is written in small pieces.
     """
 
     LIMIT_BYTES = 1 << 20
 
     def __init__(self, fd: int) -> None:
         self.fd = self._shared = fd
-        if os.isatty(fd):  # unlike a pipe, it counts as writable as soon as one byte fits
-            with suppress(OSError):  # it belongs to another user (su), or is outside this container
+        if os.isatty(fd):  # unlike a pipe, a terminal counts as writable as soon as one byte fits
+            with suppress(OSError):  # the terminal belongs to another user (su), or is outside this container
                 self.fd = os.open(os.ttyname(fd), os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
-        self.broken = False  # the reader has closed it
+        self.broken = False  # the reader has closed the pipe, or the terminal is gone
         self.problem: OSError | None = None  # why lines were lost; later lines may be written
         self._gap = False
         self._queue = bytearray()
@@ -324,7 +330,7 @@ class Writer:
         return len(self._queue) > self.LIMIT_BYTES
 
     def put(self, data: bytes) -> None:
-        """Queue `data`; drop it if the reader has closed the pipe."""
+        """Queue `data`; drop it if the pipe or the terminal is `broken`."""
         if self.broken:
             return
         if self._gap and not self._queue:

@@ -1,4 +1,4 @@
-"""Write the ranks' log files; once the job has begun, a full disk loses lines, not the job."""
+"""Write the ranks' log files. Once the job has begun, a full disk only loses lines; the job continues."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from phalanx.errors import LaunchError
 
 @dataclass(frozen=True)
 class Streams:
-    """`Streams` selects streams of local ranks: 1 is stdout, 2 stderr, 3 both."""
+    """`Streams` selects the streams of each local rank: 1 is stdout, 2 stderr, 3 both."""
 
     all: int = 0
     by_rank: tuple[tuple[int, int], ...] = ()
@@ -36,7 +36,7 @@ class LogFile:
         self._write(b"")
 
     def put(self, lines: Sequence[bytes]) -> None:
-        """Write `lines`, as far as the disk has room."""
+        """Write `lines`, as far as that is possible; `problem` is set if lines are lost."""
         self._write(b"\n".join(lines) + b"\n")
 
     def close(self) -> None:
@@ -53,7 +53,7 @@ class LogFile:
         try:
             if self._file is None:
                 os.makedirs(os.path.dirname(self.path), exist_ok=True)
-                # unbuffered: the last lines of a rank must be in the file when everything dies
+                # unbuffered: the last lines of a rank must be in the file even if all processes are killed
                 self._file = FileIO(self.path, "w")
             while data:
                 written = self._file.write(data) or 0
@@ -73,8 +73,8 @@ def explain_gap(problem: OSError | None) -> bytes:
 class Logs:
     """`Logs` writes the log files of this host's ranks, and decides which streams the screen shows.
 
-    DIR/rank_0.log, … have both streams of a rank. The streams of --redirects and --tee also go to files with torchrun's
-    names, DIR/ID_XXXXXXXX/attempt_0/LOCAL_RANK/stdout.log, one for each stream and attempt.
+    DIR/rank_0.log, … contain both streams of a rank. The streams that --redirects and --tee select also go to files
+    with torchrun's names, DIR/ID_XXXXXXXX/attempt_0/LOCAL_RANK/stdout.log, one per local rank, stream and attempt.
     """
 
     def __init__(
@@ -111,10 +111,10 @@ class Logs:
             raise self._refuse(error) from error
 
     def begin(self, ranks: Sequence[int], attempt: int) -> None:
-        """Open the logs of these ranks of this host, which are about to start.
+        """Open the logs of `ranks`, all ranks of this host that are about to start.
 
         Raises:
-            LaunchError: a file cannot be created, and these are the first ranks.
+            LaunchError: a file cannot be created, and this is the first call.
         """
         is_first = not self._by_rank and not self._by_stream
         self._first = min(ranks, default=0)
@@ -154,7 +154,7 @@ class Logs:
         return not redirected and (self._local_ranks_filter is None or local_rank in self._local_ranks_filter)
 
     def put(self, rank: int, stream: int, lines: Sequence[bytes]) -> str:
-        """Write `lines`; return a message if lines were lost, otherwise ""."""
+        """Write `lines` to the rank's log files; return a message if lines were lost, otherwise ""."""
         said = ""
         for log in (self._by_rank.get(rank), self._by_stream.get((rank - self._first, stream))):
             if log is None:

@@ -15,11 +15,11 @@ _READ_BYTES = 1 << 16
 
 
 class Viewer(Protocol):
-    """A `Viewer` receives the ranks' lines: this command's display, or the connection to another host's."""
+    """A `Viewer` receives the ranks' lines: this command's display, or the connection to the first host's display."""
 
     @property
     def full(self) -> bool:
-        """Return whether the ranks should wait."""
+        """Return whether the ranks should wait, because too much output is queued."""
 
     def begin(self, ranks: Sequence[int]) -> None:
         """Expect output from these ranks, which start or restart."""
@@ -46,14 +46,14 @@ class Pump:
         self._pipes: dict[int, tuple[int, int, LineSplitter]] = {}  # descriptor -> rank, stream, splitter
 
     def add(self, rank: int, stream: int, fd: int) -> None:
-        """Add `fd`, the read end of a rank's stdout (1) or stderr (2), and own it."""
+        """Add `fd`, the read end of a rank's stdout (1) or stderr (2), which the pump owns from now on."""
         os.set_blocking(fd, False)
         self._pipes[fd] = (rank, stream, LineSplitter())
         self.viewer.begin([rank])
 
     @property
     def pipes(self) -> tuple[int, ...]:
-        """Return the pipes to poll; none while the viewer is full, so that the ranks wait and our memory is bounded."""
+        """Return the pipes to poll; none while the viewer is full, so that the ranks wait and memory stays bounded."""
         return () if self.viewer.full else tuple(self._pipes)
 
     def read(self, fd: int, before_it: Callable[[], object] = lambda: None) -> bool:
@@ -81,7 +81,7 @@ class Pump:
         return min(times, default=None)
 
     def show_due(self, before_it: Callable[[], object] = lambda: None) -> None:
-        """Show text that has waited for the rest of its line. `before_it` is as in `read`."""
+        """Show redrawn and unfinished lines that have waited long enough. `before_it` is as in `read`."""
         now = time.monotonic()
         for fd in self.pipes:
             rank, stream, splitter = self._pipes[fd]
@@ -128,19 +128,19 @@ class Pump:
 
 
 MAX_LINE_BYTES = 1 << 20  # a longer line is split, so that memory stays bounded
-# how long an ended line that was redrawn waits for the cursor to return; bars return within microseconds
+# how long an ended line that was redrawn waits for the cursor to return; progress bars return within microseconds
 REDRAW_S = 0.1
 PARTIAL_S = 1.0  # how long a line without its end waits for more output before its text is shown
-_MAX_ROWS = 64  # more lines than this do not wait
+_MAX_ROWS = 64  # maximum number of lines that wait above the cursor
 
-# Escape codes that move the cursor or clear: they would affect other ranks' lines. Colours ("m") stay.
+# Escape codes that move the cursor or erase text: they would affect other ranks' lines. Colours ("m") are kept.
 _MOVES = re.compile(rb"\x1b\[[0-9;?]*[A-Za-ln-z]")
 _UP = b"\x1b[A"
 
 
 @dataclass
 class _Row:
-    """A `_Row` is a line above the cursor, which is redrawn if the cursor returns before `due`."""
+    """A `_Row` is a line above the cursor, which can be redrawn until `due`."""
 
     text: bytes
     overwritten: bool
@@ -148,7 +148,7 @@ class _Row:
 
 
 class LineSplitter:
-    """A `LineSplitter` splits one stream into lines, which do not depend on the sizes of reads.
+    """A `LineSplitter` splits one stream into lines, in the same way however the reads divide the stream.
 
     As on a terminal, text after a carriage return overwrites the line: only the final state becomes a line, unless it
     is blank; until the line ends, its current state is `status`. Nested progress bars are redrawn below one another:
@@ -163,11 +163,11 @@ class LineSplitter:
     def __init__(self) -> None:
         self._above: list[_Row] = []
         self._rest = b""
-        self._escape = b""  # the beginning of an escape code, whose end was not read
+        self._escape = b""  # the beginning of an escape code whose end was not read yet
         self._overwritten = False
         self._below: list[bytes] = []
         self.status = b""
-        self._shown = b""  # the beginning of the line that was shown before its end
+        self._shown = b""  # the part of the unfinished line that was already shown
         self._partial_s = PARTIAL_S
         self._partial_due: float | None = None
 
@@ -177,7 +177,7 @@ class LineSplitter:
         return self._above[0].due if self._above else self._partial_due
 
     def feed(self, data: bytes, now: float) -> list[bytes]:
-        """Return the lines that `data` completes, without line ends."""
+        """Return the lines that are complete after `data`, without line ends."""
         data = self._escape + data
         self._escape = next((cut for cut in (b"\x1b", b"\x1b[") if data.endswith(cut)), b"")
         data = data.removesuffix(self._escape)
@@ -232,7 +232,7 @@ class LineSplitter:
         return [text, *lines[1:]] if text or not shown else lines[1:]
 
     def finish(self) -> list[bytes]:
-        """Return the lines of the ended stream that have no line end, or that waited."""
+        """Return the remaining lines of a stream that has ended: those without a line end, and those that waited."""
         rest = self._rest + self._escape
         lines = self._finish_above() + (_finish(rest, self._overwritten) if rest else [])
         lines += [line for text in self._below for line in _finish(text, True)]

@@ -18,7 +18,7 @@ CLEAR_BELOW = b"\r\x1b[J"
 
 
 def format_prefix(ranks: Iterable[int], *, colour: bool, host: str = "") -> bytes:
-    """Return `[2] `, folded `[0-3] `, with a host `[2 node-b] `. Each rank has its colour; several ranks are dim."""
+    """Return `[2] `; for several ranks `[0-3] `, which is dim instead of coloured; with a host `[2 node-b] `."""
     chosen = sorted(ranks)
     label = f"[{format_ranks(chosen)}{' ' if host else ''}{host}]"
     if colour:
@@ -28,14 +28,17 @@ def format_prefix(ranks: Iterable[int], *, colour: bool, host: str = "") -> byte
 
 
 def wants_colour(environ: Mapping[str, str], terminal: bool) -> bool:
-    """Return whether to use colours: on a terminal without NO_COLOR and TERM=dumb, or with FORCE_COLOR anywhere."""
+    """Return whether to use colours: with FORCE_COLOR, or on a terminal unless NO_COLOR or TERM=dumb is set."""
     if environ.get("FORCE_COLOR"):
         return True
     return terminal and not environ.get("NO_COLOR") and environ.get("TERM") != "dumb"
 
 
 def plan_status(states: Sequence[tuple[int, bytes]], *, columns: int, rows: int, colour: bool) -> list[bytes]:
-    """Return the status lines to draw, one per state, cut to the terminal's width, on at most half its rows."""
+    """Return the status lines to draw, one per distinct state, cut to the terminal's width.
+
+    They fill at most half of the terminal's rows, and at most `MAX_STATUS_LINES`.
+    """
     groups: dict[bytes, set[int]] = {}
     for rank, state in states:
         groups.setdefault(state, set()).add(rank)
@@ -49,7 +52,7 @@ def plan_status(states: Sequence[tuple[int, bytes]], *, columns: int, rows: int,
 
 
 def _cut(state: bytes, columns: int) -> bytes:
-    """Return `state` cut to `columns`; colours need none, wide characters two."""
+    """Return `state` cut to `columns`; a colour code counts as no column, a wide character as two."""
     text = state.decode(errors="replace").expandtabs()
     kept, used, position = [], 0, 0
     while position < len(text):

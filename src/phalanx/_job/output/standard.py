@@ -1,4 +1,4 @@
-"""Write to standard descriptors that may be ASCII, closed or full; report errors in one line, without traceback."""
+"""Write to stdout and stderr, which may be ASCII-only, closed or full; report errors in a line without traceback."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 def encode(text: str) -> bytes:
-    """Return `text` as UTF-8; characters that it lacks (surrogates, raw bytes) are escaped, as in `\\udc80`."""
+    """Return `text` as UTF-8; surrogates, which stand for undecodable bytes, are escaped, as in `\\udc80`."""
     return text.encode(errors="backslashreplace")
 
 
@@ -47,7 +47,7 @@ class _Descriptor(io.FileIO):
 
 
 def open_standard_descriptors() -> None:
-    """Open closed standard descriptors (`>&-`): otherwise one of our pipes would get the number, and the output."""
+    """Open closed standard descriptors (`>&-`) as /dev/null: otherwise one of our pipes would receive the output."""
     for fd in (0, 1, 2):
         try:
             os.fstat(fd)
@@ -59,7 +59,8 @@ def guarded(act: Callable[[], T]) -> T:
     """Call `act`, which prints, and return its result. Characters that cannot be encoded become question marks.
 
     Raises:
-        SystemExit: stdout cannot be written: 1 after printing why, or 141 if the reader has closed it (`| head`).
+        SystemExit: stdout cannot be written. The code is 1, after printing why, or 141 if the reader has closed it
+            (`| head`).
     """
     open_standard_descriptors()
     before = sys.stdout

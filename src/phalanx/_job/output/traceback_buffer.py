@@ -1,7 +1,7 @@
 """Buffer the tracebacks that ranks have reported, because the command may print the failure itself.
 
-In that case it prints the first failure, and one line for each other rank. Otherwise (Ctrl-C, a lost zygote) the
-buffered tracebacks are shown. Of tracebacks that differ only in numbers, only the first is shown.
+In that case the command prints the first failure, and one line for each other rank. Otherwise (Ctrl-C, a lost zygote)
+the buffered tracebacks are shown. Of tracebacks that differ only in numbers, only the first is shown.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _PLACE = re.compile(rb'\s*File ".*", line \d+')
 
 
 def without_numbers(text: bytes) -> bytes:
-    """Return `text` with all numbers 0, except line numbers of tracebacks, to compare texts."""
+    """Return `text` with every number replaced by 0, except line numbers of code, to compare texts."""
     return b"\n".join(line if _PLACE.match(line) else _NUMBER.sub(b"0", line) for line in text.split(b"\n"))
 
 
@@ -29,10 +29,10 @@ class TracebackBuffer:
         self._forms: dict[int, bytes] = {}  # rank -> its traceback without numbers
         self._quiet: set[int] = set()
         self._shown: dict[bytes, int] = {}  # traceback without numbers -> the rank whose traceback was shown
-        self._named: set[int] = set()  # ranks reported in a line as similar to another's
+        self._named: set[int] = set()  # ranks for which a line reports the same traceback as another rank's
 
     def expect(self, rank: int, traceback: str, *, quiet: bool = False) -> None:
-        """Buffer `traceback`, which `rank` is about to print, until `release`; forever if `quiet`."""
+        """Buffer `traceback`, which `rank` is about to print, until `release`; if `quiet`, never show it."""
         if rank not in self._echoes or rank in self._quiet:
             text = encode(traceback)
             self._echoes[rank], self._forms[rank] = Echo(text), without_numbers(text)
@@ -41,16 +41,16 @@ class TracebackBuffer:
                 self._quiet.add(rank)
 
     def hide(self, rank: int) -> None:
-        """Buffer the traceback of `rank` forever, because it was reported; a replacement may print another one."""
+        """Never show the traceback of `rank`, because it was reported; a replacement may still print another one."""
         self._quiet.add(rank)
 
     def feed(self, rank: int, lines: Sequence[bytes]) -> Sequence[bytes]:
-        """Return the lines to show now."""
+        """Return those of the new `lines` to show now, and buffered lines that are released."""
         echo = self._echoes.get(rank)
         return lines if echo is None else [shown for line in lines for shown in echo.feed(line)]
 
     def release(self) -> list[tuple[int, bytes]]:
-        """Return the ranks and lines to show: the first of equal tracebacks, and one line for each other rank."""
+        """Return the ranks and lines to show: the first of similar tracebacks, and one line for each other rank."""
         released = []
         for rank in sorted(self._echoes):
             form = self._forms[rank]
@@ -100,7 +100,7 @@ class Echo:
             if not line.endswith(expected):
                 return [line]
             self._at = 1
-            before = line.removesuffix(expected)  # earlier text on this line: a progress bar
+            before = line.removesuffix(expected)  # earlier text on this line, such as a progress bar
             tag = _TAG.search(before)
             if tag is not None:
                 self._tag, before = tag.group(), before[: tag.start()]
