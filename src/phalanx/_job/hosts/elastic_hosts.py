@@ -185,7 +185,7 @@ class ElasticHosts(Elastic):
         return next((host for host in self.slot_plan.hosts if host.member == member), None)
 
     def _drop_newcomer(self, member: int) -> bool:
-        """Forget `member` if it is a spare or still starts its ranks; return whether it was one of these."""
+        """Forget `member` if it is a spare or still starting its ranks; return whether it was either."""
         return self.spares.pop(member, None) is not None or self.arrivals.pop(member, None) is not None
 
     def _remove_host(self, host: HostSlots) -> None:

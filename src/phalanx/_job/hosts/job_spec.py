@@ -125,7 +125,7 @@ class JobSpec:
 
 
 def _to_tuples(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a dataclass's fields after JSON; tuples, which JSON encodes as lists, are tuples again."""
+    """Return a dataclass's fields as decoded from JSON, with each list converted back to a tuple."""
     return {name: _to_tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
 
 

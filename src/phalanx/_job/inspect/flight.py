@@ -109,7 +109,7 @@ FORMAT_VERSION = 1
 def write_flight(
     folder: str, groups: Sequence[GroupLog], ended_ns: Mapping[int, int], *, attempt: int | None = None
 ) -> None:
-    """Write `flight.json` into `folder`; with `attempt`, because another attempt follows, `flight_attempt_N.json`.
+    """Write `flight.json` into `folder`, or `flight_attempt_N.json` for an attempt N that another attempt follows.
 
     Raises:
         OSError: the folder cannot be written.

@@ -103,7 +103,7 @@ def _attempt(file: RankFile) -> int:
 
 
 def _rank(file: RankFile) -> int:
-    """Return the last rank of the process, which may have changed in an elastic job."""
+    """Return the process's last rank, which may differ from its first in an elastic job."""
     return int(file.steps[-1].rank if file.steps else file.facts.get("rank", 0))
 
 

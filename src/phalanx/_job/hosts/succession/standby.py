@@ -1,4 +1,4 @@
-"""A `Standby` keeps a copy of another host's coordinator, with all granted changes, which can replace the original.
+"""A `Standby` keeps a copy of another host's coordinator, with all granted changes, so that it can take over.
 
     the coordinator ──the whole state, then its changes──► thread ──► copy
                   ◄────────FOLLOWED: the last batch here─────┘

@@ -91,7 +91,7 @@ class LostView:
 
 @dataclass(frozen=True)
 class JobView:
-    """A `JobView` shows a job. `notes` are sentences on missing data; `report` is the folder of the ranks' records."""
+    """A `JobView` shows a job. `notes` are sentences on missing data; `report` is the report's folder, if any."""
 
     pid: int
     target: str
