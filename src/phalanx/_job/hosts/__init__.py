@@ -7,12 +7,12 @@
       ├─ zygote ── ranks 0, 1                                  └─ zygote ── ranks 2, 3
 
     start, lead, join_job  decide whether this host leads, and run the job
-    job_spec, node_plan    the first host's description of the job, and the ranks of each host: a pure plan
+    job_spec, node_plan    the first host's description of the job; the plan of each host's ranks, as pure data
     control_channel        non-blocking messages between agents
     job_membership         a follower's connections
-    gather, reach          wait until all hosts have joined, and test whether they reach each other
-    leader, follower       the first host, and the others, while ranks run
-    elastic_hosts          the decisions of the leader in an elastic job
+    gather, reach          wait until all hosts have joined, and test whether they can connect to each other
+    leader, follower       what the first host, and each other host, does while ranks run
+    elastic_hosts          the leader's decisions in an elastic job
     succession             survive the loss of the leader
 
 A job on one host imports none of these modules.

@@ -1,4 +1,4 @@
-"""`ControlChannel` sends messages between the agents of a job through the coordinator, without waiting.
+"""`ControlChannel` sends messages between the agents of a job through the coordinator, without blocking the agent.
 
 agent ── put ──▶ queue ──▶ thread ──▶ coordinator ──▶ events ── fileno, receive ──▶ agent
 """
@@ -27,16 +27,16 @@ if TYPE_CHECKING:
     from phalanx._job.coordinator.service import Service
 
 
-FIRST = 0  # the first host's member: it joins before anybody else can
-_POST_S = 5.0  # the time limit of one attempt to send; after an interruption, sending is tried again and again
+FIRST = 0  # the first host's member number: it joins before any other host can
+_POST_S = 5.0  # the timeout of one attempt to send; failed attempts are repeated
 MAX_WAITING_BYTES = 1 << 20
 _FLUSH_PAUSE_S = 0.005
-_FULL_PAUSE_S = 0.005  # before repeating messages to a full outbox
+_FULL_PAUSE_S = 0.005  # before resending messages to a full outbox
 
 
 @dataclass(frozen=True)
 class ControlMessage:
-    """A `ControlMessage` is a message from `member`, which has chosen its `kind` and `body`."""
+    """A `ControlMessage` is a message from `member`, which chose the `kind` and the `body`."""
 
     kind: str
     member: int
@@ -45,10 +45,10 @@ class ControlMessage:
 
 @dataclass(frozen=True)
 class Change:
-    """A `Change` is the coordinator's notice that `member` has joined, left or is lost.
+    """A `Change` is the coordinator's notice that `member` has joined, has left, or is lost.
 
-    A `Change` can also concern this process: it is expelled, or its coordinator is unreachable, or reachable again. No
-    member can post a `Change`.
+    A `Change` can also concern this process: the job has expelled it, or its coordinator is unreachable or reachable
+    again. Members cannot send a `Change`.
     """
 
     kind: str
@@ -61,16 +61,16 @@ class Notices(Mailbox[str]):
     """`Notices` receives lines for the user from other threads of this process."""
 
     def put_refusal(self, line: str) -> None:
-        """Put a line of the coordinator, except lines about lost members, which the agent reports in more detail."""
+        """Put a line from the coordinator, unless it is about a lost member: the agent reports those in more detail."""
         if not line.startswith("member "):
             self.put(line)
 
 
 class ControlChannel:
-    """A `ControlChannel` sends and receives an agent's messages. It owns `client`, and the sending thread.
+    """A `ControlChannel` sends and receives an agent's messages. It owns `client` and the sending thread.
 
-    first: the member that leads the job: the first host's, until another host takes over.
-    survives: whether messages are kept when the coordinator is lost, because another coordinator may take over.
+    first: the member number of the leader, which is the first host until another host takes over.
+    survives: whether to keep unsent messages when the coordinator is lost, because another coordinator may take over.
     """
 
     def __init__(self, client: Client, notices: Notices | None = None) -> None:
@@ -80,21 +80,21 @@ class ControlChannel:
         self.survives = False
         self._redirects = 0  # how often another coordinator has taken over
         self._is_paused = False
-        self._own_lines: list[bytes] = []  # messages for the leader, when this host became the leader
+        self._own_lines: list[bytes] = []  # messages that were unsent to the former leader when this host took over
         self.notices = notices or Notices()
         self._queue = SendQueue()
         self._lock = threading.Condition()
         self._is_closing = False
         self._number = 0
-        self._received: dict[int, int] = {}  # member -> number of its last message, which may arrive twice after a cut
+        self._received: dict[int, int] = {}  # member -> number of its last message, which a reconnection may repeat
         self._put_back: list[ControlMessage | Change] = []
-        self._offsets: dict[int, float] = {}  # by member: how much its clock is behind this host's, at most
+        self._offsets: dict[int, float] = {}  # member -> an upper bound on how far its clock is behind this host's
         self._thread = threading.Thread(target=self._send, name="phalanx-control", daemon=True)
         self._thread.start()
 
     @property
     def endpoint(self) -> str:
-        """Return the coordinator's endpoint, as ZeroMQ writes it."""
+        """Return the coordinator's endpoint in ZeroMQ's syntax."""
         return self._client.endpoint
 
     def fileno(self) -> int:
@@ -103,7 +103,7 @@ class ControlChannel:
 
     @property
     def full(self) -> bool:
-        """Return whether so many bytes wait to be sent that nothing more should be printed."""
+        """Return whether so many bytes are unsent that the ranks' output should not be read for now."""
         return self._queue.num_bytes > MAX_WAITING_BYTES
 
     def put(self, member: int, kind: str, **body: Any) -> None:
@@ -120,7 +120,7 @@ class ControlChannel:
             self._lock.notify()
 
     def put_key(self, key: str, value: bytes) -> None:
-        """Queue a value for a key in the store, which is set before later messages are sent."""
+        """Queue a write of `value` to `key` in the store; the write completes before later messages are sent."""
         with self._lock:
             self._queue.put(KEY, key.encode() + b"\0" + value)
             self._lock.notify()
@@ -136,7 +136,7 @@ class ControlChannel:
             self._lock.notify()
 
     def put_back(self, messages: Sequence[ControlMessage | Change]) -> None:
-        """Put messages back for the next `receive`; `has_more` reports them, the descriptor does not."""
+        """Put messages back for the next `receive`; `has_more` is then true, but the descriptor is not readable."""
         self._put_back += messages
 
     @property
@@ -162,7 +162,7 @@ class ControlChannel:
         return messages
 
     def read_line(self, member: int, line: bytes) -> ControlMessage | None:
-        """Return the message in a line; None if it is invalid, or a repetition."""
+        """Return the message in a line; None if the line is invalid or repeats an earlier message."""
         try:
             body = _decode(line)
             kind, number, sent_at = str(body.pop("kind")), int(body.pop("number")), float(body.pop("now"))
@@ -176,14 +176,14 @@ class ControlChannel:
         return ControlMessage(kind, member, body)
 
     def to_own_clock(self, member: int, at: float) -> float:
-        """Convert a time of `member`'s clock to this host's; the result is late by the lowest latency of a message."""
+        """Convert a time on `member`'s clock to this host's; the result is late by the lowest latency of a message."""
         return at + self._offsets.get(member, 0.0)
 
     def join_again(self, facts: Mapping[str, Any], timeout_s: float, watch: Collection[int]) -> None:
         """Join as a new member, after the old membership has ended; drop unsent messages and received changes.
 
         Raises:
-            PhalanxError: the coordinator does not answer within the time.
+            PhalanxError: the coordinator does not answer within `timeout_s`.
         """
         with self._lock:
             self._queue.drop()
@@ -199,12 +199,12 @@ class ControlChannel:
         return self._client.is_removed
 
     def redirect(self, first: int, address: Address, epoch: bytes, timeout_s: float) -> None:
-        """Continue with the coordinator of the new leader, member `first`.
+        """Switch to the coordinator of the new leader, member `first`.
 
-        Unsent messages are dropped, except those with lines of ranks' output, which go to the new leader.
+        Unsent messages are dropped, except lines of the ranks' output, which go to the new leader.
 
         Raises:
-            PhalanxError: the new coordinator is not reached within `timeout_s`.
+            PhalanxError: the new coordinator cannot be reached within `timeout_s`.
         """
         with self._lock:
             self._redirects += 1
@@ -233,18 +233,18 @@ class ControlChannel:
 
     @property
     def is_over(self) -> bool:
-        """Return whether the coordinator has ended, by connecting to its port. This is slow."""
+        """Return whether the coordinator has ended. This is slow, because it connects to the coordinator's port."""
         return self._client.is_over()
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until all messages are sent; return False if time runs out."""
+        """Wait until all messages are sent; return False if time runs out or the channel stops sending."""
         Deadline.after(timeout_s).wait_until(
             lambda: not self._queue.num_bytes or not self._thread.is_alive(), _FLUSH_PAUSE_S
         )
         return not self._queue.num_bytes
 
     def drain(self, kind: str) -> list[dict[str, Any]]:
-        """Stop sending; return the unsent messages of a kind, whose receiver is lost."""
+        """Stop sending, because the receiver is lost; return the unsent messages of this kind."""
         with self._lock:
             waiting = [json.loads(data) for member, data in self._queue.unsent if data and member != KEY]
             self._queue.drop()
@@ -253,12 +253,12 @@ class ControlChannel:
         return [message for message in waiting if message["kind"] == kind]
 
     def pop_own_lines(self) -> list[dict[str, Any]]:
-        """Return, once, the messages with output lines that were unsent when this host became the leader."""
+        """Return and forget the messages with output lines that were unsent when this host became the leader."""
         lines, self._own_lines = self._own_lines, []
         return [json.loads(data) for data in lines]
 
     def leave(self, timeout_s: float) -> None:
-        """Leave the job after all messages are sent, within `timeout_s`."""
+        """Wait up to `timeout_s` until all messages are sent, and then leave the job, also within `timeout_s`."""
         self.flush(timeout_s)
         self._client.timeout = timeout_s
         if self._client.member >= 0:
@@ -292,7 +292,7 @@ class ControlChannel:
                 time.sleep(_FULL_PAUSE_S)
 
     def _send_batch(self, batch: Sequence[OutgoingEntry], redirects: int) -> Collection[int] | None:
-        """Try until the batch is sent; return the members with full outboxes, or None after `close` or `redirect`."""
+        """Retry until the batch is sent; return the members with full outboxes, or None after `close` or `redirect`."""
         while not self._is_closing and redirects == self._redirects:
             try:
                 return self._try_to_send(batch)
@@ -300,7 +300,7 @@ class ControlChannel:
                 return ()
             except PhalanxError:
                 if self._client.member < 0 and not self.survives:
-                    return ()  # this host is no longer a member: an event reports it
+                    return ()  # this host is no longer a member, which an event reports
                 time.sleep(0.05)
         return None
 
@@ -317,7 +317,7 @@ class ControlChannel:
 
 
 def without_own_changes(messages: Sequence[ControlMessage | Change]) -> list[ControlMessage | Change]:
-    """Return the messages without changes of this process's connection to a lost coordinator."""
+    """Return the messages without each `Change` of this process's own connection to a lost coordinator."""
     own = ("expelled", "unreachable", "reachable")
     return [each for each in messages if not (isinstance(each, Change) and each.kind in own)]
 
@@ -331,15 +331,15 @@ def _read_change(event: Event) -> Change:
         return Change(event.kind, event.member, {}, event.why)
     try:
         return Change(event.kind, event.member, dict(_decode(event.body)), "")
-    except MALFORMED:  # no agent has such facts
+    except MALFORMED:  # the member is not an agent of this version
         return Change(event.kind, event.member, {}, "")
 
 
 def _decode(data: bytes) -> Any:
-    """Decode JSON; refuse numbers that are not finite, whether by name (Infinity) or by size (1e999).
+    """Decode JSON; reject numbers that are not finite, whether spelled out (Infinity) or too large (1e999).
 
     Raises:
-        ValueError: the data is not JSON, or has such a number.
+        ValueError: the data is not JSON, or contains such a number.
     """
     return json.loads(data, parse_constant=_finite, parse_float=_finite)
 
@@ -352,7 +352,7 @@ def _finite(text: str) -> float:
 
 
 def encode_lines(lines: Sequence[bytes]) -> list[str]:
-    """Encode lines, which may have any bytes, as text for JSON."""
+    """Encode lines of arbitrary bytes as text for JSON."""
     return [line.decode("utf-8", "surrogateescape") for line in lines]
 
 
@@ -367,14 +367,14 @@ def decode_lines(lines: Sequence[str]) -> list[bytes]:
 #
 # Messages to one member arrive in the order in which they were put. The queue has no lock and no thread.
 
-ALL = -1  # instead of a member: all others
-KEY = -2  # instead of a member: the bytes are a key and its value
+ALL = -1  # instead of a member: all other members
+KEY = -2  # instead of a member: the data is a key of the store and its value
 _MAX_LINES, _MAX_LINES_BYTES = 64, 1 << 18  # the limits of one message
 _MAX_BATCH_BYTES = 1 << 20  # the limit of all messages that are sent together
 
 
 class OutgoingEntry(NamedTuple):
-    """An `OutgoingEntry` is `data` for `member`; without data, the order to expel that member."""
+    """An `OutgoingEntry` is `data` for `member`; empty data is the order to expel that member."""
 
     member: int
     data: bytes
@@ -409,7 +409,7 @@ class SendQueue:
     def next_batch(self) -> list[OutgoingEntry]:
         """Return the next batch: one entry that is sent alone, or one message for each of several members.
 
-        A message has consecutive lines for its member. The batch ends before a member's second message, unless that
+        A message joins consecutive entries for one member. The batch ends before a member's second message, unless that
         member's outbox was full: then the second message waits, and messages to others overtake it.
         """
         lines: dict[int, list[bytes]] = {}
@@ -433,7 +433,7 @@ class SendQueue:
         return [OutgoingEntry(member, b"\n".join(parts)) for member, parts in lines.items()]
 
     def _fits(self, entry: OutgoingEntry, lines: dict[int, list[bytes]], num_bytes: int) -> bool:
-        """Return whether the entry can be a message of this batch, or extend the last one."""
+        """Return whether the entry can start a message of this batch, or extend the batch's last message."""
         if num_bytes + len(entry.data) > _MAX_BATCH_BYTES:
             return False
         if entry.member not in lines:
@@ -443,24 +443,24 @@ class SendQueue:
         return is_next and len(parts) < _MAX_LINES and sum(map(len, parts)) + len(entry.data) <= _MAX_LINES_BYTES
 
     def complete_batch(self, full: Collection[int] = ()) -> None:
-        """Remove the sent batch, except messages to members whose outboxes were `full`: these are sent again, first."""
+        """Remove the sent batch, except messages to members in `full`, which are sent again first."""
         self.num_bytes -= sum(len(entry.data) for entry in self._sending if entry.member not in full)
         self._sending = [entry for entry in self._sending if entry.member in full]
         self.restore_batch()
         self._full = frozenset(full)
 
     def restore_batch(self) -> None:
-        """Put the batch back in front, because it may not have been sent."""
+        """Put the batch back at the front of the queue, because it may not have been sent."""
         self._waiting.extendleft(reversed(self._sending))
         self._sending = []
 
     def drop(self) -> None:
-        """Drop all entries outside the current batch."""
+        """Drop all entries except the batch in progress."""
         self.num_bytes -= sum(len(entry.data) for entry in self._waiting)
         self._waiting.clear()
 
     def replace(self, entries: Collection[OutgoingEntry]) -> None:
-        """Replace all entries by these."""
+        """Replace all entries, including the batch in progress, with `entries`."""
         self._sending = []
         self._waiting = deque(entries)
         self.num_bytes = sum(len(entry.data) for entry in entries)

@@ -1,13 +1,13 @@
-"""Decide, on the first host, how an elastic job reacts when hosts are lost, join, return, or wait as spares.
+"""Decide, on the leader, how an elastic job reacts when hosts are lost, leave, join, return, or wait as spares.
 
-    joins ──▶ spare ──room──▶ arriving: its ranks start, and train nothing ──all are ready──▶ in the job
-                │                                                                             ▲
-                └── a host was lost: at once, in its place ───────────────────────────────────┘
+    joins ──▶ spare ──room──▶ arriving: its ranks start, but do not train ──all are ready──▶ in the job
+                │                                                                            ▲
+                └── a host was lost: at once, in its place ──────────────────────────────────┘
 
-A host that joins never makes working ranks wait: it is accepted at the next step after all its ranks are ready to
-train. A spare replaces a lost host at once, and the others wait for its ranks as for a replacement. With fewer than the
-minimum, the remaining ranks keep their state in memory for their `wait_s`; then they receive the order to save it and
-exit.
+A joining host never stalls the ranks that train: it is accepted at the first step after all its ranks are ready. A
+spare replaces a lost host at once, and the other hosts wait for its ranks as they wait for a restarted rank. If fewer
+ranks or hosts than the minimum are left, the ranks keep their state in memory for up to `wait_s`; then they are ordered
+to save it and exit.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from phalanx._job.agent.elastic_actions import (
 from phalanx._job.agent.failure import ExceptionReport, Exit, RankFailure, summarise
 from phalanx._job.agent.generation import ArrivedHost, HostSlots, Limits, SlotPlan, choose_candidates, plan_generation
 
-_MAX_TRIES = 2  # the first may fail because the new ranks started too slowly
+_MAX_TRIES = 2  # the first attempt may fail because the new ranks started too slowly
 
 
 @dataclass
 class JoiningHost:
-    """A `JoiningHost` is a host whose ranks start while the others train."""
+    """A `JoiningHost` is a host whose ranks start while the job's ranks train."""
 
     slots: HostSlots
     members: dict[int, ElasticRank] = field(default_factory=dict)
@@ -43,12 +43,12 @@ class JoiningHost:
 
     @property
     def is_ready(self) -> bool:
-        """Return whether all its ranks are ready to train."""
+        """Return whether all ranks of the host are ready to train."""
         return len(self.members) == self.slots.num_slots and all(member.joined for member in self.members.values())
 
 
 class ElasticHosts(Elastic):
-    """`ElasticHosts` is `Elastic` for several hosts; `own` is the leader's member, which cannot be lost."""
+    """`ElasticHosts` is `Elastic` for several hosts; `own` is the member number of the leader, which cannot be lost."""
 
     def __init__(
         self,
@@ -63,13 +63,13 @@ class ElasticHosts(Elastic):
         self._host_timeout_s = host_timeout_s
         self.spares: dict[int, ArrivedHost] = {}  # by member, in the order of joining
         self.arrivals: dict[int, JoiningHost] = {}
-        self._untried: set[int] = set()  # new hosts of this generation, until it is formed
-        self._tries = 0  # the number of failed attempts to form it
+        self._untried: set[int] = set()  # new hosts of this generation, until its group is formed
+        self._tries = 0  # the number of failed attempts to form that group
         self._waits_since: float | None = None
         self._waits_for = ""
 
     def restore_members(self, members: Iterable[ElasticRank], forking: Iterable[int]) -> None:
-        """Restore the ranks that run, and the slots whose processes are being forked."""
+        """Restore the running ranks, and the slots whose processes are being forked."""
         for member in members:
             self.members[member.slot] = member
             self._repetition.on_step(member.step)
@@ -87,12 +87,12 @@ class ElasticHosts(Elastic):
 
     @property
     def wait_s(self) -> float:
-        """Return the seconds for which the ranks keep their state while too few hosts are left."""
+        """Return for how many seconds the ranks keep their state while too few hosts are left."""
         return min((member.wait_s for member in self.members.values() if member.joined), default=0.0)
 
     @property
     def is_waiting(self) -> bool:
-        """Return whether too few hosts are left, and the ranks wait for more."""
+        """Return whether the ranks wait for more hosts, because too few are left."""
         return self._waits_since is not None and super().phase not in OVER
 
     @property
@@ -138,7 +138,7 @@ class ElasticHosts(Elastic):
         return []
 
     def on_exit(self, exit: Exit, now: float) -> list[ElasticAction] | None:
-        """Process the end of a rank's process."""
+        """Process the exit of a rank's process."""
         arrival = self._arrival_of(exit.rank)
         if arrival is None:
             return super().on_exit(exit, now)
@@ -148,12 +148,12 @@ class ElasticHosts(Elastic):
         return [DropHost(arrival.slots.member, why), *self._start_spares(now)]
 
     def on_host_joined(self, candidate: ArrivedHost, now: float) -> list[ElasticAction]:
-        """Process a host that has joined, with its slots."""
+        """Process a host that has joined: start its ranks if there is room, or keep it as a spare."""
         self.spares[candidate.member] = candidate
         return self._start_spares(now)
 
     def on_host_lost(self, member: int, label: str, why: str, now: float) -> list[ElasticAction] | None:
-        """Process the loss of a host; return None if the loss is an ordinary failure."""
+        """Process the loss of a host; return None if the job cannot survive it, so that it is an ordinary failure."""
         if self._drop_newcomer(member):
             return self._start_spares(now)
         host = self._find_host(member)
@@ -185,11 +185,11 @@ class ElasticHosts(Elastic):
         return next((host for host in self.slot_plan.hosts if host.member == member), None)
 
     def _drop_newcomer(self, member: int) -> bool:
-        """Forget `member` if that host waits or starts its ranks; return whether it did."""
+        """Forget `member` if it is a spare or still starting its ranks; return whether it was either."""
         return self.spares.pop(member, None) is not None or self.arrivals.pop(member, None) is not None
 
     def _remove_host(self, host: HostSlots) -> None:
-        """Remove a host; its slots are kept for a host that joins."""
+        """Remove a host; keep its slots for a host that joins later."""
         self._lost_slots |= set(host.slots) & set(self.generation.slots)
         for slot in host.slots:
             self._forking.discard(slot)
@@ -207,12 +207,12 @@ class ElasticHosts(Elastic):
         return actions
 
     def silence_s(self, slot: int) -> float:
-        """Return the seconds for which the process in a slot may delay others: its host may be cut off for a while."""
+        """Return for how many seconds a slot's process may delay others; another host may be cut off for a while."""
         is_own = any(slot in host.slots for host in self.slot_plan.hosts if host.member == self._own)
         return super().silence_s(slot) + (0.0 if is_own else self._host_timeout_s)
 
     def plan_refills(self, living: frozenset[int]) -> dict[int, bool]:
-        """Return, by host, whether its empty slots get new processes; a new host's slots always do."""
+        """Return for each host whether its empty slots get new processes; a new host's slots always do."""
         empty = sum(
             slot not in living
             for host in self.slot_plan.hosts
@@ -235,7 +235,7 @@ class ElasticHosts(Elastic):
         return None if member is None else member.pid
 
     def is_arriving(self, slot: int) -> bool:
-        """Return whether the rank in this slot belongs to a host that is not accepted yet."""
+        """Return whether this slot belongs to a host that is not accepted yet."""
         return self._arrival_of(slot) is not None
 
     def _arrival_of(self, slot: int) -> JoiningHost | None:
@@ -262,7 +262,7 @@ class ElasticHosts(Elastic):
             del self.spares[candidate.member]
             slots = self._find_slots(candidate)
             self.arrivals[candidate.member] = JoiningHost(slots)
-            # Its ranks start with the numbers that they would have if the host were accepted now.
+            # The new ranks start with the rank numbers that they would have if their host were accepted now.
             generation = plan_generation(self.generation.number + 1, self._with_arrivals())
             actions.append(PrepareHost(slots, BeginGeneration(generation, (), ())))
         return actions
@@ -274,7 +274,7 @@ class ElasticHosts(Elastic):
             return []
         number = self.generation.number
         if not self.is_waiting and any(member.generation != number for member in self.members.values()):
-            return []  # some ranks still form the current group; they are notified of the next one afterwards
+            return []  # some ranks still form the current group; they are notified of the next group afterwards
         joining = {"kind": "joining", "generation": number + 1}
         actions: list[ElasticAction] = [SendToRank(slot, joining) for slot in self.members]
         for arrival in ready:
@@ -315,7 +315,7 @@ class ElasticHosts(Elastic):
         return [*actions, *super()._decide(now, "a new host is rejected")]
 
     def _end(self, missing: str, now: float) -> list[ElasticAction]:
-        """Wait for more hosts, because too few are left; save and end if the ranks do not wait."""
+        """Wait for more hosts, because too few are left; save the state and end the job if the ranks do not wait."""
         if self.wait_s <= 0:
             return self._save_and_end(f"{missing} left, and the ranks do not wait for more")
         if self._waits_since is not None:
@@ -336,7 +336,7 @@ class ElasticHosts(Elastic):
             self.next_due = limit if self.next_due is None else min(self.next_due, limit)
 
     def _describe_loss(self, lost: list[LostRank], forked: set[int], without_loss: str) -> str:
-        host_losses = [each for each in lost if each.host]  # the user has seen the loss of their host
+        host_losses = [each for each in lost if each.host]  # the loss of their hosts was already printed
         rest = [each for each in lost if not each.host]
         if rest or not (host_losses or without_loss):
             return super()._describe_loss(rest, forked, without_loss)

@@ -1,4 +1,4 @@
-"""`connect` reaches the job's coordinator at one of the given endpoints, as soon as the first host serves it."""
+"""Find the job's key and connect to the job's coordinator; wait until the first host has created them."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from phalanx.errors import AuthenticationError, CoordinationError, DeadlineError
 T = TypeVar("T")
 _PAUSE_S = 0.1
 _FIRST_TRY_S, _TRY_S = 5.0, 20.0
-_CALL_S = 30.0  # for each request to a coordinator that has answered
-_KEY_S = 60.0  # how long a network file system may take to show a file that another host has made
+_CALL_S = 30.0  # the timeout of each request to a coordinator that has answered before
+_KEY_S = 60.0  # how long a network file system may take to show a file that another host has created
 _NOTIFY_AFTER_S = 3.0
 
 
@@ -57,7 +57,8 @@ def connect(
     The coordinator may start later than this host. If it reports that the job has moved, connect to the current leader.
 
     Raises:
-        LaunchError: the coordinator cannot be reached in time, or has another key or version; the message says which.
+        LaunchError: the coordinator cannot be reached in time, or has another key or version (the message says which);
+            or `is_over` returned True.
     """
     deadline, has_notified = Deadline.after(timeout_s), False
     began = time.monotonic()
@@ -137,7 +138,7 @@ def join_leader(host: HostResources, endpoints: Sequence[str], key: Key | None, 
 def _find_key(plan: JobPlan, rendezvous: Rendezvous, over: threading.Event, log: Callable[[str], None]) -> Key:
     """Return the job's key; wait up to 60 s until it exists.
 
-    Hosts that share a home may start together for the first time: one of them creates the key, and the others find it.
+    Hosts that share a home directory may start together for the first time: one creates the key, the others find it.
 
     Raises:
         LaunchError: there is no key, or the key is invalid or unsafe.
@@ -158,7 +159,7 @@ def _find_key(plan: JobPlan, rendezvous: Rendezvous, over: threading.Event, log:
             if over.wait(_PAUSE_S):
                 break
             with contextlib.suppress(OSError):
-                os.listdir(path.parent)  # makes a network file system read the folder again
+                os.listdir(path.parent)  # makes a network file system reread the directory
     except (AuthenticationError, ValueError) as error:
         raise LaunchError(f"phalanx run: {error}", exit_code=2) from None
     if key is not None:
@@ -177,7 +178,7 @@ def run_interruptibly(
     work: Callable[[Callable[[str], None]], T],
     when: str = "before the job began",
 ) -> T:
-    """Return the result of the blocking `work`, which runs in a thread, so that this thread handles signals.
+    """Run the blocking `work` in a thread, so that this thread handles signals; return the result.
 
     `work` is called with a function that prints a line.
 

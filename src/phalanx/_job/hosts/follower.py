@@ -53,8 +53,8 @@ class FollowerSupervision(Supervision):
     num_signals: int = 0
     reported_signal: int = 0  # the signal last reported to the leader
     reported_to: int = -1  # that leader's member number
-    is_elastic: bool = False  # a rank of this host has reported that it survives the loss of others
-    abandoned_by: str = ""  # why the leader is lost, if no other host was elected
+    is_elastic: bool = False  # a rank of this host has reported that it survives the loss of other ranks
+    abandoned_by: str = ""  # why the leader is lost; empty unless it is lost and no other host was elected
     leaves: bool = False  # the job continues without this host, whose ranks finish their step and exit
 
     @property
@@ -136,7 +136,7 @@ class FollowerSupervision(Supervision):
         return [Kill()]
 
     def on_leader_lost(self, why: str, now: float) -> list[Action]:
-        """Stop the ranks, because the job has no leader any more."""
+        """Stop the ranks, because the job no longer has a leader."""
         if self.abandoned_by:
             return []
         self.abandoned_by = why
@@ -174,7 +174,7 @@ class ObservedElastic(Elastic):
 
 
 class FollowerLink(HostLink):
-    """A `FollowerLink` is an attempt's link to the leader: it reports this host's ranks, and receives orders."""
+    """A `FollowerLink` is an attempt's link to the leader: it reports on this host's ranks, and receives orders."""
 
     def __init__(
         self,
@@ -206,7 +206,7 @@ class FollowerLink(HostLink):
         self._memory = MemoryReader()
         self._records: list[tuple[str, dict[str, Any]]] = []  # kinds and bodies of messages
         self._succession = succession
-        self._is_led_by_another = False  # the leader has left the job, and another host will lead it
+        self._is_led_by_another = False  # the leader has left while this host leaves, too: its loss is ignored
 
     def attach(self, attempt: Attempt) -> None:
         self._attempt = attempt
@@ -232,7 +232,7 @@ class FollowerLink(HostLink):
         return time.monotonic() + _FULL_S if self._channel.full else None
 
     def receive(self, ready: set[int]) -> None:
-        """Process the messages of the other hosts."""
+        """Process the messages from other hosts, and the result of an election."""
         if self._channel.fileno() in ready or self._channel.has_more:
             for message in self._channel.receive():
                 self._read(message)
@@ -249,7 +249,7 @@ class FollowerLink(HostLink):
         self._forward.flush()
 
     def create_store(self) -> tuple[int | None, str]:
-        """Return a file with the address at which this host reaches the coordinator."""
+        """Create a file with the coordinator's address for the ranks; return its descriptor and PHALANX_STORE."""
         return create_agent_file(*self._membership.open_store())
 
     def on_started(self, rank: int, pid: int) -> None:
@@ -278,12 +278,12 @@ class FollowerLink(HostLink):
         ended_ns = {str(pid): at for pid, at in attempt.ended_ns.items()}
         if attempt.report_folder:
             self._records += self._pack_report(attempt.report_folder)
-        for log in attempt.collect_logs():  # all logs may exceed the limit of one message
+        for log in attempt.collect_logs():  # together, the logs may exceed the limit of one message
             self._records.append(("flight", {"groups": [asdict(log)], "ended_ns": ended_ns}))
         self.send_records()
 
     def send_records(self) -> None:
-        """Send the leader the records of this host's ranks, after all have exited."""
+        """Send the leader the records of this host's ranks, after all of the ranks have exited."""
         for kind, body in self._records:
             self._channel.put(self._channel.first, kind, attempt=self._number, **body)
         self._channel.put(self._channel.first, "swept", attempt=self._number)
@@ -299,7 +299,10 @@ class FollowerLink(HostLink):
         self._forward.flush()
 
     def _pack_report(self, folder: str) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield the messages with this host's part of the job's report; remove each file after its message."""
+        """Yield the messages with this host's part of the job's report.
+
+        Remove each file after its message, unless the leader is lost.
+        """
         from phalanx._job.report.copy_speed import measure_copy_speed  # here, because most jobs write no report
         from phalanx._job.report.job_record import RANKS
         from phalanx._job.report.transfer import pack_files
@@ -307,7 +310,7 @@ class FollowerLink(HostLink):
         for name, text in pack_files(folder, self._plan.run, self._began_at):
             yield "rank file", {"name": name, "text": text}
             if not self.supervision.abandoned_by:
-                with contextlib.suppress(OSError):  # the folder is not writable any more
+                with contextlib.suppress(OSError):  # the folder is no longer writable
                     os.unlink(os.path.join(folder, RANKS, name))
         with contextlib.suppress(OSError):  # the folder is not empty, or shared
             os.rmdir(os.path.join(folder, RANKS))
@@ -373,7 +376,7 @@ class FollowerLink(HostLink):
             self._abandon_ranks(why)
 
     def _abandon_ranks(self, why: str) -> None:
-        """Stop the ranks of this host, because the job has no leader any more."""
+        """Stop the ranks of this host, because the job no longer has a leader."""
         running = len(self._attempt.state.running)
         self._host.display.print(
             f"phalanx run: the first host is lost: {why}. Stopping the {running} rank{'s' * (running != 1)} of this "

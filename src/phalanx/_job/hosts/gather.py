@@ -1,4 +1,4 @@
-"""Lead a job on several hosts: before each attempt all hosts join, and test that they reach each other."""
+"""Lead a job on several hosts: before each attempt, wait for the hosts and test that they reach each other."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _END_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True)
 class JoinedHost:
-    """A `JoinedHost` is a host that has joined, and the address at which it reached this host."""
+    """A `JoinedHost` is a host that has joined. `reached` is the address at which it reached this host."""
 
     facts: HostFacts
     reached: str
@@ -118,12 +118,12 @@ class Gathering:
         return code or (0 if self._host.display.lost is None else LOST_OUTPUT_EXIT_CODE)
 
     def _begin(self, restart_count: int, local_store: str) -> Attempt:
-        """Send all hosts that have joined the order to start, and return the next attempt.
+        """Wait for the hosts of the next attempt, order them to start their ranks, and return the attempt.
 
         Raises:
-            LaunchError: too few hosts joined in time; two have the same node_rank; hosts cannot reach each other; or a
-                signal arrived.
-            JobMovedError: this job has begun before, and another host leads it.
+            LaunchError: too few hosts joined in time; their options conflict (`find_conflict`); they cannot reach each
+                other; or a signal arrived.
+            JobMovedError: this job already runs, and another host leads it.
         """
         if self._peers is not None:
             for message in (*self._peers.accepted.values(), *self._peers.late.values()):
@@ -166,7 +166,7 @@ class Gathering:
         return attempt
 
     def _make_rest_join_late(self, nodes: Sequence[Node]) -> None:
-        """Make the remaining hosts wait: the attempt of `nodes` receives them as if they joined during it."""
+        """Make the hosts that are not in `nodes` wait, as if they had joined during the attempt."""
         rest = self._joined_hosts.keys() - {node.facts.member for node in nodes}
         for member in sorted(rest):
             joined = self._joined_hosts.pop(member)
@@ -201,7 +201,7 @@ class Gathering:
 
     @property
     def _own(self) -> HostFacts:
-        # The hosts use the address at which they reach this host; if they differ, the first host to join decides.
+        # Hosts use the address at which they reached this host; if these differ, that of the first one to join is used.
         reached = (joined_host.reached for joined_host in self._joined_hosts.values())
         address = next(reached, self._advertised[0].address)
         settings = self._plan.settings
@@ -245,7 +245,7 @@ class Gathering:
 
     @property
     def _is_inviting(self) -> bool:
-        """Return whether other hosts learn the address only from this host's output."""
+        """Return whether users learn the address to join only from this host's output."""
         return not self._rendezvous.endpoint or self._rendezvous.endpoint.startswith(":")
 
     def _invite(self, count: int) -> str:
@@ -318,7 +318,7 @@ class Gathering:
             gone = self._joined_hosts.pop(change.member, None)
             self._gone.add(change.member)
             if change.kind == "lost":
-                self._channel.expel(change.member)  # without a vote: this notifies the member
+                self._channel.expel(change.member)  # no vote is needed yet; this notifies the member
             if gone is not None and change.kind == "lost":
                 who = f"{gone.facts.name} ({gone.facts.address})"
                 self._host.display.print(f"phalanx run: {who} is lost before the job began: {change.why}")
@@ -339,12 +339,12 @@ class Gathering:
         self._channel.put(member, "end", code=1, why=f"phalanx run: {why}")
 
     def _try_reach(self, nodes: Sequence[Node]) -> bool:
-        """Make each host test whether it reaches the others (some of them, if they are many).
+        """Make each host test whether it reaches the other hosts (a subset of them if there are more than 32).
 
         Return False if a host has left.
 
         Raises:
-            LaunchError: some host cannot reach another.
+            LaunchError: a host cannot reach another one, or did not answer.
         """
         joined_hosts = [node for node in nodes if node.facts.member != self._channel.member]
         self._trial += 1
@@ -382,7 +382,7 @@ class Gathering:
         for node in nodes:
             theirs = [by_node[number] for number in sorted(choose_targets(node.place.node, list(by_node)))]
             if not theirs:
-                continue  # the only other host is the first, which this host has reached to join
+                continue  # the only other host is the first host, which this one has reached to join
             expected.add(node.facts.member)
             if node.facts.member == self._channel.member:
                 try_all(
@@ -409,7 +409,7 @@ class Gathering:
         }
 
     def _await_all(self, done: Callable[[], bool]) -> bool:
-        """Wait until all hosts have answered, or time is up; return False if a host has left."""
+        """Wait until `done` returns True or time is up; return False if a host has left."""
         deadline = Deadline.after(2 * TRY_S)
         while not done() and not deadline.passed:
             self._loop.turn(deadline.left_s)

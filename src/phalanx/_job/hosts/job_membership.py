@@ -36,13 +36,13 @@ class JobMembership:
         self.update()
 
     def update(self) -> None:
-        """Send the zygote the current membership and coordinator, so that it can report the agent's death there."""
+        """Send the zygote the membership and the coordinator's address, so that it can report the agent's death."""
         self._host.zygote.send_membership(describe_membership(self._client))
 
     def open_store(self) -> tuple[str, str, str]:
         """Return the coordinator's address, the job's key, and the relay's path; open the relay at the first call.
 
-        The path is empty if the coordinator is on this host, which needs no relay.
+        The path is empty if the coordinator is on this host: its ranks need no relay.
 
         Raises:
             OSError: a socket cannot be created.
@@ -52,7 +52,7 @@ class JobMembership:
         return str(self._client.address), str(self.key or ""), "" if self._relay is None else self._relay.path
 
     def rejoin(self) -> None:
-        """Join again as a new member, after the coordinator has expelled this host.
+        """Join again as a new member, after this host's membership has ended.
 
         Raises:
             PhalanxError: the coordinator does not answer.
@@ -61,7 +61,7 @@ class JobMembership:
         self.channel.join_again(facts, _REJOIN_S, (self.channel.first,))
 
     def follow(self, epoch: bytes) -> None:
-        """Redirect the relay to the channel's new coordinator, which has the ranks' sessions and results."""
+        """Redirect the relay and the zygote to the new coordinator, which has the ranks' sessions and results."""
         if self._relay is not None:
             self._relay.redirect(self._client.endpoint, epoch)
         self.update()

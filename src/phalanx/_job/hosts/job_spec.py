@@ -1,4 +1,4 @@
-"""A `JobSpec` is the first host's description of the job for the hosts that join: all that `phalanx join` needs."""
+"""A `JobSpec` is the first host's description of the job for other hosts: everything that `phalanx join` needs."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class JobSpec:
     """A `JobSpec` is the job as it was requested on the first host.
 
     Arguments:
-        settings: the settings that hold for all hosts, without their rendezvous.
+        settings: the settings that apply to all hosts, without the rendezvous.
         rendezvous: the number of hosts and the time limits.
-        folder: where the job runs on the first host.
-        env: the values of --env on the first host.
+        folder: the working directory on the first host.
+        env: the variables named by --env on the first host.
         passed: the variables that the first host passes on by default.
-        endpoints: where the job began. A host that was in the job, and is started again, looks for the job there.
+        endpoints: the endpoints at which the job began. A host that is restarted looks for the job there.
     """
 
     settings: Settings
@@ -79,10 +79,10 @@ class JobSpec:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> JobSpec:
-        """Return the spec that `to_bytes` has written.
+        """Decode the result of `to_bytes`.
 
         Raises:
-            ValueError: another version of Phalanx has written it.
+            ValueError: the data was written by another version of Phalanx.
         """
         try:
             fields: dict[str, Any] = json.loads(data)
@@ -97,7 +97,7 @@ class JobSpec:
             raise ValueError("the first host runs another version of Phalanx. Install the same one on all") from None
 
     def plan_environment(self, own: Mapping[str, str], env: Mapping[str, str | None]) -> dict[str, str]:
-        """Return the environment of the ranks on a host with the environment `own` and its own --env `env`."""
+        """Return the ranks' environment on a host whose environment is `own` and whose own --env options are `env`."""
         return plan_environment(own, env, self.env, self.passed)
 
     def is_requested_by(self, settings: Settings) -> bool:
@@ -106,7 +106,7 @@ class JobSpec:
         return is_named and settings.target == self.settings.target
 
     def to_settings(self, own: Settings) -> Settings:
-        """Return the settings of the job on a host where `phalanx join` was typed with the settings `own`."""
+        """Return the settings of the job on a host where `phalanx join` was run with the settings `own`."""
         first = self.settings
         return replace(
             first,
@@ -125,7 +125,7 @@ class JobSpec:
 
 
 def _to_tuples(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a dataclass; lists, which JSON has made of tuples, become tuples again."""
+    """Return a dataclass's fields as decoded from JSON, with each list converted back to a tuple."""
     return {name: _to_tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
 
 
@@ -134,7 +134,7 @@ def _to_tuple(values: list[Any]) -> tuple[Any, ...]:
 
 
 def choose_metrics(metrics: tuple[str, int] | None) -> tuple[str, int] | None:
-    """Return where every host serves its metrics if the first host serves them at `metrics`.
+    """Return the address and port at which other hosts serve metrics if the first host serves them at `metrics`.
 
     Return None if only the first host has that address.
     """
@@ -147,7 +147,7 @@ def is_passed(name: str) -> bool:
 
 
 def name_own_address(address: str, interface: str) -> dict[str, str]:
-    """Return the variables that make ranks, Gloo and NCCL use `address`, which was tested, and its interface."""
+    """Return the variables that make ranks, Gloo and NCCL use `address`, which other hosts can reach."""
     variables = {"PHALANX_ADDRESS": address}
     if interface:
         variables |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), interface)

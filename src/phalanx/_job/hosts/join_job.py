@@ -1,4 +1,4 @@
-"""Join a job that another host leads: wait for the start, and run this host's ranks by the leader's orders."""
+"""Join a job that another host leads: wait for the order to start, and run this host's ranks as the leader orders."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def follow(
     `on_moved` is called with the address of each host that becomes the leader.
 
     Raises:
-        LaunchError: the leader is lost, or has rejected this host.
-        JobMovedError: another host leads this job, before a rank has started here.
+        LaunchError: the leader is lost, or has rejected this host; or other hosts cannot reach this host's address.
+        JobMovedError: another host leads this job, and no rank has started here.
     """
     client = joined.client
     own = rendezvous.local_addr or client.own_host or "127.0.0.1"
@@ -151,9 +151,9 @@ class FollowedJob:
                 self._raise_lost(link.supervision.abandoned_by)
 
     def _rejoin(self, link: FollowerLink) -> bool:
-        """Rejoin an elastic job after this host's ranks were abandoned, if the job's leader answers in time.
+        """Rejoin an elastic job after this host's ranks were stopped, if the job's leader answers in time.
 
-        The other hosts have continued without this host, or wait for it; the state of this host's ranks is useless.
+        The other hosts have continued without this host, or wait for it; its ranks start anew and receive the state.
         """
         if self._succession.await_leader(link.supervision.abandoned_by):
             return True
@@ -208,7 +208,7 @@ class FollowedJob:
         return int(body["code"])
 
     def _await_orders(self) -> ControlMessage:
-        """Wait for the leader's order to start or to end; meanwhile, help to test which hosts reach each other."""
+        """Wait for the leader's order to start or to end; meanwhile, take part in the reachability test."""
         orders: list[ControlMessage] = []
 
         def receive(ready: set[int]) -> None:
@@ -234,9 +234,9 @@ class FollowedJob:
         return orders[0]
 
     def _on_signal(self, number: int) -> None:
-        """Report a signal to the leader, which decides for all hosts; exit before the job has begun, and if repeated.
+        """Report the first signal to the leader, which decides for all hosts.
 
-        No rank of this host runs at this time.
+        Exit on a second signal, or if the job has not begun. No rank runs on this host while it waits for orders.
         """
         if number in ENDING_SIGNALS and self._has_begun and not self._was_signalled:
             self._was_signalled = True

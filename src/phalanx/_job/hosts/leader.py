@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 class LeaderLink(HostLink):
-    """A `LeaderLink` is the leader's link of an attempt: it processes all hosts' messages, and sends them decisions."""
+    """A `LeaderLink` is the leader's link of an attempt: it processes other hosts' messages, and sends decisions."""
 
     def __init__(
         self,
@@ -56,12 +56,12 @@ class LeaderLink(HostLink):
         elastic: ElasticHosts | None = None,
         begun: BeginGeneration | None = None,
     ) -> None:
-        """Make the link of an attempt.
+        """Create the link of an attempt.
 
         Arguments:
             store: the coordinator's address on this host, the job's key, and the path of a relay if there is one.
-            guard: the job's guard; without a guard the job ends with this host.
-            elastic, begun: on a host that has taken over, the restored state, and the generation that was begun last.
+            guard: the job's guard against two leaders; without it, no other host can take over.
+            elastic, begun: on a host that has taken over, the restored state and the last generation that was begun.
         """
         super().__init__(plan, peers.own.place, peers.own.facts.member)
         self._host = host
@@ -106,7 +106,7 @@ class LeaderLink(HostLink):
         return node is not None
 
     def begin_generation(self, begun: BeginGeneration) -> None:
-        """Send every other host its part of a generation, or the order to start if it has no ranks yet."""
+        """Send each other host the generation; a host that has not started its ranks yet gets the order to start."""
         state, slots = self._attempt.state, begun.generation.slots
         state.world_size = max(state.world_size, max(slots) + 1)
         for slot in range(state.world_size):
@@ -137,7 +137,7 @@ class LeaderLink(HostLink):
             self._start(node, action.begun)
 
     def on_given_up(self) -> None:
-        """Fail the job because of the lost hosts whose loss no decision has covered yet."""
+        """Fail the job because of the lost hosts that no decision has covered yet."""
         state, gone = self._attempt.state, self._elastic.gone
         for member, why in self._peers.lost.items():
             node = self._peers.others[member]
@@ -175,7 +175,7 @@ class LeaderLink(HostLink):
     @property
     def fds(self) -> tuple[int, ...]:
         """Return the descriptors to poll before `receive`."""
-        # A slow reader of this host's output delays the hosts' lines, too, but not the end of the job.
+        # A slow reader of this host's output also delays the other hosts' lines, but not the end of the job.
         channel = self._peers.channel
         is_delayed = self._host.display.full and self._attempt.state.phase == "running"
         notices = (channel.notices.fileno(), *self._succession.fds)
@@ -189,7 +189,7 @@ class LeaderLink(HostLink):
         return min((at for at in dues if at is not None), default=None)
 
     def receive(self, ready: set[int]) -> None:
-        """Process the messages of the other hosts, and expired time limits."""
+        """Process the messages of the other hosts, and act on expired time limits."""
         lines = self._peers.channel.notices.receive_all() if self._peers.channel.notices.fileno() in ready else []
         if self._peers.channel.fileno() in ready or self._peers.channel.has_more:
             for message in self._peers.channel.receive():
@@ -203,10 +203,10 @@ class LeaderLink(HostLink):
             for node in self._peers.present:
                 if node.facts.member not in self._swept_hosts:
                     self.lose(node.facts.member, f"it did not end its ranks within {HOST_SWEEP_S:g} s")
-                    self._peers.channel.expel(node.facts.member)  # this notifies the host that it is not a member
+                    self._peers.channel.expel(node.facts.member)  # this also notifies the host
 
     def create_store(self) -> tuple[int | None, str]:
-        """Return a file that names the coordinator, as this host reaches it."""
+        """Create a file with the coordinator's address for the ranks; return its descriptor and PHALANX_STORE."""
         return create_agent_file(*self._store_location)
 
     def send_signal(self, signum: int, ranks: tuple[int, ...], *, group: bool, is_relayed: bool = False) -> None:
@@ -217,16 +217,16 @@ class LeaderLink(HostLink):
                 self._put(node, "signal", signum=signum, ranks=theirs, group=group, is_relayed=is_relayed)
 
     def intercept_signal(self, signum: int) -> bool:
-        """Process a signal at this host if it only ends this host's part; return False if it ends the job."""
+        """Process a signal at this host if it ends only this host's part of the job; return whether it does."""
         return signum == signal.SIGTERM and self._succession.departure.request(self._attempt)
 
     @property
     def is_leaving(self) -> bool:
-        """Return whether the job continues without the ranks of this host, which leaves."""
+        """Return whether this host is leaving, and the job continues without its ranks."""
         return self._succession.departure.is_leaving
 
     def remind(self, rank: int, message: dict[str, Any]) -> None:
-        """Repeat the order to leave to a rank of this host that was not connected before."""
+        """Resend the order to leave to a rank of this host that was not connected before."""
         if message.get("kind") in ("elastic", "waiting"):
             self._attempt.links.send(rank, LEAVE)
 
@@ -244,7 +244,7 @@ class LeaderLink(HostLink):
 
     @property
     def is_swept(self) -> bool:
-        """Return whether no process of the job is left on any other remaining host."""
+        """Return whether every process of the job on the other remaining hosts has exited."""
         return self.has_left or all(node.facts.member in self._swept_hosts for node in self._peers.present)
 
     def request_stacks(self, request: ClientRequest) -> None:
@@ -252,7 +252,7 @@ class LeaderLink(HostLink):
         self._stacks_requests.send(request)
 
     def close(self) -> None:
-        """Close requests that wait for stacks of ranks."""
+        """Close the requests that still wait for other hosts' stacks."""
         self._stacks_requests.close()
 
     @property
@@ -284,7 +284,7 @@ class LeaderLink(HostLink):
         self._peers.channel.put_many(members, kind, attempt=self._number, **body)
 
     def _read(self, message: ControlMessage | Change) -> None:
-        """Process a message of another host; an invalid one is ignored."""
+        """Process a message from another host; ignore invalid messages."""
         if isinstance(message, Change):
             self._process_change(message)
         elif self._succession.process(message):
@@ -311,7 +311,7 @@ class LeaderLink(HostLink):
                 self.lose(member, f"the coordinator on this host has failed: {change.why}")
 
     def on_rank_message(self, rank: int, pid: int, message: dict[str, Any]) -> None:
-        """Notify waiting hosts again of what they wait for, once a rank has reported that the job is elastic."""
+        """Start the succession and notify waiting hosts again, once a rank has reported that the job is elastic."""
         if message.get("kind") == "elastic" and self._elastic.active:  # hosts may have joined before that
             self._succession.on_elastic_rank()
             self._late.notify_again(is_spare=self._attempt.state.phase == "running")
@@ -322,7 +322,7 @@ class LeaderLink(HostLink):
             return
         if message.kind == "signal":
             signum = int(body["signum"])
-            if signum not in ENDING_SIGNALS:  # the others concern only the ranks of that host
+            if signum not in ENDING_SIGNALS:  # other signals concern only the ranks of that host
                 raise ValueError(f"signal {signum} does not end a job")
             if signum != signal.SIGTERM or not (self._succession.departure.note_signal(node) or self._release(node)):
                 self._attempt.on_signal(signum, f" on {node.label}")
@@ -338,7 +338,10 @@ class LeaderLink(HostLink):
             self.lose(message.member, printable(str(body["why"])))
 
     def _release(self, node: Node) -> bool:
-        """Release a host if the others continue without it; return whether they do. Its ranks finish their step."""
+        """Release a host if the others can continue without it; return whether they can.
+
+        The ranks of a released host finish their step and exit.
+        """
         if self._attempt.state.phase != "running":
             return False
         self._attempt.receive_from_ranks()
@@ -351,7 +354,7 @@ class LeaderLink(HostLink):
         return True
 
     def lose(self, member: int, why: str) -> None:
-        """Continue without a host: at once, or as soon as a majority of the hosts agrees."""
+        """Continue without a host, at once or as soon as a majority of the hosts agrees."""
         self._succession.remove(member, why)
 
     def _remove(self, member: int, why: str) -> None:
@@ -398,7 +401,7 @@ _RECORD_KINDS = ("flight", "rank file", "report host")  # the kinds of messages 
 
 
 class HostRecords:
-    """`HostRecords` are the records of one attempt, with times on this host's clock."""
+    """`HostRecords` are other hosts' flight records and report files of one attempt; times are on this host's clock."""
 
     def __init__(self) -> None:
         self._logs: list[GroupLog] = []
@@ -418,7 +421,7 @@ class HostRecords:
         elif message.kind == "report host":
             attempt.report_hosts[str(body["host"])] = (offset_s, float(body["copy_bytes_per_s"]))
         elif attempt.report_folder:
-            from phalanx._job.report.transfer import unpack_file  # here, because most jobs leave no report
+            from phalanx._job.report.transfer import unpack_file  # here, because most jobs write no report
 
             with contextlib.suppress(OSError):  # the report of that host is incomplete
                 unpack_file(attempt.report_folder, str(body["name"]), str(body["text"]))
@@ -429,14 +432,14 @@ class HostRecords:
 
 
 class WaitingHosts:
-    """`WaitingHosts` handles the hosts that wait, which `PeerHosts.late` lists."""
+    """`WaitingHosts` handles the hosts that wait to join, which are in `PeerHosts.late`."""
 
     def __init__(self, peers: PeerHosts, display: Display) -> None:
         self._peers = peers
         self._display = display
 
     def on_joined(self, change: Change) -> ArrivedHost | None:
-        """Return a host that has joined; None, with a line for the user, if it cannot be in this job."""
+        """Return a host that has joined; None if it cannot be in this job (print why) or the member is not an agent."""
         problem = describe_unfit(change.facts) or describe_second_job(change.facts)
         facts = None if problem else HostFacts.from_json(change.member, change.facts)
         if facts is None:
@@ -459,7 +462,7 @@ class WaitingHosts:
             self._display.print(f"phalanx run: {where}, which waited to join, is lost: {change.why}")
 
     def notify(self, member: int, *, is_spare: bool) -> None:
-        """Notify a waiting host of what it waits for: the place of a lost host, or the job's next start."""
+        """Notify a waiting host of what it waits for: to replace a lost host, or the job's next start."""
         if member not in self._peers.late:
             return
         if is_spare:
@@ -493,7 +496,7 @@ class RemoteRanks:
         if message.kind == "lines":
             self._show(body["items"], node)
         elif message.kind in _RANK_KINDS and message.member in self._peers.lost:
-            pass  # another host may have the lost host's slots by now, with processes of the same pids
+            pass  # another host may have the lost host's slots by now, and even the same pids
         elif message.kind == "started":
             attempt.on_started(_rank_of(body, node), int(body["pid"]))
         elif message.kind == "abandoned":
@@ -535,7 +538,7 @@ def _rank_of(body: dict[str, Any], node: Node) -> int:
     return rank
 
 
-_LIMIT_S = 6.0  # a rank that cannot answer is abandoned after a second
+_LIMIT_S = 6.0  # much longer than a host waits for its ranks, which is a second
 
 
 @dataclass
@@ -549,7 +552,7 @@ class _Pending:
 
 
 class StacksRequests:
-    """`StacksRequests` has the pending requests for all hosts' stacks (or `phalanx top`'s data) in one attempt."""
+    """`StacksRequests` has one attempt's pending requests for all hosts' stacks, or for the data of `phalanx top`."""
 
     def __init__(self, peers: PeerHosts, attempt: int) -> None:
         self._peers, self._attempt = peers, attempt

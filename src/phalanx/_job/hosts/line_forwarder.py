@@ -16,22 +16,22 @@ class LineForwarder:
         self._channel: ControlChannel | None = None
         self._display: Display | None = None  # the display of this host, once it leads the job
         self.attempt = 0
-        self._items: list[list[Any]] = []  # rank, stream, lines, status, whether the rank prints nothing more
+        self._items: list[list[Any]] = []  # rank, stream, lines, status, whether the rank's output has ended
         self._shown: dict[tuple[int, int], bytes] = {}
-        self._printed: set[str] = set()  # the messages that were sent and are not sent again
+        self._printed: set[str] = set()  # the messages that were already sent; each is sent only once
 
     def connect(self, channel: ControlChannel) -> None:
         self._channel = channel
 
     @property
     def full(self) -> bool:
-        """Return whether so many bytes wait to be sent that the ranks should wait."""
+        """Return whether so many bytes are unsent that the ranks' output should not be read for now."""
         if self._display is not None:
             return self._display.full
         return self._channel is not None and self._channel.full
 
     def lead(self, display: Display) -> None:
-        """Show lines here from now on."""
+        """Show the lines on this host from now on, beginning with those not yet sent."""
         self._display = display
         sent = self._channel.pop_own_lines() if self._channel is not None else []
         for rank, stream, lines, status, ended in [*(item for body in sent for item in body["items"]), *self._items]:
@@ -41,12 +41,12 @@ class LineForwarder:
         self._items = []
 
     def begin(self, ranks: Sequence[int]) -> None:
-        """Expect lines of these ranks, if this host leads; a leader on another host knows them already."""
+        """Expect lines of these ranks, if this host leads; a leader on another host already expects them."""
         if self._display is not None:
             self._display.begin(ranks)
 
     def end(self, rank: int) -> None:
-        """Report that a rank prints nothing more."""
+        """Report that a rank's output has ended."""
         if self._display is not None:
             self._display.end(rank)
             return
@@ -69,7 +69,7 @@ class LineForwarder:
             self._channel.put(self._channel.first, "print", attempt=self.attempt, text=text)
 
     def show_here(self, display: Display) -> None:
-        """Show here the lines that the lost leader has not received."""
+        """Show, on this host, the lines that the lost leader has not received."""
         self.flush()
         for message in self._channel.drain("lines") if self._channel is not None else ():
             for rank, stream, lines, _, _ in message["items"]:
@@ -80,5 +80,5 @@ class LineForwarder:
             self._display.flush()
         elif self._items and self._channel is not None:
             items, self._items = self._items, []
-            for item in items:  # all items may exceed the limit of one message; the channel combines small messages
+            for item in items:  # together, they may exceed the limit of a message; the channel combines small messages
                 self._channel.put(self._channel.first, "lines", attempt=self.attempt, items=[item])

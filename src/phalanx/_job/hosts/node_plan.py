@@ -18,8 +18,8 @@ _MAX_WORDS = 500
 class HostFacts:
     """`HostFacts` is an agent's description of its host. `address` is where other hosts reach it.
 
-    `nnodes` is the host's --nnodes: "2" or "1:4"; empty without that option (`phalanx join`). `from_json` removes
-    terminal commands and line breaks from other hosts' texts.
+    `nnodes` is the host's --nnodes: "2" or "1:4"; empty without that option (`phalanx join`). `from_json` escapes the
+    control characters in other hosts' texts.
     """
 
     member: int
@@ -68,7 +68,7 @@ def describe_nnodes(min_nodes: int, max_nodes: int) -> str:
 
 @dataclass(frozen=True)
 class Node:
-    """A `Node` is a host with its ranks; `label` is shown to users, and differs between hosts of one name."""
+    """A `Node` is a host with its ranks; `label` is shown to users, and is distinct even if two names are equal."""
 
     facts: HostFacts
     place: Place
@@ -81,14 +81,14 @@ class Node:
 
 
 def describe_unfit(facts: Mapping[str, Any]) -> str:
-    """Return a line about a host that has joined but cannot run the job; empty for other members."""
+    """Return a line about a host that has joined but cannot run the job; "" for other members."""
     if facts.get("kind") != UNFIT:
         return ""
     return printable(f"{facts.get('host')} has joined, and cannot run the job: {facts.get('why')}"[:_MAX_WORDS])
 
 
 def find_conflict(hosts: Sequence[HostFacts], max_nodes: int) -> str:
-    """Return why these hosts cannot be in one job, empty if they can. The first host leads."""
+    """Return why these hosts cannot be in one job; "" if they can. `hosts[0]` is the leader."""
     first = hosts[0]
     for host in hosts:
         if host.nnodes and first.nnodes and host.nnodes != first.nnodes:
@@ -100,7 +100,7 @@ def find_conflict(hosts: Sequence[HostFacts], max_nodes: int) -> str:
     for host in hosts:
         if host.node_rank is None:
             continue
-        if host.node_rank == 0 and first.node_rank is None:  # a successor that leads has its own number
+        if host.node_rank == 0 and first.node_rank is None:  # a host that took over the lead may have its own node_rank
             return (
                 f"{host.name} ({host.address}) came as --node-rank 0, which is the host that the others join, "
                 f"{first.name} ({first.address}): its address is MASTER_ADDR, where rank 0 serves. Start {host.name} "
@@ -148,6 +148,6 @@ def name_apart(names: Sequence[str]) -> list[str]:
 
 
 def find_node(nodes: Iterable[Node], ranks: Iterable[int]) -> Node | None:
-    """Return the host that has all these ranks; None if several hosts have them."""
+    """Return the host that has all these ranks; None if no single host has them all."""
     wanted = set(ranks)
     return next((node for node in nodes if all(rank in node.place.ranks for rank in wanted)), None)

@@ -1,4 +1,4 @@
-"""`PeerHosts` tracks an attempt's other hosts: present, lost or joined; and sends the order to start."""
+"""`PeerHosts` tracks the other hosts of an attempt (present, lost, or joined late), and orders them to start."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from phalanx._job.output.screen import fill_template
 
 
 class PeerHosts:
-    """`PeerHosts` has the other hosts of one attempt, by member."""
+    """`PeerHosts` maps member numbers to the other hosts of one attempt."""
 
     def __init__(
         self, channel: ControlChannel, nodes: list[Node], own: Node, host_timeout_s: float, limits: Limits | None = None
@@ -28,13 +28,13 @@ class PeerHosts:
         self.limits = limits or Limits(1, len(nodes))
         self.others = {node.facts.member: node for node in nodes if node is not own}
         self.lost: dict[int, str] = {}  # member -> why
-        self.late: dict[int, Change] = {}  # by member: hosts that have joined since the start, and have not left
-        self.spares: set[int] = set()  # late hosts that were notified that they wait for the place of a lost host
+        self.late: dict[int, Change] = {}  # member -> its `Change`: hosts that have joined since the start, and wait
+        self.spares: set[int] = set()  # late hosts that were notified that they wait to replace a lost host
         self.accepted: dict[int, Change] = {}  # the late hosts that an elastic job has accepted
 
     @property
     def own_and_present(self) -> list[Node]:
-        """Return this host and the other remaining ones, in the order of their ranks."""
+        """Return this host and the remaining other hosts, in rank order; hosts accepted later come last."""
         return [node for node in self.nodes if node is self.own or node.facts.member in self._present_members]
 
     @property
@@ -46,22 +46,22 @@ class PeerHosts:
         return [node for member, node in self.others.items() if member not in self.lost]
 
     def find_other(self, rank: int) -> Node | None:
-        """Return the other host that has a rank, if there is one."""
+        """Return the other host that runs `rank`; None if no remaining host does."""
         return next((node for node in self.present if rank in node.place.ranks), None)
 
     def name_host(self, ranks: Iterable[int]) -> str:
-        """Return the label of the host of these ranks; empty if they are on several."""
+        """Return the label of the host of these ranks; "" if no single host has them all."""
         node = find_node(self.nodes, ranks)
         return node.label if node is not None else ""
 
     def fill_prefix(self, template: str, rank: int) -> str:
-        """Return the prefix of `rank`'s lines, by the user's template."""
+        """Return the prefix of `rank`'s lines, from the user's template."""
         node = find_node(self.nodes, [rank]) or self.own
         facts, local_rank = node.facts, rank - node.place.first_rank
         return fill_template(template, rank=rank, local_rank=local_rank, role=facts.role, host=facts.name)
 
     def lose(self, member: int, why: str) -> Node | None:
-        """Remove and return a host that has left; return None if it is not in this attempt, or was removed before."""
+        """Mark a host as lost, and return it; return None if it is not in this attempt, or already lost."""
         node = self.others.get(member)
         if node is None or member in self.lost:
             return None
@@ -69,7 +69,7 @@ class PeerHosts:
         return node
 
     def reject(self, member: int, conflict: str) -> None:
-        """Reject a host that has joined while the job runs: its command ends."""
+        """Reject a host that has joined while the job runs; its command exits."""
         self.channel.put(member, "end", code=2, why=f"phalanx run: {conflict}.")
 
     def plan_elastic(self, max_restarts: int | None, restart_count: int) -> ElasticHosts:
@@ -93,13 +93,13 @@ class PeerHosts:
         return ElasticHosts(SlotPlan.begin(hosts), max_replacements, self.limits, own, self.host_timeout_s)
 
     def accept(self, slots: HostSlots, place: Place) -> Node | None:
-        """Assign slots to a late host; return the host, or None if it has left. `place` numbers its ranks."""
+        """Assign slots to a late host; return the host, or None if it has left. `place` has its rank numbers."""
         change = self.late.pop(slots.member, None)
         facts = None if change is None else HostFacts.from_json(change.member, change.facts)
         if change is None or facts is None:
             return None
         self.accepted[slots.member] = change
-        # a returning host keeps its label; a host with another's name gets a number
+        # a returning host keeps its label; a host with the same name as another gets a number
         known = [node for node in self.nodes if node.facts.known_as == facts.known_as]
         names = {node.label for node in self.nodes}
         short = facts.name.partition(".")[0]
@@ -116,7 +116,7 @@ class PeerHosts:
         return node
 
     def send_start(self, node: Node, plan: JobPlan, restart_count: int, begun: BeginGeneration | None = None) -> None:
-        """Order another host to start its ranks, of a first generation or of `begun`."""
+        """Order another host to start its ranks: those of the first generation, or of `begun`."""
         self.channel.put(
             node.facts.member,
             "start",

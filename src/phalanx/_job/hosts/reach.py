@@ -1,17 +1,17 @@
-"""Test whether the hosts reach each other at their published addresses, before these are used.
+"""Test whether the hosts reach each other at their published addresses, before the ranks use those addresses.
 
-Each host tries all others, up to 32. With more hosts, each tries some of them, so that each is tried from many places.
+Each host tries all others, up to 32. With more hosts, each tries a subset, so that every host is tried from several.
 
-Each agent opens a port at its address, and answers a client's nonce with a proof that requires the job's key. So
-another machine with the same address (two networks may use the same addresses) does not count. The port serves nothing
-else. It is open only while hosts try each other: from the first host's request, when all have joined, until this host's
-ranks start.
+Each agent opens a port at its address, and answers a client's nonce with an HMAC that requires the job's key. So
+another machine with the same address (two networks may use the same addresses) is not mistaken for the host. The port
+serves nothing else. It is open only while hosts try each other: from the first host's request, when all have joined,
+until this host's ranks start.
 
     first host ── answer ──▶ every other host, which opens its port ── answering: port ──▶ first host
                ── reach: all ports ──▶ every other host, which tries them ── reached: the results ──▶
                ── start (or tried, if a host has left meanwhile) ──▶ every other host, which closes its port
 
-Any client can obtain signatures. So the signing key (`Key.reach_secret`) is used for nothing else.
+Any client can obtain HMACs, so their secret (`Key.reach_secret`) is used for nothing else.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:  # the ssh starter imports this module, and must not pay for Z
 
 _NONCE_BYTES = 32
 _ANSWER_S = 2.0
-_MOST_TARGETS = 32  # the most hosts that one host tries; with more hosts it tries some
+_MOST_TARGETS = 32  # a host tries all others up to this number; with more, it tries about log2 of their number
 TRY_S = 5.0
 
 
@@ -72,7 +72,7 @@ def choose_targets(node: int, nodes: Sequence[int]) -> set[int]:
     """Return which of `nodes`, in ascending order, host `node` tries: all other hosts, if they are few.
 
     With more than 32 others, it tries those that are 1, 2, 4, ... places after it, cyclically. So each host is tried by
-    as many others, from all parts of the list. A job of a thousand hosts makes ten thousand trials, not a million.
+    equally many others, from all parts of the list. A job of a thousand hosts makes ten thousand trials, not a million.
     """
     behind = bisect.bisect_right(nodes, node)
     num_others = len(nodes) - (behind > 0 and nodes[behind - 1] == node)
@@ -93,9 +93,9 @@ def check_own(address: str) -> None:
 def try_all(
     targets: Sequence[ReachTarget], secret: bytes, report: Callable[[Mapping[int, str]], object]
 ) -> threading.Thread:
-    """Try to reach all `targets` concurrently, in a thread.
+    """Start a thread that tries to reach all `targets` concurrently, and return it.
 
-    `report` is called with the error of each node, "" for success.
+    The thread calls `report` with the error of each node, "" for success.
     """
 
     def work() -> None:
@@ -145,7 +145,7 @@ def _read(connection: socket.socket, size: int) -> bytes:
 def describe(
     labels: Sequence[str], results: Mapping[int, Mapping[int, str]], targets: Sequence[ReachTarget]
 ) -> list[str]:
-    """Return a line for each host that another could not reach: the addresses tried, and the errors."""
+    """Return a line for each failed trial: which host tried which other host, at which address, and the error."""
     by_node = {target.node: target for target in targets}
     lines = []
     for node, answers in sorted(results.items()):  # with many hosts, each has tried only some
@@ -171,7 +171,7 @@ class ReachAnswers:
         self._responder: Responder | None = None
 
     def process(self, message: ControlMessage) -> None:
-        """Process the first host's messages about the trial.
+        """Process the first host's messages about the reachability test.
 
         Raises:
             KeyError, TypeError, ValueError: the message is invalid.

@@ -158,7 +158,7 @@ def _open_service(
     """Start the job's coordinator; return it, and the addresses at which other hosts find it.
 
     Return None if another process of this host listens at the endpoint, and no option decides which host is the first:
-    as with torchrun, the same command, typed twice on one host, is a job of two agents.
+    as with torchrun, running the same command twice on one host starts a job of two agents.
     """
     if rendezvous.is_local:
         service = Service(job=plan.run_id, lost_after_s=rendezvous.host_timeout_s, log=notices.put_refusal)
@@ -182,7 +182,7 @@ def _open_service(
 
 
 def find_or_make_key(plan: JobPlan, rendezvous: Rendezvous) -> Key:
-    """Return the job's key, as passed or stored on this host; without a key, create one at the default path.
+    """Return the job's key, as passed or stored on this host; if there is none, create it at the default path.
 
     Raises:
         LaunchError: the key is invalid or unsafe, or none can be created.
@@ -208,7 +208,7 @@ def find_or_make_key(plan: JobPlan, rendezvous: Rendezvous) -> Key:
 
 
 def decide_addresses(rendezvous: Rendezvous) -> tuple[str, list[OwnAddress]]:
-    """Return the coordinator's listening address, and the addresses at which others may reach it, the likeliest first.
+    """Return the coordinator's listening address, and the addresses at which others may reach it, most likely first.
 
     Raises:
         LaunchError: the configured address does not belong to this host, or this host has only loopback addresses.

@@ -6,5 +6,5 @@
     http_server    pages about a job, for a browser or a scraper
     agent_socket   the socket at which a job's agent answers these commands, and other hosts' agents
 
-The launcher serves the data; nothing here starts, stops or waits for a rank, or imports torch.
+The launcher serves the data; nothing here starts or stops a rank, or imports torch.
 """

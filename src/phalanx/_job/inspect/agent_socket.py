@@ -1,8 +1,8 @@
 """`AgentSocket` is the socket at which the agent serves its ranks, `phalanx stacks` and `phalanx top`.
 
-The socket has no file; its name has the pid and random digits, so that no other process can bind the name first. The
-kernel identifies the client's user. A client sends one message (`phalanx._base.ipc.channel`). The agent never waits for
-a message.
+The socket is an abstract Unix socket. Its name has the pid and random digits, so that no other process can bind the
+name first. The kernel identifies the client's user. A client sends one message (`phalanx._base.ipc.channel`). The agent
+never waits for a message.
 
     client of another user               closed unread
     no whole message yet                 stays open, with 63 others; then the oldest is closed
@@ -33,7 +33,7 @@ _MAX_PENDING = 64  # accepted connections without a whole message; with more, th
 
 @dataclass(frozen=True)
 class ClientRequest:
-    """A `ClientRequest` is a client's message, its descriptors, and the channel for the answer. The reader owns all."""
+    """A `ClientRequest` is a client's message with its descriptors, and the channel for the answer; it owns both."""
 
     message: dict[str, Any]
     fds: tuple[int, ...]
@@ -47,7 +47,7 @@ class ClientRequest:
 
 
 class AgentSocket:
-    """An `AgentSocket` listens from its construction on. It works only on Linux; elsewhere `address` is empty."""
+    """An `AgentSocket` listens as soon as it is created. It works only on Linux; elsewhere `address` is empty."""
 
     def __init__(self) -> None:
         self.address = ""
@@ -82,7 +82,7 @@ class AgentSocket:
         return self._read_request(self._connections[fd]) if fd in self._connections else None
 
     def has_token(self, request: ClientRequest) -> bool:
-        """Return whether the sender has the job's token, like its ranks; otherwise record a notice."""
+        """Return whether the sender has the job's token, as the job's ranks do; otherwise record a notice."""
         given = request.message.get("token")
         if isinstance(given, str) and hmac.compare_digest(given.encode(errors="replace"), self.token.encode()):
             return True
@@ -90,7 +90,7 @@ class AgentSocket:
         return False
 
     def notice(self, kind: str, text: str) -> None:
-        """Record a notice for the user that a client was refused, once for each kind."""
+        """Record a notice for the user that a client was refused; only the first of each kind."""
         if kind not in self._reported:
             self._reported.add(kind)
             self._notices.append(text)
@@ -100,7 +100,7 @@ class AgentSocket:
         self.notice(kind, f"{who} {what}. It was refused, and the job continues; further ones are not reported")
 
     def take_notices(self) -> list[str]:
-        """Return the new notices."""
+        """Return the notices since the last call."""
         notices, self._notices = self._notices, []
         return notices
 

@@ -1,8 +1,8 @@
-"""Show the flight recorders of a finished job's ranks, for people and for programs.
+"""Show the flight recorders of a finished job's ranks, to users and to programs.
 
 describe_flight   which rank waited where, and for whom: printed when a job fails
 write_flight      flight.json in --log-dir
-merge_logs        the records of several hosts' ranks, by group and on one clock
+merge_logs        the records of several hosts' ranks, merged by group
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ FORMAT_VERSION = 1
 def write_flight(
     folder: str, groups: Sequence[GroupLog], ended_ns: Mapping[int, int], *, attempt: int | None = None
 ) -> None:
-    """Write `flight.json` into `folder`. If another attempt follows, the file's name has the number of this one.
+    """Write `flight.json` into `folder`, or `flight_attempt_N.json` for an attempt N that another attempt follows.
 
     Raises:
         OSError: the folder cannot be written.
@@ -193,7 +193,7 @@ def _shift(record: Record, offset_ns: int) -> Record:
 def merge_logs(logs: Sequence[GroupLog]) -> list[GroupLog]:
     """Return one log for each group, with the ranks of all hosts.
 
-    If the name of a group is used again, the logs of the later group stay separate, one for each host.
+    If two groups had the same name, one after the other, the logs of the later one stay separate, one for each host.
     """
     merged: dict[tuple[str, int], GroupLog] = {}
     apart: list[GroupLog] = []

@@ -1,4 +1,4 @@
-"""Serve pages about a job to a browser or a scraper over HTTP; make each page when it is requested.
+"""Serve pages about a job to a browser or a scraper over HTTP; generate each page when it is requested.
 
     bound to          without a token                                 with a token
     loopback          requests whose Host is a name of this machine   requests that have the token
@@ -38,11 +38,11 @@ Pages = Mapping[str, Callable[[], Page]]
 
 
 class HTTPServer:
-    """`HTTPServer` serves `pages` by path, in its own threads, until `close`; pages are made one at a time.
+    """`HTTPServer` serves `pages` by path, in its own threads, until `close`; pages are generated one at a time.
 
     A request must have `token`, as `Authorization: Bearer TOKEN` or as `?token=TOKEN`, unless `token` is empty. Each
-    connection gets one answer. The server has two threads and a limited number of connections (`RequestServer`),
-    whatever clients do.
+    connection gets one answer. Whatever the clients do, the server has two threads and a limited number of connections
+    (`RequestServer`).
 
     Raises:
         ValueError: the address is reachable from other machines, and there is no token.
@@ -63,7 +63,7 @@ class HTTPServer:
         return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
 
     def close(self) -> None:
-        """Stop serving, without waiting for a page that is being made."""
+        """Stop serving, without waiting for a page that is being generated."""
         self._server.close()
 
     def _answer(self, received: bytes) -> Answer | None:
@@ -94,7 +94,7 @@ def is_loopback(host: str) -> bool:
 
 
 class _Request(NamedTuple):
-    """A `_Request` is a request's first line, and its header fields by their lower-case names."""
+    """A `_Request` has the parts of a request's first line, and its header fields by lower-case name."""
 
     method: str
     path: str

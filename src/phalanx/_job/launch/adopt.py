@@ -17,7 +17,7 @@ from phalanx._job.schedulers.kubernetes import is_kubeflow_pod
 from phalanx._job.schedulers.rendezvous import find_rendezvous
 from phalanx._job.schedulers.slurm import find_unused_hosts
 
-# These identify this command's process, and would be wrong in a rank.
+# Variables with these prefixes identify this command's process, and would be wrong in a rank.
 _OF_ONE_PROCESS = ("PMI_", "PMIX_", "OMPI_COMM_WORLD_", "MPI_LOCAL", "HYDI_", "HYDRA_")
 
 
@@ -112,8 +112,9 @@ def _describe_place(rendezvous: Rendezvous) -> str:
 
 
 def share_gpus(environ: Mapping[str, str], found: Allocation, num_gpus: int) -> dict[str, str]:
-    """Return CUDA_VISIBLE_DEVICES for one of several nodes on this host; empty if nodes have GPUs of their own.
+    """Return CUDA_VISIBLE_DEVICES for one of several nodes on this host.
 
+    The result is empty if the scheduler has bound each node to its own GPUs, or if there are fewer GPUs than nodes.
     `num_gpus` of the host's GPUs are visible. Slurm sets the variable to the job's GPUs in every task, unless it binds
     each task to some of them; jsrun always binds.
     """
@@ -134,7 +135,7 @@ def share_gpus(environ: Mapping[str, str], found: Allocation, num_gpus: int) -> 
 def _without_process(environ: Mapping[str, str], scheduler: str) -> dict[str, str]:
     """Return the variables without those that identify only this process.
 
-    RANK and WORLD_SIZE are among those only under Kubeflow, where they number the pods.
+    RANK and WORLD_SIZE are removed only under Kubeflow, where they number the pods.
     """
     exact = ("RANK", "WORLD_SIZE") if scheduler == "Kubeflow" else ()
     return {

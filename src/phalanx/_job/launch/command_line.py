@@ -1,4 +1,4 @@
-"""Parse the command line of `phalanx run` into settings, or refuse it with all its problems at once.
+"""Parse the command line of `phalanx run` into settings, or report all its problems at once.
 
 The functions are pure: they do not inspect the machine, so that tests can cover every rule.
 """
@@ -47,7 +47,7 @@ def read_settings(
     `problems`, and leave the default in its field; the name of the target is empty if it is unknown.
 
     `old_launcher`: the words are for torch.distributed.launch, which by default starts one rank, and passes the local
-    rank as an argument. `found`: the scheduler's allocation, which the options of the rendezvous override.
+    rank as an argument. `found`: the scheduler's allocation, which rendezvous options override.
     """
     given: dict[str, Any] = {}
     rest = _read_words(words, given, problems)
@@ -92,7 +92,8 @@ def read_settings(
 def split_options(words: Sequence[str], names: Collection[str]) -> tuple[dict[str, str], list[str]]:
     """Return the values of the options `names` before the target, and all other words.
 
-    A flag's value is empty. Unknown options, and options without their value, stay in the words, for `parse` to refuse.
+    The value of a flag is "". Unknown options, and options whose value is missing, stay in the words, so that `parse`
+    reports them.
     """
     options = {option.name: option for option in OPTIONS}
     options.update({option.short: option for option in OPTIONS if option.short})

@@ -1,4 +1,4 @@
-"""Count the processors and GPUs that this job may use, without importing torch."""
+"""Count the cores and GPUs that this job may use, without importing torch."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ def find_cpus() -> tuple[int, ...]:
 
 
 def share_cpus(cpus: tuple[int, ...], node: int, num_nodes: int) -> tuple[int, ...]:
-    """Return the share of `cpus` of node `node` among the `num_nodes` on this host.
+    """Return the share of `cpus` that belongs to `node` of the `num_nodes` nodes on this host.
 
-    Return all if the parent has already bound this process to its own cores, or if there are too few cores.
+    Return all of `cpus` if the parent has already bound this process to its own cores, or there are too few cores.
     """
     if num_nodes == 1 or len(cpus) < num_nodes or _is_bound(cpus):
         return cpus

@@ -1,4 +1,4 @@
-"""Execute `phalanx join HOST:PORT`; the first host sends the command, its arguments and its folder."""
+"""Execute `phalanx join HOST:PORT`; the first host sends the command, its arguments and the working directory."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def _join(endpoint: str, settings: Settings) -> int:
 
 
 def _notify_first_host(joined: JoinedJob, why: str) -> None:
-    """Send the first host the reason why this host cannot run the job; the first host waits for another host."""
+    """Tell the first host why this host cannot run the job; the first host waits for another host."""
     with joined.client as client, contextlib.suppress(PhalanxError):
         client.timeout = _NOTIFY_TIMEOUT_S
         client.join(

@@ -1,6 +1,6 @@
-"""Write the help of `phalanx run`, on two screens.
+"""Format the help of `phalanx run`, on two screens.
 
-The reference page has every option in full.
+The reference page describes every option in full.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from phalanx._job.launch.options import OPTIONS
 _WIDTH = 80
 _COLUMN = 29
 
-# The title of a section, its options, and a line for each.
+# By title of a section: its options, with a line of help for each.
 SECTIONS: dict[str, dict[str, str]] = {
     "Start": {
         "nproc-per-node": "ranks: N, gpu, cpu, or auto (the default)",

@@ -28,10 +28,10 @@ class Option:
     name: str
     field: str | None
     help: str
-    value: str = ""  # the name of the value in the help; empty for a flag without value
+    value: str = ""  # the name of the value in the help; empty for a flag without a value
     read: Callable[[str], Any] = str
     short: str = ""
-    torchruns: bool = True  # whether PET_… sets it, too
+    torchruns: bool = True  # whether torchrun has the option; a variable PET_… sets it, too
 
 
 def _is_number(text: str) -> bool:
@@ -313,7 +313,7 @@ REFUSED = {
 def find_names(given: str) -> list[str]:
     """Return the options that `given`, without its dashes, may mean.
 
-    As in torchrun's parser, an unambiguous beginning of a name is enough; only torchrun's own names can be shortened.
+    As in torchrun's parser, an unambiguous prefix of a name is enough; only torchrun's own names can be shortened.
     """
     name = given.replace("_", "-")
     known = {option.name for option in OPTIONS}

@@ -21,7 +21,7 @@ _NO_PROC = (
     "memory."
 )
 _NO_GPU = "this host has no GPU for CUDA (the driver finds none, or CUDA_VISIBLE_DEVICES hides them). "
-_RANKS_PER_CORE = 64  # more is probably a typing error: each rank is a process that needs memory and time
+_RANKS_PER_CORE = 64  # more is probably a typo: each rank is a process that needs memory and time
 
 
 def plan_job(
@@ -35,8 +35,8 @@ def plan_job(
 
     Arguments:
         command_environment: the environment of this command.
-        environment: the environment that the ranks inherit; by default this command's environment and --env.
-        problems: the problems of the command line, which are raised together with this host's.
+        environment: the environment that the ranks inherit; by default, this command's environment with --env.
+        problems: the problems of the command line, which are reported together with this host's.
 
     Raises:
         LaunchError: lists all problems.
@@ -66,7 +66,7 @@ def plan_job(
         variables["PHALANX_REPORT"] = os.path.abspath(settings.report)
     if settings.ranks_per_gpu is not None:
         variables["PHALANX_RANKS_PER_GPU"] = str(settings.ranks_per_gpu)
-    # A program's children could not leave its cores, as those of a script do.
+    # A program is not pinned: unlike a script's children, its child processes could not leave its cores.
     pin = settings.affinity and hasattr(os, "sched_setaffinity") and settings.target.kind != "program"
     return JobPlan(
         settings,

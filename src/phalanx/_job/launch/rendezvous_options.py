@@ -4,7 +4,7 @@
     --nnodes 2 --node-rank R --master-addr H --master-port P at H:P, led by node 0               (backend static)
     --nnodes 2 --rdzv-backend c10d --rdzv-endpoint H:P       at H:P, led by the host with address H
 
-Under a scheduler, its allocation provides the number of hosts, this host's number, and an address without an option.
+Under a scheduler, its allocation provides the number of hosts, this host's number and the address, unless options do.
 
 The functions are pure: they do not inspect the machine.
 """
@@ -27,7 +27,7 @@ _ETCD = ("etcd", "etcd-v2")
 def decide_rendezvous(
     fields: Mapping[str, Any], problems: list[str], found: Allocation | None = None
 ) -> Rendezvous | None:
-    """Return the rendezvous that the options `fields`, by name, describe; None for a job on one host.
+    """Return the rendezvous that `fields` describe, the values of options by name; None for a job on one host.
 
     The options override `found`, the scheduler's allocation. Append contradictions and impossible values to `problems`.
     """

@@ -22,9 +22,9 @@ _QUANTITY = re.compile(r"\d+(\.\d+)?(m|k|M|G|T|Ki|Mi|Gi|Ti)?")
 class KubernetesCluster:
     """A `KubernetesCluster` describes where the pods run, and their user.
 
-    `secret` is the name of the Secret that holds the key, in the field `key`. `user` is a number; 0 is root, which a
-    namespace with the restricted Pod Security Standard refuses. `shm` limits the size of files in /dev/shm, which count
-    as memory of the pod.
+    `secret` is the name of the Secret that has the job's key, in the field `key`. `user` is a numeric user ID; 0 is
+    root, which a namespace with the restricted Pod Security Standard refuses. `shm` limits the size of files in
+    /dev/shm, which count toward the pod's memory.
     """
 
     image: str
@@ -39,7 +39,7 @@ def write_manifest(request: JobRequest, cluster: KubernetesCluster) -> str:
     """Return a headless Service, by which the pods find each other, and an indexed Job with a pod for each node.
 
     Raises:
-        LaunchError: Kubernetes would not accept a name or an amount.
+        LaunchError: Kubernetes would not accept a name or a quantity.
     """
     _check(request, cluster)
     documents = [_service(request, cluster), _job(request, cluster)]
@@ -95,7 +95,7 @@ def _job(request: JobRequest, cluster: KubernetesCluster) -> dict[str, Any]:
         "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
         "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}],
     }
-    # For DataLoader workers, and the ranks' own memory. The contents of a volume in memory count as the pod's memory.
+    # For DataLoader workers, and the ranks' own memory. Files in a memory-backed volume count toward the pod's memory.
     shm = {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": cluster.shm or request.memory or _SHM}}
     user = cluster.user
     whom = {"runAsNonRoot": True, "runAsUser": user, "runAsGroup": user, "fsGroup": user} if user else {}
@@ -107,8 +107,8 @@ def _job(request: JobRequest, cluster: KubernetesCluster) -> dict[str, Any]:
             "completionMode": "Indexed",
             "completions": request.nodes,
             "parallelism": request.nodes,
-            # A single pod cannot be replaced, and `phalanx run --max-restarts` restarts all. With a witness the
-            # remaining pods continue, and must not be deleted because one has failed.
+            # A single pod cannot be replaced, and `phalanx run --max-restarts` restarts all ranks. With a witness the
+            # remaining pods continue, and must not be deleted because another pod has failed.
             "backoffLimit": _MOST_LOST_PODS if request.witness else 0,
             "template": {
                 "metadata": {"labels": {"app.kubernetes.io/name": request.name}},
@@ -152,7 +152,7 @@ def _check(request: JobRequest, cluster: KubernetesCluster) -> None:
 
 
 def _as_yaml(value: Any, indent: int = 0) -> str:
-    """Return YAML in block style. Strings are written as in JSON, so that YAML reads none as a number or as `no`."""
+    """Return YAML in block style; quote strings as in JSON, except plain words that YAML reads as strings."""
     pad = "  " * indent
     if isinstance(value, dict):
         return "\n".join(f"{pad}{key}:{_inner(one, indent + 1)}" for key, one in value.items())

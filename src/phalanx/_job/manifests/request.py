@@ -1,4 +1,4 @@
-"""A `JobRequest` is the input for a manifest."""
+"""A `JobRequest` is the job that a manifest submits: the command, the nodes, and the resources of each node."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class JobRequest:
         """Return the words that follow `phalanx run` in the file."""
         if self.gpus or not self.cpus or self.settings.nproc_per_node != "auto":
             return self.words
-        # A limit on CPU time hides no core: `phalanx run` would count all cores of the machine.
+        # A CPU limit hides no cores: `phalanx run` would count all cores of the machine.
         return (f"--nproc-per-node={self.cpus}", *self.words)
 
     @property

@@ -46,7 +46,7 @@ def logarithmic(values: Sequence[float], base: float = 10.0, *, most: int = 7) -
     """Return an axis with powers of `base` around `values`, which are all above zero."""
     above = [min(max(value, 1 / _MOST), _MOST) for value in values if value > 0] or [1.0, base]
     first, last = math.floor(math.log(min(above), base) + 1e-9), math.ceil(math.log(max(above), base) - 1e-9)
-    if last <= first + 1 and max(above) < 1.5 * min(above):  # a single value is in the middle
+    if last <= first + 1 and max(above) < 1.5 * min(above):  # put a single value in the middle
         first -= 1
     last = max(last, first + 1)
     every = math.ceil((last - first + 1) / most)
@@ -54,13 +54,13 @@ def logarithmic(values: Sequence[float], base: float = 10.0, *, most: int = 7) -
 
 
 def nice_step(rough: float) -> float:
-    """Return 1, 2 or 5 times a power of ten, at least `rough`."""
+    """Return the smallest number that is 1, 2 or 5 times a power of ten, and at least `rough`."""
     power = 10.0 ** math.floor(math.log10(rough))
     return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * (1 - 1e-9))
 
 
 def plain(marks: Sequence[float]) -> Callable[[float], str]:
-    """Return a function that formats `marks`, all with as many digits as needed to distinguish them."""
+    """Return a function that formats each of `marks` with as many digits as needed to distinguish them all."""
     step = min((b - a for a, b in pairwise(marks)), default=1.0)
     digits = max(0, -math.floor(math.log10(step) + 1e-9)) if step > 0 else 0
     most = max((abs(mark) for mark in marks), default=0.0)

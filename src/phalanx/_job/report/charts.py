@@ -81,7 +81,7 @@ def dot_chart(
     frame = _Frame(title, x, y, _RIGHT, x_text, y_text, x_name, y_name)
     if limit is not None:
         frame.rule(*limit)
-    taken = [(frame.x(dot.x) - 7, frame.y(dot.y), 14.0) for dot in dots]  # left end, height, width
+    taken = [(frame.x(dot.x) - 7, frame.y(dot.y), 14.0) for dot in dots]  # left end, y, width
     for dot in dots:
         px, py = frame.x(dot.x), frame.y(dot.y)
         frame.drawing.circle(px, py, 5, fill="var(--c1)", stroke="var(--paper)", tooltip=dot.tooltip)
@@ -97,7 +97,7 @@ def dot_chart(
 
 
 def _is_free(taken: Sequence[tuple[float, float, float]], start: float, y: float, width: float) -> bool:
-    """Return whether a label fits at a position; `taken` are the left ends, heights and widths of other labels."""
+    """Return whether a label fits at a position; `taken` has the left end, y and width of each dot and other label."""
     return all(abs(y - ty) > 12 or start + width <= tx or start >= tx + tw for tx, ty, tw in taken)
 
 
@@ -173,7 +173,7 @@ def _without_gaps(
 
 
 def _apart(ends: Sequence[tuple[float, str, str]]) -> list[tuple[float, str, str]]:
-    """Return the labels, moved so that they do not overlap, as near to their curves as possible."""
+    """Return the labels, moved as little as needed so that they do not overlap."""
     placed: list[tuple[float, str, str]] = []
     for at, label, colour in sorted(ends):
         if placed:

@@ -24,12 +24,12 @@ from phalanx._job.report.write import DATA, PAGE, write_report
 if TYPE_CHECKING:
     from rich.console import Console
 
-_MARKED = 0.02  # a smaller difference from the first run is insignificant
+_MARKED = 0.02  # a smaller relative difference from the first run is not marked
 
 
 @dataclass(frozen=True)
 class Row:
-    """A `Row` is one quantity of all runs: its format, and its ratio to the first run's, if that is meaningful.
+    """A `Row` is one quantity of all runs: each run's value as text, and its ratio to the first run's, if meaningful.
 
     `better` is "less", "more", or "" if neither is better.
     """
@@ -44,7 +44,7 @@ def load(folder: str) -> Measurements:
     """Return the run whose report is in `folder`; write the report first if there are records that it lacks.
 
     Raises:
-        ValueError: the folder has neither.
+        ValueError: the folder has neither a report nor records.
         OSError: the report can't be read or written.
     """
     path = os.path.join(folder, DATA)
@@ -105,7 +105,7 @@ def _row(
 
 
 def judge(row: Row, number: int) -> tuple[str, str]:
-    """Return the text before the value in a cell, `-19 %`, and whether it is good, bad or neutral."""
+    """Return the text before the value in a cell, such as `-19 %`, and whether the change is good, bad or neutral."""
     ratio = row.ratios[number] if number and row.ratios else None
     if ratio is None or abs(ratio - 1) < _MARKED or row.name.startswith("  "):
         return "", ""

@@ -256,7 +256,7 @@ def _slow_start(run: Measurements) -> Iterator[ReportFinding]:
 
 # -- where the time of a step goes: who waits, for what, for whom, and what to do about it -----------------------------
 
-_DATA_SHARE = 0.10  # the largest share of a step without a finding
+_DATA_SHARE = 0.10  # the share of a step from which an activity is reported
 _OTHER_SHARE = 0.15
 _UPDATE_SHARE = 0.30
 _COMMUNICATION_SHARE = 0.20
@@ -440,7 +440,7 @@ def _parts_of_one(run: Measurements) -> Iterator[ReportFinding]:
 
 def _processors(run: Measurements) -> Iterator[ReportFinding]:
     ranks = [rank for rank in _timed(run) if rank.cpu_share is not None]
-    crowded: dict[tuple[int, int, int], list[str]] = {}  # by threads, cores, and threads to set: hosts
+    crowded: dict[tuple[int, int, int], list[str]] = {}  # (threads, cores, threads to set) -> hosts
     starved: dict[str, list[RankRun]] = {}
     for host in sorted({rank.host for rank in ranks}):
         here = [rank for rank in ranks if rank.host == host]

@@ -1,4 +1,4 @@
-"""Combine the records of ranks and launcher into `Measurements` of a run."""
+"""Combine the records of the ranks and the launcher into the `Measurements` of a run."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from phalanx._job.report.matching import ProcessSample, Split, match
 from phalanx._job.report.measurements import PARTS, Curve, Measurements, RankRun
 from phalanx._job.report.records import is_running, run_of
 
-MAX_POINTS = 240  # the most points of a curve: more than a screen can show
-_CLOCKS_APART_S = 60.0  # the most by which hosts' clocks may differ; older files belong to an earlier run
+MAX_POINTS = 240  # the maximum number of points of a curve: more than a screen can show
+_CLOCKS_APART_S = 60.0  # the maximum difference between hosts' clocks; older files belong to an earlier run
 _WARM_STEPS, _WARM_SHARE = 5, 0.1  # means leave out the first steps, which allocate memory and compile code
 
 
@@ -38,14 +38,14 @@ def find_job(folder: str, files: Sequence[RankFile]) -> JobRecord:
 
 
 def of_ranks(job: JobRecord, files: Sequence[RankFile]) -> list[RankFile]:
-    """Return the files of this run; if a process of a rank has trained, leave out its processes that have not."""
+    """Return the files of this run; if a process of a rank has trained, leave out the rank's untrained processes."""
     files = [file for file in files if is_of_run(job, file)]
     trains = {(_attempt(file), file.facts.get("rank")) for file in files if file.steps_done}
     return [file for file in files if file.steps_done or (_attempt(file), file.facts.get("rank")) not in trains]
 
 
 def is_of_run(job: JobRecord, file: RankFile) -> bool:
-    """Return whether a rank of this run wrote `file`: by the run's id, and unless that is unique, by the clock."""
+    """Return whether a rank of this run wrote `file`, by the run's id and, unless the id is unique, by the clock."""
     if job.run and run_of(file) not in ("", job.run):
         return False
     if job.is_run_unique and run_of(file):  # a host's clock may be wrong
@@ -91,7 +91,7 @@ def combine(job: JobRecord, files: Sequence[RankFile]) -> Measurements:
 
 
 def _tell_hosts_apart(ranks: tuple[RankRun, ...]) -> tuple[RankRun, ...]:
-    """Append its number to the name of a host that shares its name with others, as the launcher does."""
+    """Append the node number to each host name that several hosts share, as the launcher does."""
     nodes: dict[str, set[int]] = defaultdict(set)
     for rank in ranks:
         nodes[rank.host].add(rank.node)
@@ -103,7 +103,7 @@ def _attempt(file: RankFile) -> int:
 
 
 def _rank(file: RankFile) -> int:
-    """Return the rank that the process had in the end."""
+    """Return the process's last rank, which may differ from its first in an elastic job."""
     return int(file.steps[-1].rank if file.steps else file.facts.get("rank", 0))
 
 

@@ -21,7 +21,7 @@ _SURROGATES = re.compile("[\ud800-\udfff]")
 
 @dataclass(frozen=True)
 class JobRecord:
-    """A `JobRecord` has times in seconds of CLOCK_MONOTONIC; `end` is one of `measurements.ENDS`."""
+    """A `JobRecord` describes a job; times are seconds of CLOCK_MONOTONIC, and `end` is one of `measurements.ENDS`."""
 
     name: str
     command: str
@@ -36,7 +36,7 @@ class JobRecord:
     end_text: str = ""
     exit_code: int | None = None
     events: tuple[RunEvent, ...] = ()
-    clock_offsets: Mapping[str, float] = field(default_factory=dict)  # by host: how far its clock is behind, in seconds
+    clock_offsets: Mapping[str, float] = field(default_factory=dict)  # host -> seconds that its clock is behind
     copy_bytes_per_s: Mapping[str, float] = field(default_factory=dict)  # by host
     run: str = ""  # the run's id, which is also in the ranks' files
     is_run_unique: bool = False  # whether no other run has the id, because the user did not choose it
@@ -60,7 +60,7 @@ class JobRecord:
 
 
 def _printable(value: Any) -> Any:
-    r"""Return `value` with `\udcff` for characters that a page cannot contain: bytes of names that are not UTF-8."""
+    r"""Return `value` with text such as `\udcff` for bytes that are not UTF-8, which a page cannot contain."""
     if isinstance(value, str):
         return _SURROGATES.sub(lambda found: f"\\u{ord(found[0]):04x}", value)
     if isinstance(value, dict):

@@ -67,7 +67,7 @@ class LivePage:
         self._lock = threading.Lock()
         self._latest: JobView | None = None
         self._sampled_at = 0.0
-        self._began_at = clock()  # a job's own time begins again when it restarts
+        self._began_at = clock()  # not the job's own start, which changes when the job restarts
         # seconds since `_began_at`, and samples or steps a second
         self._paces: deque[tuple[float, float]] = deque(maxlen=_MOST_POINTS)
         self._memory: deque[tuple[float, float]] = deque(maxlen=_MOST_POINTS)  # and the memory of all ranks in bytes
@@ -111,7 +111,7 @@ class LivePage:
         return _head(job) + titled([("Now", grid), ("Ranks", _ranks(job))]) + self._report_of(job)
 
     def _report_of(self, job: JobView) -> str:
-        """Return the sections of the report for which the job's ranks record, from their records so far."""
+        """Return the report's sections so far; "" if the job's ranks do not record for a report."""
         if not job.report:
             return ""
         with self._lock:

@@ -1,4 +1,4 @@
-"""Match the ranks' records of the same collectives: which ranks waited, and how fast data moved.
+"""Match the ranks' records of the same collectives, to find which ranks waited and how fast data moved.
 
 rank 0   ──────┤ enter        │  leave ├──        waiting: until the last rank has entered
 rank 1   ────────────────┤ enter│ leave ├──       moving: from then on
@@ -38,7 +38,7 @@ class ProcessSample:
     end_ns: float  # the end of the last step
     num_steps: int
     offset_ns: float = 0.0
-    recoveries: Sequence[tuple[float, float]] = ()  # spans of steps that survived a loss, whose operations are ignored
+    recoveries: Sequence[tuple[float, float]] = ()  # spans of recoveries from a loss; operations in them are ignored
 
 
 @dataclass
@@ -51,7 +51,7 @@ class Split:
 
 @dataclass(frozen=True)
 class MatchedRecords:
-    """`MatchedRecords` has the combined contents of all records; `splits` are in the order of the processes."""
+    """`MatchedRecords` is the result of `match`; `splits` are in the order of the processes."""
 
     splits: tuple[Split, ...]
     collectives: tuple[CollectiveTimes, ...]
@@ -92,7 +92,7 @@ def match(processes: Sequence[ProcessSample]) -> MatchedRecords:
             )
             kind, seq = int(op.kind), int(op.seq)
             calls[group, kind, seq, seen[number, group, kind, seq]].append(entry)
-            seen[number, group, kind, seq] += 1  # each reducer counts its rounds of gradients
+            seen[number, group, kind, seq] += 1  # numbers repeat: each reducer counts its rounds of gradients from 1
     whole = {
         key: entries for key, entries in calls.items() if len({e.process for e in entries}) == len(members[key[0]]) > 1
     }
@@ -124,8 +124,8 @@ _Scales = Mapping[tuple[tuple[str, int, int], bool, int], float]
 def _scales(calls: _Calls, whole: _Calls, is_from_start: Sequence[bool]) -> _Scales:
     """Return how many calls each record of a process represents: all calls are numbered, but only some are recorded.
 
-    `is_from_start`: by process, whether calls count from number 1 on. This is so for processes without steps, which
-    have no warm-up, and record only the latest calls.
+    `is_from_start` has, for each process, whether calls count from number 1 on. They do for processes without steps,
+    which have no warm-up, and record only the latest calls.
 
     The result is per process, because a replacement has fewer calls and steps than other processes.
     """

@@ -1,4 +1,4 @@
-"""`Measurements` are a run as data: findings are derived from them, pages draw them, `phalanx report` compares them.
+"""`Measurements` describe a run as data, from which findings are derived, pages are drawn, and runs are compared.
 
 The file `report.json` contains them. Times are seconds since the run began, on the clock of the host that led it.
 """
@@ -21,7 +21,7 @@ Curve = tuple[tuple[float, float], ...]
 
 @dataclass(frozen=True)
 class RankRun:
-    """A `RankRun` is one process of a rank. `parts` has the seconds of a mean step by part, without the first steps."""
+    """A `RankRun` is one process of a rank. `parts` maps each of `PARTS` to its mean seconds per step after warm-up."""
 
     rank: int
     attempt: int
@@ -53,7 +53,7 @@ class RankRun:
 
     @property
     def reached(self) -> int:
-        """Return the number of its last step in the run."""
+        """Return the number of the process's last step in the run."""
         return self.first_number - 1 + self.steps
 
 
@@ -66,7 +66,7 @@ class CollectiveTimes:
     num_ranks: int
     count: float
     duration_s: float  # median time from the last rank's entry to the end
-    waiting_s: float  # mean time for which a rank waits for the last one
+    waiting_s: float  # mean time for which a rank waits for the last rank
     bandwidth: float | None
     overlapped: bool = False  # most of the work was done earlier, during the backward
 
@@ -143,7 +143,7 @@ class Measurements:
 
     @property
     def steps(self) -> int:
-        """Return how many steps are done: the most that any rank has reached, as ranks may join late or leave early."""
+        """Return how many steps are done: the highest step of any rank, because ranks may join late or leave early."""
         return max((run.reached for run in self.newest), default=0)
 
     @property
@@ -169,10 +169,10 @@ class Measurements:
 
     @classmethod
     def from_json(cls, text: str) -> Measurements:
-        """Return the measurements in `text`, which `to_json` has made.
+        """Decode the result of `to_json`.
 
         Raises:
-            ValueError: `text` is not a report, is damaged, or is of another version of Phalanx.
+            ValueError: `text` is not a report, is damaged, or was written by another version of Phalanx.
         """
         try:
             fields = json.loads(text)

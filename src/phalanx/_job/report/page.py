@@ -202,7 +202,7 @@ def render(run: Measurements, findings: Sequence[ReportFinding]) -> str:
 
 
 def sections_of(run: Measurements, findings: Sequence[ReportFinding]) -> str:
-    """Return the report's sections on one run, below its head."""
+    """Return the report's sections on one run, without the page's header."""
     sections = [
         ("What to do", _findings(findings)),
         ("Training", _grid([loss_picture(run), throughput_picture(run), step_picture(run), memory_picture(run)])),
@@ -441,7 +441,7 @@ def machine_table(run: Measurements) -> str:
 
 
 def _on_a_core(rank: RankRun, share: float) -> str:
-    """Return the share of the rank's time in which it used a core; if the rank waits much, also the reason."""
+    """Return the share of the rank's time in which it used a core, with the reason if the rank waits for long."""
     if rank.step_s <= 0:
         return percent(share)
     waits = {

@@ -1,4 +1,4 @@
-"""Choose the contents of a run's pictures; `charts` draws them."""
+"""Choose the contents of a run's charts and bars; `charts` draws the charts."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from phalanx._job.report.charts import Dot, Line, dot_chart, line_chart
 from phalanx._job.report.measurements import PARTS, Curve, Measurements, RankRun
 from phalanx._job.report.units import percent, rate, seconds, size
 
-_MAX_LINES = 8  # the most ranks that a chart can distinguish
+_MAX_LINES = 8  # the maximum number of ranks that a chart can distinguish
 _MAX_DOT_LABELS = 8
 MANY_RANKS = 16  # with more ranks, ranks that are alike are shown as one
 _ALIKE = 0.05  # two steps that differ by at most this share look the same to a reader
-_MOST_LETTERS = 24  # the most letters in a bar's label
+_MOST_LETTERS = 24  # the maximum number of letters in a bar's label
 _ON_DARK = ("backward", "update", "waiting")
 
 
@@ -29,7 +29,7 @@ def figure(picture: str, title: str, caption: str = "") -> str:
 
 
 def loss_picture(run: Measurements) -> str:
-    """Return the loss by step."""
+    """Draw the loss by step."""
     finite = [loss for _, loss in run.loss if math.isfinite(loss)]
     if len(finite) < 2:
         return ""
@@ -67,7 +67,7 @@ def throughput_picture(run: Measurements) -> str:
 
 
 def step_picture(run: Measurements) -> str:
-    """Return how long a step takes, by time."""
+    """Draw how long a step takes, by time and rank."""
     curves = [(rank.rank, rank.step_curve) for rank in run.last_attempt if len(rank.step_curve) > 2]
     if not curves:
         return ""
@@ -84,7 +84,7 @@ def step_picture(run: Measurements) -> str:
 
 
 def memory_picture(run: Measurements) -> str:
-    """Return the memory of each rank by time."""
+    """Draw the memory of each rank by time."""
     curves = [(rank.rank, rank.memory_curve) for rank in run.last_attempt if len(rank.memory_curve) > 2]
     if not curves:
         return ""
@@ -275,7 +275,7 @@ def seconds_mark(value: float) -> str:
 
 
 def _rank_lines(curves: Sequence[tuple[int, Curve]]) -> list[Line]:
-    """Return a line for each rank; with many ranks only the outermost are labelled, the others drawn faintly."""
+    """Return a line for each rank; of many ranks, label only the lowest and highest, and draw the rest faintly."""
     if len(curves) <= _MAX_LINES:
         return [Line(curve, f"var(--c{i + 1})", f"rank {rank}") for i, (rank, curve) in enumerate(curves)]
     last = sorted(curves, key=lambda pair: sum(value for _, value in pair[1]) / len(pair[1]))

@@ -1,4 +1,4 @@
-"""Record this process's steps for a report: begin, find its rank and job, and end."""
+"""Start and stop recording this process's steps for a report, under any launcher or none."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from phalanx._job.report.records import find_other_run, remove_old_records
 
 _recorder: StepRecorder | None = None
 _folder = ""  # the folder of the report for which this process records
-_is_given = False  # the folder comes from the launcher, whatever the program passes
+_is_given = False  # the folder comes from the launcher, and overrides what the program passes
 _before_end: list[Callable[[], None]] = []  # called before recording ends
-_writers: list[Callable[[], None]] = []  # at most one: writes the report at exit, in a job without a launcher of ours
+_writers: list[Callable[[], None]] = []  # at most one: writes the report at exit, if Phalanx's launcher does not
 
 
 def current() -> StepRecorder | None:
@@ -45,7 +45,7 @@ def current_folder() -> str:
 
 
 def before_end(call: Callable[[], None]) -> None:
-    """Call `call` before recording ends: at the end of the process, or when another report begins."""
+    """Register `call` to run before recording ends: at the end of the process, or when another report begins."""
     _before_end.append(call)
 
 
@@ -55,7 +55,7 @@ def begin_in_rank(folder: str) -> StepRecorder:
     Recording begins once per process: a further call returns the same recorder.
 
     Raises:
-        OSError: its file cannot be created.
+        OSError: the recorder's file cannot be created.
     """
     global _is_given
     recorder = _recorder or _record(folder)
@@ -70,8 +70,8 @@ def begin(folder: str | os.PathLike[str]) -> StepRecorder:
     none, rank 0 writes it when its process ends or begins another report. `phalanx run --report` overrides `folder`.
 
     Raises:
-        ValueError: the folder has no name.
-        OSError: its file cannot be created, or another running job writes its report there.
+        ValueError: `folder` is empty.
+        OSError: the recorder's file cannot be created, or another running job writes its report there.
     """
     name = os.fspath(folder)
     if not name:
@@ -153,7 +153,7 @@ def _find_place(environ: Mapping[str, str]) -> tuple[int, int]:
 
 
 def _run_id(environ: Mapping[str, str], world_size: int) -> str:
-    """Return the identity of this run's records; empty if the launcher gives none."""
+    """Return the id of this run; empty if the launcher sets none and there are several ranks."""
     if own := environ.get("PHALANX_RUN", ""):
         return own
     given = environ.get("TORCHELASTIC_RUN_ID", "")
@@ -191,7 +191,7 @@ def _write_at_end(folder: str, recorder: StepRecorder) -> None:
             speed = {socket.gethostname(): measure_copy_speed()}
             replace(job, ended=time.monotonic(), end=end, end_text=text, copy_bytes_per_s=speed).write(folder)
             write_report(folder)
-        except Exception as error:  # the program has done its work
+        except Exception as error:  # a missing report must not fail the program, whose work is done
             why = str(error) or type(error).__name__
             print(f"phalanx: the report could not be written to {folder}: {why}", file=sys.stderr)
 
@@ -279,7 +279,7 @@ def _forget() -> None:
 
 
 def _end() -> None:
-    """End recording, and write the report if no launcher of ours does."""
+    """End recording, and write the report if Phalanx's launcher does not."""
     global _recorder
     while _before_end:
         _before_end.pop()()

@@ -13,11 +13,11 @@ from phalanx._base.processes import read_stat
 from phalanx._comm.diagnostics.step_file import RankFile, read_rank_file
 from phalanx._job.report.job_record import RANKS, JobRecord
 
-_CLOCK_SET_S = 60.0  # the most by which a host's clock may have been adjusted in the meantime
+_CLOCK_SET_S = 60.0  # the maximum by which a host's clock may have been adjusted since the record
 
 
 def list_records(folder: str) -> Iterator[tuple[Path, RankFile]]:
-    """Yield the files that can be read, with their contents, by name."""
+    """Yield the path and the contents of each file that can be read, in order of name."""
     for path in sorted(Path(folder, RANKS).glob("*.steps")):
         with suppress(OSError):
             if (read := read_rank_file(path.read_bytes())) is not None:
@@ -30,7 +30,7 @@ def run_of(file: RankFile) -> str:
 
 
 def remove_records(folder: str, is_removable: Callable[[RankFile], bool]) -> None:
-    """Remove the ranks' files that `is_removable` selects; keep their folder, where other ranks may create files."""
+    """Remove the ranks' files that `is_removable` selects; keep the folder, where other ranks may create files."""
     for path, file in list_records(folder):
         if is_removable(file):
             with suppress(OSError):
@@ -38,7 +38,7 @@ def remove_records(folder: str, is_removable: Callable[[RankFile], bool]) -> Non
 
 
 def remove_old_records(folder: str, run: str = "") -> None:
-    """Remove the records of finished runs in `folder`, except of the run `run`, which begins or continues."""
+    """Remove the records of finished runs in `folder`, but not those of `run`, which begins or continues."""
     job = JobRecord.read(folder)
     over = job.run if job is not None and not is_running(job) and job.host == socket.gethostname() else ""
 
@@ -65,7 +65,7 @@ def is_running(job: JobRecord) -> bool:
 
 
 def is_alive(pid: int, since: float) -> bool:
-    """Return whether process `pid`, which was running at Unix time `since`, is alive; the pid may have been reused."""
+    """Return whether the process that had `pid` at Unix time `since` is alive; a later process may have that pid."""
     if pid <= 0:
         return False
     try:

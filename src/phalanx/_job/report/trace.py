@@ -1,6 +1,6 @@
 """Build a trace for Perfetto: a process for each rank, with its steps, their phases, and its collectives.
 
-The phases of a step are drawn in their order, each once, with its total length; a record of several steps is one bar.
+Each phase of a step is drawn once, in order, with its total duration; a record of several steps is one bar.
 Collectives are drawn at their times.
 Source: "Trace Event Format", Google, 2016: complete events ("X") with times in microseconds, metadata ("M") for names.
 """
@@ -16,7 +16,7 @@ from phalanx._comm.diagnostics.step_records import StepRecord
 from phalanx._job.report.job_record import JobRecord
 from phalanx._job.report.units import size
 
-MAX_EVENTS = 200_000  # the most events of all ranks together that a browser opens easily
+MAX_EVENTS = 200_000  # of all ranks together: about as many as a browser opens easily
 _STEPS, _PHASES, _COLLECTIVES = 1, 2, 3
 _ORDER = ("data", "forward", "backward", "waited", "update", "other")
 _COLOURS = {"data": "yellow", "forward": "thread_state_running", "backward": "rail_animation", "update": "good"}
@@ -92,5 +92,5 @@ def _name(kind: str, pid: int, tid: int, args: dict[str, Any]) -> dict[str, Any]
 
 
 def _number(value: float) -> float | str:
-    """Return `value`, or text if it is infinite, since JSON has no infinities."""
+    """Return `value`, or its text if it is NaN or infinite, because JSON has neither."""
     return value if abs(value) < float("inf") else str(value)

@@ -1,4 +1,4 @@
-"""Send the ranks' files, as text in a message, to the host that writes the report."""
+"""Pack the ranks' files as text for a message to the host that writes the report, and unpack them there."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from phalanx._job.report.records import list_records, run_of
 _NAME = re.compile(r"[\w.-]{1,200}\.steps")
 
 
-_GOT = "got-"  # the prefix of files from other hosts, which remove theirs once they are sent
+_GOT = "got-"  # the prefix of files received from other hosts, which remove their own copies once these are sent
 
 
 def pack_files(folder: str, run: str, since: float) -> Iterator[tuple[str, str]]:
-    """Yield names and compressed contents of the files of this host's ranks of a run.
+    """Yield the name and the compressed contents of each file of `run` that a rank of this host has written.
 
     `since` is a time of the monotonic clock: older files belong to an earlier run, which may have had the same id.
     """
@@ -35,7 +35,7 @@ def unpack_file(folder: str, name: str, text: str) -> None:
     """Write a received file on this host, under another name, and remove the original if hosts share the folder.
 
     Raises:
-        ValueError: the text is not such a file.
+        ValueError: the name or the text is not that of a rank's file.
         OSError: the file cannot be written.
     """
     if not _NAME.fullmatch(name):

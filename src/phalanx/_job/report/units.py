@@ -1,4 +1,4 @@
-"""Write numbers as people read them: three digits and a unit."""
+"""Format numbers for people: three digits and a unit."""
 
 from __future__ import annotations
 

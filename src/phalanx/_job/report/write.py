@@ -1,4 +1,4 @@
-"""Write the contents of a report's folder from the records of ranks and launcher.
+"""Write the contents of a report's folder from the records of the ranks and the launcher.
 
 report.html    the page                    trace.json   for ui.perfetto.dev
 report.json    the numbers behind it
@@ -27,7 +27,7 @@ PAGE, DATA, TRACE = "report.html", "report.json", "trace.json"
 
 
 def write_report(folder: str, *, keep_records: bool = False) -> Measurements:
-    """Write the page, the numbers and the trace into `folder`; remove the ranks' records, which report.json contains.
+    """Write the page, the numbers and the trace into `folder`; then remove the ranks' records, unless `keep_records`.
 
     Raises:
         OSError: the folder cannot be written.
@@ -54,7 +54,7 @@ def measure_so_far(folder: str) -> Measurements:
 
 
 def write_page_so_far(folder: str, path: str | os.PathLike[str]) -> Measurements:
-    """Write the page to the file `path`, and return its measurements.
+    """Write the page of the run in `folder` to the file `path`, and return the measurements.
 
     Raises:
         OSError: the file cannot be written.
@@ -65,7 +65,7 @@ def write_page_so_far(folder: str, path: str | os.PathLike[str]) -> Measurements
 
 
 def _write(folder: str, name: str, data: bytes) -> None:
-    """Write the file whole or not at all."""
+    """Write the file atomically."""
     path = os.path.join(folder, name)
     with open(f"{path}.part", "wb") as file:
         file.write(data)

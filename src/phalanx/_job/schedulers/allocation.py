@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from phalanx.errors import LaunchError
 
-_PORTS = range(20000, 30000)  # below the ports that systems use for outgoing connections
+_PORTS = range(20000, 30000)  # below the usual range of ephemeral ports
 _NUM_CANDIDATES = 8
 _STEP = 1009  # prime and large, so that the candidates of two jobs rarely coincide
 
@@ -37,7 +37,7 @@ class Allocation:
         first_host: the host of node 0; empty if unknown.
         port: the port of the rendezvous; 0 if none was chosen.
         local_node, num_local_nodes: the node's number on this host, and the number of nodes here.
-        needs_mpi_broadcast: the first host, or the job, must be requested from MPI, because no variable has it.
+        needs_mpi_broadcast: MPI must broadcast the first host, or the job's name, because no variable has it.
         hint: how to start the command on every host, if it was started on only one host.
     """
 

@@ -1,4 +1,4 @@
-"""Find the scheduler that started this command. The innermost one has priority: its variables describe this process."""
+"""Find the scheduler that started this command; the innermost one wins, because its variables describe this process."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _find_mpi(environ: Mapping[str, str]) -> Allocation | None:
         # The process that has started all of this host's processes identifies the job.
         job, is_named = f"mpiexec-{os.getppid()}-{read_start_ticks(os.getppid())}", True
     else:
-        # MPICH does not name the job. Two jobs at the same address and port are indistinguishable anyway.
+        # MPICH does not name the job. Two jobs at the same address and port cannot be told apart anyway.
         job, is_named = f"mpiexec-{address}:{port}", bool(address and port)
     return Allocation(
         launch.launcher,
@@ -170,7 +170,7 @@ def _of_list(
     """Return the allocation of one node on each of `hosts`, of which `hostname` is one; None if there is only one host.
 
     Raises:
-        LaunchError: `hostname` is none of `hosts`.
+        LaunchError: `hostname` is not among `hosts`.
     """
     if len(hosts) < 2:
         return None
@@ -194,7 +194,7 @@ def _compute_hosts(hosts: list[str]) -> list[str]:
 
 
 def _is_same(host: str, hostname: str) -> bool:
-    """Return whether two names can belong to one host: one of them may lack its domain."""
+    """Return whether two names can belong to one host; either name may lack its domain."""
     if "." in host and "." in hostname:
         return host == hostname
     return host.partition(".")[0] == hostname.partition(".")[0]

@@ -125,7 +125,7 @@ def _compare(environ: Mapping[str, str]) -> None:
 
 
 def _count(environ: Mapping[str, str], name: str) -> int:
-    """Return a number of nodes; of MIN:MAX the greater one, because pods are numbered up to it."""
+    """Return the number of nodes in a variable; for MIN:MAX return MAX, because pods are numbered up to MAX."""
     text = environ[name].rpartition(":")[2]
     if not text.isdecimal() or int(text) < 1:
         raise LaunchError(

@@ -1,4 +1,4 @@
-"""Print process 0's input in all processes of an `mpiexec`: `python -m …schedulers.mpi_broadcast SECONDS`.
+"""Broadcast the input of process 0 to all processes of an `mpiexec`: `python -m …schedulers.mpi_broadcast SECONDS`.
 
 Each agent of an `mpiexec` that spans hosts runs this module in a child process: before their rendezvous, only MPI
 connects the agents. The agent itself does not load MPI, and its ranks are not MPI processes.
@@ -16,12 +16,12 @@ from phalanx.errors import PhalanxError
 
 
 def broadcast(words: bytes, environ: Mapping[str, str], deadline: Deadline) -> bytes:
-    """Return the `words` of process 0 in all processes of this `mpiexec`; a child process represents this one in MPI.
+    """Return the `words` of process 0 in all processes of this `mpiexec`; a child process takes this one's part in MPI.
 
     Raises:
         PhalanxError: MPI could not be started, or process 0 was late; the message has the child's output.
     """
-    # The child connects to `mpiexec` by a descriptor that this process has inherited.
+    # The child connects to `mpiexec` through a descriptor that this process has inherited.
     inherited = environ.get("PMI_FD", "")
     command = [sys.executable, "-m", __name__, str(deadline.left_s)]
     ended = subprocess.run(

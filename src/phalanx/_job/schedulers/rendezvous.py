@@ -1,7 +1,7 @@
 """Find the rendezvous of a job's nodes, and the job's key, without options from the user.
 
-all on one host      no port and no key: node 0 sends the path of its coordinator to the others, in a folder that only
-                     this user may enter
+all on one host      no port and no key: node 0 sends the path of its coordinator to the others, through a folder that
+                     only this user may enter
 on several hosts     a port of the first host: the first free one of a few ports derived from the job's name. A node
                      that finds another job there tries the next port. The key is the user's; node 0 makes a missing key
 … under mpiexec      mpiexec does not name the first host, so MPI broadcasts that host's addresses, and a key
@@ -40,7 +40,7 @@ def find_rendezvous(
 ) -> tuple[Rendezvous, str]:
     """Return the rendezvous of node `found`, which completes `own`, and the job's name.
 
-    Every node but the first may wait for the first, for at most `own.join_timeout_s`.
+    Every node except the first may wait for the first node, for up to `own.join_timeout_s`.
 
     Raises:
         LaunchError: there is no key, or the first host cannot be found; the message says what to do.
@@ -101,7 +101,7 @@ def _broadcast_endpoints(
     from phalanx._comm.control.key import Key
 
     words = b""
-    with contextlib.ExitStack() as reserved:  # MPI opens sockets of its own meanwhile
+    with contextlib.ExitStack() as reserved:  # so that MPI's own sockets do not take the port meanwhile
         if found.node == 0:
             hosts = [address.address for address in own_addresses() if not address.is_loopback]
             port = found.port or reserved.enter_context(_free_port())
@@ -131,7 +131,7 @@ def _free_port() -> Iterator[int]:
 
 
 def _find_key(found: Allocation, key_file: str | None, environ: Mapping[str, str]) -> str | None:
-    """Return the user's key; None if it is missing, and node 0 creates it at the start of the job.
+    """Return the user's key; None if it is missing, so that node 0 creates it at the start of the job.
 
     Raises:
         LaunchError: the key is missing, and pods share no folder in which node 0 could create it.

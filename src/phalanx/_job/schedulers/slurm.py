@@ -9,7 +9,7 @@ from phalanx._job.schedulers.allocation import Allocation, read_port
 
 
 def find(environ: Mapping[str, str]) -> Allocation | None:
-    """Return the allocation of a step of several tasks; None outside such a step: Slurm starts this command once."""
+    """Return the allocation of a step of several tasks; None outside such a step, where this command runs once."""
     launch = slurm_launch(environ)
     if launch is None:
         return None

@@ -1,4 +1,4 @@
-"""A `Candidate` asks for votes to coordinate in a new term, because the primary is lost. It is pure data.
+"""A `Candidate` solicits votes to become the coordinator of a new term after the primary is lost. It is pure data.
 
 soliciting ── a majority has promised ──► proposing ── a majority has accepted ──► it is the primary
     │                                         │
@@ -27,7 +27,7 @@ class Candidate:
 
     @property
     def electors(self) -> frozenset[int]:
-        """Return the members whose votes the candidate needs."""
+        """Return the members whose votes the candidate requests."""
         return self.known.voters
 
     @property

@@ -17,7 +17,7 @@ class Electorate:
     casting: int
 
     def fewest_with(self, member: int) -> int:
-        """Return how many voters must agree, `member` included; assume that another casting voter disagrees."""
+        """Return how many voters, including `member`, must agree if a casting voter other than `member` disagrees."""
         return (len(self.voters) + (1 if member == self.casting else 2)) // 2
 
     def is_decided_by(self, members: Collection[int]) -> bool:
@@ -32,8 +32,8 @@ class Electorate:
 class Config:
     """A `Config` is one state of the succession.
 
-    Each of `electorates` must agree to a decision: there is one, or several while voters are exchanged. `standbys` have
-    all changes that the primary has granted, and take over in this order. `addresses` are their polling places.
+    Every electorate must agree to a decision; there are several only while the voters are being changed. `standbys`
+    have all changes that the primary has granted, and take over in this order. `addresses` are their polling places.
     """
 
     term: Term
@@ -58,7 +58,7 @@ class Config:
 
     @property
     def is_joint(self) -> bool:
-        """Return whether voters are being exchanged: the next config has only the last electorate."""
+        """Return whether the voters are being changed: the next config has only the last electorate."""
         return len(self.electorates) > 1
 
     @property

@@ -1,4 +1,4 @@
-"""`Departure` makes the leader of an elastic job leave it on SIGTERM, so that another host leads.
+"""`Departure` makes the leader of an elastic job leave the job on SIGTERM, so that another host takes over.
 
 SIGTERM ──2 s──┬─ all other hosts receive SIGTERM, too ──► the job ends
                └─ they do not ──► the ranks of this host finish their step and exit ──► another host is elected
@@ -29,7 +29,7 @@ class Departure:
     """`Departure` belongs to one attempt. Its stages are stays, asked, and then either leaves and left, or ends.
 
     Arguments:
-        release_host: releases another host, and returns whether the others continue without it.
+        release_host: releases another host from the job; returns whether the remaining hosts continue without it.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Departure:
             self._hand_over()
 
     def _decide(self, attempt: Attempt) -> None:
-        """Leave, if enough hosts stay and one of them can lead; otherwise end the job."""
+        """Leave the job if enough hosts stay and one of them can lead; otherwise end the job."""
         signalled = [node for node in self._peers.present if node.facts.member in self._signalled]
         is_led_on = self._guard.has_standbys  # a standby may be restarting after a loss
         if (
@@ -114,7 +114,7 @@ class Departure:
 
     def _can_hand_over(self, attempt: Attempt) -> bool:
         """Return whether this host is no longer needed: its ranks have ended, and the others train without them."""
-        ended = {(exit.rank, exit.pid) for exit in attempt.state.exits.values()}  # exits before the request to leave
+        ended = {(exit.rank, exit.pid) for exit in attempt.state.exits.values()}  # some before the request to leave
         if attempt.ranks.processes.pids.items() - ended or not self._guard.has_standbys:
             return False
         return self._elastic.is_waiting or self._elastic.is_regrouped

@@ -1,7 +1,7 @@
 """`FollowerSuccession` keeps the ranks of a follower alive when the leader is lost.
 
 The ranks keep their processes and wait while the hosts elect another leader. If this host is elected, its attempt gets
-the link of a leader; otherwise it reports the state of its ranks to the elected host, and follows it.
+a leader's link; otherwise this host reports the state of its ranks to the elected host, and follows that host.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class FollowerSuccession:
 
     @property
     def is_open(self) -> bool:
-        """Return whether the next leader is not decided yet: the ranks wait."""
+        """Return whether the ranks wait, because no host leads yet."""
         return self.leadership in (Leadership.ELECTING, Leadership.TAKING_OVER)
 
     def on_leader_lost(self, why: str, *, has_left: bool = False) -> bool:
@@ -108,7 +108,7 @@ class FollowerSuccession:
         return True
 
     def process(self, message: Change | ControlMessage) -> bool:
-        """Process a message about the succession, or any message while no host leads; return False for others."""
+        """Process a message if it concerns the succession, or no host leads now; return whether it was processed."""
         if self._take_over is not None:
             self._take_over.process(message)
         elif self.leadership in (Leadership.ELECTING, Leadership.RESUMED):

@@ -37,7 +37,7 @@ class ElectedLeader:
 
 @dataclass(frozen=True)
 class Handover:
-    """A `Handover` is an elected host's copy of the lost leader's coordinator, which takes over the service.
+    """A `Handover` has what an elected host needs to take over; `service` is its copy of the lost coordinator.
 
     leader_state: the former leader's decisions, as written by `LeaderState`.
     unread: messages to the former leader, with their senders.

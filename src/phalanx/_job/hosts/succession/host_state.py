@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class HostState:
-    """A `HostState` has a host's ranks: those that run, those that are being forked, and those that have succeeded."""
+    """A `HostState` has a host's ranks that run, that are being forked (`forking`), and that succeeded (`exits`)."""
 
     ranks: tuple[ElasticRank, ...]
     forking: tuple[int, ...]
@@ -42,12 +42,12 @@ class HostState:
         }
 
     def on_own_clock(self, convert: Callable[[float], float]) -> HostState:
-        """Return the state with all times converted from that host's clock."""
+        """Return the state with its times converted to this host's clock by `convert`."""
         return replace(self, exits=tuple(replace(exit, at=convert(exit.at)) for exit in self.exits))
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> HostState:
-        """Return the state that `to_json` has written.
+        """Decode the result of `to_json`.
 
         Raises:
             KeyError, TypeError, ValueError: the data is invalid.

@@ -1,8 +1,8 @@
 """`HostSuccession` keeps a follower in the job when the leader is lost.
 
-leader lost ──┬─ its ranks run ────────► `FollowerSuccession`: the ranks wait for the result of the election
-              ├─ its ranks have ended ─► await_leader: this host votes, and follows the elected leader
-              └─ its ranks did not run ► await_leader: this host has no vote, and joins the elected leader
+leader lost ──┬─ ranks run on this host ──► `FollowerSuccession`: the ranks wait for the result of the election
+              ├─ all ranks have succeeded ► await_leader: this host votes, and follows the elected leader
+              └─ otherwise ───────────────► await_leader: this host has no vote, and joins the elected leader
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class HostSuccession:
             raise JobMovedError(printable(str(message.body["address"])))
 
     def begin_attempt(self, plan: JobPlan) -> FollowerSuccession:
-        """Return this host's part in the succession for an attempt, whose ranks are about to start here."""
+        """Return this host's part in the succession for an attempt whose ranks are about to start here."""
         self._finished = None
         self._newest = FollowerSuccession(self._successor, self._membership, plan, self._host, self._follow)
         return self._newest
@@ -94,7 +94,7 @@ class HostSuccession:
             self._finished = link, HostState.of(attempt)
 
     def await_leader(self, why: str) -> bool:
-        """Wait until another host is elected, and follow it; return False if none is, or the result is unknown.
+        """Wait until another host is elected, and follow it; return False if none is elected, or the result is unknown.
 
         This host votes if its ranks have all succeeded. Otherwise it has no vote, and joins as a new host: it was
         waiting to be accepted, or its ranks were starting.
@@ -126,7 +126,7 @@ class HostSuccession:
         return True
 
     def rejoin(self, over: threading.Event) -> bool:
-        """Join the job at a leader that was elected meanwhile; return False if there is none. This takes seconds.
+        """Join the job at a leader that was elected meanwhile; return False if there is none. This may take seconds.
 
         Raises:
             PhalanxError: the elected leader does not answer.

@@ -20,16 +20,16 @@ from phalanx._job.hosts.succession.witness.calls import WitnessCalls
 from phalanx._job.hosts.succession.witness.witness import Witness
 from phalanx.errors import LaunchError, PhalanxError
 
-_LEAST_S = 3.0  # the least time for a vote, however short the hosts' timeout is
+_LEAST_S = 3.0  # the minimum time for a vote, however short the hosts' timeout is
 
 
 class LeadGuard:
-    """`LeadGuard` has the leader's proposer, and the lost hosts whose removal is not agreed on yet.
+    """`LeadGuard` has the leader's proposer, and the lost hosts that the voters have not agreed to remove yet.
 
     Arguments:
-        replicas: the coordinators that follow this host's; None: the job ends with its leader.
+        replicas: the standby copies of this host's coordinator; None if no other host can take over.
         witness: the job's witness, if it has one.
-        proposer: the proposer of an elected host.
+        proposer: on an elected host, the proposer that continues its term.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class LeadGuard:
         self._limit_s = max(_LEAST_S, 2 * host_timeout_s)
         self._witness = witness
         self._proposer = proposer
-        self._lost: dict[int, tuple[str, float]] = {}  # why, and since when
+        self._lost: dict[int, tuple[str, float]] = {}  # member -> why it is lost, and since when
 
     @classmethod
     def of_first_host(
@@ -78,7 +78,7 @@ class LeadGuard:
         self._channel.put_key(KEY, b"")
 
     def set_voters(self, voters: Sequence[int]) -> None:
-        """Make the hosts of a generation voters, after they were notified of it; they are candidates in this order."""
+        """Make a generation's hosts voters, after they were notified of it; `voters` is in the order of succession."""
         self.begin(len(voters))
         if self._proposer is not None:
             members = [member for member in voters if member not in self._lost]
@@ -119,7 +119,7 @@ class LeadGuard:
         return True
 
     def pop_agreed(self) -> list[tuple[int, str]]:
-        """Return the hosts whose removal was agreed on since the last call, with the reasons of their loss.
+        """Return the hosts whose removal was agreed on since the last call, each with the reason for its loss.
 
         Raises:
             LaunchError: a majority has not agreed in time, or has agreed on another leader.

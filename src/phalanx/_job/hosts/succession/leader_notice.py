@@ -5,7 +5,7 @@
                                └─ the first host has been started again, with the same command, and waits for hosts:
                                   it joins the leader, and redirects all hosts that join
 
-So a requeued host or a restarted pod finds its job with the same command, whether it is the first host or not.
+So a requeued host or a restarted pod finds its job with the same command, whether or not it was the first host.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from phalanx._job.hosts.succession.moved_job import MOVED_KEY, JobMovedError
 from phalanx.errors import AuthenticationError, LaunchError, PhalanxError
 
 _LEADS = "leads"  # the kind of a member that joins only to report the leader's address
-_PUBLISHED = "launch/published/"  # a key prefix, followed by an address: the leader there has published its notice
+_PUBLISHED = "launch/published/"  # with ADDRESS: a key that is set once the leader at ADDRESS has published its notice
 _AGAIN_S, _TRY_S, _END_S = 1.0, 2.0, 3.0
-_ANOTHER_KEY_S = 60.0  # an address with another key belongs to another user, whose log shows each attempt
+_ANOTHER_KEY_S = 60.0  # a longer pause: an endpoint with another key belongs to another user, whose log shows each try
 _FIND_S = 10.0  # the time limit for reaching a leader that has just published its address
 _REDIRECT_S = 5.0
 
 
 class LeaderNotice:
-    """A `LeaderNotice` publishes at `endpoints`, where the job began, that `address` leads it now, until `close`."""
+    """A `LeaderNotice` publishes the leader's `address` at `endpoints`, where the job began, until `close`."""
 
     def __init__(self, endpoints: Sequence[str], key: Key, address: str) -> None:
         self._endpoints = endpoints
@@ -62,9 +62,9 @@ class LeaderNotice:
 
     def _publish(self, endpoint: str) -> None:
         with Client(endpoint, self._key, timeout=_TRY_S) as client:
-            if client.check([MOVED_KEY]):  # it redirects to an earlier leader, which may be lost
+            if client.check([MOVED_KEY]):  # that coordinator redirects to an earlier leader, which may be lost
                 client.set(MOVED_KEY, self._address)
-            # before its job spec exists, the job's first host has yet to join, and it must be the first member
+            # without a job spec, the first host has not joined its coordinator yet, and it must be the first member
             if not client.check([JOB_SPEC]) or client.check([_PUBLISHED + self._address]):
                 return
             facts = {"kind": _LEADS, "host": socket.gethostname(), "address": self._address}
@@ -73,13 +73,13 @@ class LeaderNotice:
             client.leave("it has reported the job's leader")
 
     def close(self) -> None:
-        """End the thread; wait for a request in progress."""
+        """Stop publishing; wait up to three seconds for a request in progress."""
         self._over.set()
         self._thread.join(_END_S)
 
 
 def read_notice(facts: Mapping[str, Any]) -> str:
-    """Return the address of the leader of a job that began here, if a member has joined with a notice; otherwise ""."""
+    """Return the leader's address if these are the facts of a member that joined to publish it; otherwise ""."""
     if facts.get("kind") != _LEADS:
         return ""
     address = printable(str(facts.get("address")))
@@ -91,7 +91,7 @@ def read_notice(facts: Mapping[str, Any]) -> str:
 
 
 def describe_second_job(facts: Mapping[str, Any]) -> str:
-    """Return a warning for a host whose job already runs, if a member has joined with a leader's notice; else ""."""
+    """Return a warning for a host whose own job already runs, if a member has joined with a leader's notice, or ""."""
     address = read_notice(facts)
     if not address:
         return ""
@@ -110,7 +110,7 @@ def follow_notice(
     *,
     has_begun: bool,
 ) -> None:
-    """Join the leader of the job that began here, if a member has joined with such a leader's notice.
+    """Redirect this host to the leader of the job that began here, if a member has joined with that leader's notice.
 
     The notice counts only before this host has begun a job (`has_begun`), and only for the job that `settings` request.
 

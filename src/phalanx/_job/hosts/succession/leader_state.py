@@ -1,4 +1,4 @@
-"""`LeaderState` has the leader's decisions, which the leader keeps in the job's store for a host that takes over."""
+"""`LeaderState` has the decisions that the leader stores in the job's coordinator for a host that takes over."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class LeaderState:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> LeaderState:
-        """Return the state that `to_bytes` has written.
+        """Decode the result of `to_bytes`.
 
         Raises:
             KeyError, TypeError, ValueError: the data is invalid.
@@ -99,7 +99,7 @@ class LeaderState:
         )
 
     def on_own_clock(self, convert: Callable[[float], float]) -> LeaderState:
-        """Return the state with all times converted from another host's clock."""
+        """Return the state with its times converted to this host's clock by `convert`."""
         losses = tuple(replace(loss, at=convert(loss.at)) for loss in self.losses)
         exits = tuple(replace(exit, at=convert(exit.at)) for exit in self.exits)
         return replace(self, job_begun=convert(self.job_begun), losses=losses, exits=exits)

@@ -39,11 +39,11 @@ class LeaderSuccession:
     """`LeaderSuccession` is the leader's part in the succession, during one attempt.
 
     Arguments:
-        guard: the job's guard, for all attempts; None: the job ends with its leader.
+        guard: the job's guard, for all attempts; None if no other host can take over.
         plan, number: the attempt's plan and number.
         begun: the newest generation, if it is not the first.
         remove_host: removes a host; called once a majority agrees, or if no vote is needed.
-        release_host: releases another host that leaves; returns whether the job continues without it.
+        release_host: releases another host from the job; returns whether the job continues without it.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class LeaderSuccession:
         self._remove_host = remove_host
         self.departure = Departure(peers, elastic, self.guard, display, release_host)
         self._attempt: Attempt
-        self._num_ended = 0  # the number of exits that were recorded
+        self._num_ended = 0  # how many exits have been recorded
         self._record_at: float | None = None  # when to record the latest changes
         self._is_recorded = False
 
@@ -87,7 +87,7 @@ class LeaderSuccession:
         return min((at for at in dues if at is not None), default=None)
 
     def receive(self) -> None:
-        """Remove the hosts whose removal a majority has agreed to, and record later changes.
+        """Remove the hosts that a majority has agreed to remove, and record changes that are due.
 
         Raises:
             LaunchError: a majority has not agreed in time, or has agreed on another leader.
@@ -131,7 +131,7 @@ class LeaderSuccession:
         self.guard.set_voters(self._voters)
 
     def on_elastic_rank(self) -> None:
-        """Record that a rank has reported that the job is elastic."""
+        """Update the voters and the record, after a rank has reported that the job is elastic."""
         if not self._is_recorded:
             self._is_recorded = True
             self.update_voters()
@@ -179,7 +179,7 @@ def has_finished(peers: PeerHosts, member: int, exits: Mapping[int, Exit]) -> bo
 def find_voters(peers: PeerHosts, slot_plan: SlotPlan, exits: Mapping[int, Exit]) -> list[int]:
     """Return the hosts that vote on the leader, which are all present hosts with slots, in the order of candidacy.
 
-    Hosts whose ranks have all succeeded come last, and are no candidates.
+    Hosts whose ranks have all succeeded come last, and do not become candidates.
     """
     present = {node.facts.member for node in peers.own_and_present}
     members = [host.member for host in slot_plan.hosts if host.member in present]

@@ -37,7 +37,7 @@ def join_as_follower(client: Client, facts: Mapping[str, Any]) -> int:
     """Join the job at the coordinator of `client`; return the member that leads the job.
 
     Raises:
-        JobMovedError: that coordinator does not serve the job any more.
+        JobMovedError: that coordinator no longer serves the job.
         PhalanxError: that coordinator does not answer.
     """
     leader = int(client.get(LEADER_KEY)) if client.check([LEADER_KEY]) else FIRST

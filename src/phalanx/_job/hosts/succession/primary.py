@@ -1,4 +1,4 @@
-"""The `Primary` coordinates: it changes the voters and standbys, if the voters accept. It is pure data.
+"""The `Primary` is the elected coordinator: it changes the voters and standbys if the voters accept. It is pure data.
 
 final ── change ──► joint: the old voters and the new ones must both agree ── finish ──► final
 """

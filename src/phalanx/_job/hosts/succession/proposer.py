@@ -4,10 +4,10 @@
     a host is lost ──► a config without it ──accepted──► the others continue
 
 `Primary` and `Candidate` are the protocol. This module sends their messages, repeats them until they are answered, and
-appoints the standbys. Nothing here waits.
+appoints the standbys. Nothing here blocks.
 
-The leader proposes no change before a majority has answered the current config: an isolated leader, whose messages
-still arrive, would otherwise remove the possible successors. If a standby has asked for votes in a later term, and was
+The leader proposes no change before a majority has answered the current config: otherwise a leader that can still send,
+but no longer receives, would remove its possible successors. If a standby has asked for votes in a later term, and was
 not elected, the leader is elected again, in a still later term.
 """
 
@@ -31,12 +31,12 @@ from phalanx._job.hosts.succession.voter import ConfigAccepted, Reply, Voter
 from phalanx._job.hosts.succession.witness.calls import WitnessCalls
 from phalanx._job.hosts.succession.witness.witness import WITNESS
 
-FEWEST_VOTERS = 3  # of two voters, neither is a majority without the first host
+FEWEST_VOTERS = 3  # with two voters, the other one is no majority without the first host
 _MOST_STANDBYS = 2
 _NOTHING: Stamp = ((0, -1), -1)  # before every config
-_RESTORE_S = 5.0  # after which a host that delayed answers may be a standby again
-_AGAIN_S = 0.3  # after which a proposal is repeated to those that have not answered
-_LONGEST_PAUSE_S = 0.3  # before the leader asks for votes again, so that another candidate has its turn
+_RESTORE_S = 5.0  # the time until a host that delayed answers may be a standby again
+_AGAIN_S = 0.3  # the time until a proposal is resent to the voters that have not answered
+_LONGEST_PAUSE_S = 0.3  # the maximum pause before the leader asks for votes again, so that other candidates have a turn
 _NO_STANDBY: frozenset[bytes] = frozenset([b"nobody"])  # no standby has this ticket: all answers are delayed
 
 
@@ -44,9 +44,9 @@ class Proposer:
     """`Proposer` is the leader's side of the protocol.
 
     Arguments:
-        replicas: the coordinators that follow this host's.
+        replicas: the standby copies of this host's coordinator.
         witness: one more voter, which `close` closes.
-        primary, voter: the state of an elected host; by default this host leads first, alone until `set_voters`.
+        primary, voter: the state of an elected host; by default this host leads first, as the only voter.
     """
 
     def __init__(
@@ -62,20 +62,20 @@ class Proposer:
         self._primary = primary or Primary(Config.begin(channel.member))
         self._voter = voter or Voter(channel.member)
         self._witness = witness
-        # once `set_voters` was called, in the order of candidacy
+        # in the order of candidacy, once `set_voters` has been called
         self._wanted_voters: tuple[int, ...] = tuple(sorted(self._primary.committed.newest_voters))
-        self._tickets: dict[int, bytes] = {}  # the tickets of the standbys that were asked
-        self._addresses: dict[int, str] = {}  # the addresses of those that follow
+        self._tickets: dict[int, bytes] = {}  # of the hosts that were asked to become standbys
+        self._addresses: dict[int, str] = {}  # the polling places of the standbys that have the whole state
         self._stalled: Mailbox[bytes] = Mailbox()
         self._proposed_at = 0.0
-        self._accepted: dict[int, Stamp] = {}  # by host: the newest config that it is known to have accepted
+        self._accepted: dict[int, Stamp] = {}  # voter -> the newest config that the voter is known to have accepted
         self._present: set[int] | None = (
             None  # the voters that have answered since a change was requested; None: no change is requested
         )
         self._candidate: Candidate | None = None  # while this leader is a candidate again
         self.candidate_since: float | None = None
         self._candidacy_at = 0.0  # when this leader asks for votes in the next term
-        self._announced: tuple[int, ...] = ()  # the standbys that were returned last
+        self._announced: tuple[int, ...] = ()  # what `pop_standbys` returned last
         self._restore_standby_at: float | None = None  # when a late standby is appointed again
         self.due: float | None = None
         self._is_handed_over = self._is_released = False
@@ -93,7 +93,7 @@ class Proposer:
         return self._candidate is not None and not self._candidate.is_eligible
 
     def pop_standbys(self) -> tuple[int, ...] | None:
-        """Return the standbys, in the order in which they would lead; None if that has not changed since the last call.
+        """Return the standbys, in the order in which they would lead; None if they are the same as in the last call.
 
         A change counts once every host has accepted it: before that, some hosts do not know the candidates.
         """
@@ -117,7 +117,7 @@ class Proposer:
         return tuple(address for _, address in self._primary.committed.addresses)
 
     def has_left(self, member: int) -> bool:
-        """Return whether a majority has agreed to continue without this host, if it had a vote."""
+        """Return whether this host has no vote: it never had one, or a majority has agreed to continue without it."""
         return member not in self._primary.committed.newest_voters
 
     def describe_lack(self) -> str:
@@ -154,7 +154,7 @@ class Proposer:
         return min((len(self._wanted_voters) - 1) // 2, _MOST_STANDBYS)
 
     def on_standby(self, member: int, ticket: str, address: str) -> None:
-        """Record that a standby has the whole state, and the address of its polling place."""
+        """Record that a standby has the whole state, and that its polling place is at `address`."""
         if self._tickets.get(member) == bytes.fromhex(ticket):
             self._addresses[member] = address
             self._advance()
@@ -266,7 +266,7 @@ class Proposer:
             self._proposed_at = 0.0
         elif candidate.elected is not None:
             self._primary, self._candidate, self.candidate_since = candidate.elected, None, None
-            self._tickets, self._addresses = {}, {}  # they follow a leader of an earlier term
+            self._tickets, self._addresses = {}, {}  # these standbys follow a leader of an earlier term
             self._announced, self._restore_standby_at = (), now
 
     def _find_behind(self, config: Config) -> list[int]:
@@ -307,7 +307,7 @@ class Proposer:
         return True
 
     def release(self) -> None:
-        """Stop the votes, and stop delaying answers: the others have finished, and no other host will lead."""
+        """Stop the votes, and stop delaying answers, because the other hosts have finished and none will lead."""
         self._is_released = True
         self._advance()
 

@@ -1,4 +1,4 @@
-"""A `Standby` has a copy of a coordinator on another host, with all granted changes, and can replace it.
+"""A `Standby` keeps a copy of another host's coordinator, with all granted changes, so that it can take over.
 
     the coordinator ──the whole state, then its changes──► thread ──► copy
                   ◄────────FOLLOWED: the last batch here─────┘
@@ -85,7 +85,7 @@ class Standby:
         self._put(pack(Op.FOLLOW, 0, self._ticket))
 
     def _put(self, message: bytes) -> None:
-        with contextlib.suppress(zmq.Again):  # the connection is interrupted: the state is requested when it is back
+        with contextlib.suppress(zmq.Again):  # the connection is interrupted: `_read_events` asks again once it is back
             self._dealer.send_multipart(cut(message), _NOBLOCK)
 
     def _read_events(self) -> None:
@@ -112,7 +112,7 @@ class Standby:
             self._put(pack(Op.FOLLOWED, 0, self._ticket, followed))
 
     def _replay(self, message: WireMessage) -> bytes:
-        """Apply a message; return the number of the batch whose last message it is, or b"" if more messages follow."""
+        """Apply a message; return the number of the batch that the message ends, or b"" if more messages follow."""
         _, number, (batch, entries) = message
         if number == 1:
             self._next_copy, self._expected = Coordinator(), 1

@@ -8,8 +8,8 @@
           ── its replies ───────────▶ replies             │
                                                           └─ elected: its copy becomes the job's coordinator
 
-A polling place serves only elections. A standby that alone has lost the leader asks for no votes, and continues when
-the leader answers again.
+A polling place serves only elections. A standby that is the only host to have lost the leader asks for no votes, and
+continues when the leader answers again.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ from phalanx._job.hosts.succession.voter import Voter
 from phalanx._job.hosts.succession.witness.witness import WITNESS, Witness
 from phalanx.errors import DeadlineError, PhalanxError
 
-_LEAST_S = 3.0  # the least time for an election, however short the hosts' timeout is
-_TURN_S = 1.0  # after which the next standby becomes a candidate, too
+_LEAST_S = 3.0  # the minimum time for an election, however short the hosts' timeout is
+_TURN_S = 1.0  # the time until the next standby becomes a candidate, too
 _TRY_S, _PAUSE_S, _POLL_S = 2.0, 0.1, 0.25
 _REDIRECT_S = 5.0
 _PRESENT = "present"  # a polling place's queue of the members that are present
-_OBSERVE_S = 5.0  # a waiting host is notified of the loss earlier than hosts that poll the leader
+_OBSERVE_S = 5.0  # extra time, because a waiting host is notified of the loss earlier than hosts that poll the leader
 
 
 class Successor:
@@ -72,7 +72,7 @@ class Successor:
         self._key = key
         self._own = own
         self._host_timeout_s = host_timeout_s
-        self._lock = threading.Lock()  # it guards the vote
+        self._lock = threading.Lock()  # guards the vote and the end of an election
         self._voter = Voter(channel.member)
         self._standby: Standby | None = None
         self._standby_term: Term | None = None
@@ -85,10 +85,10 @@ class Successor:
         self._results: Mailbox[ElectedLeader | None] = Mailbox()
         self._threads: list[threading.Thread] = []
         self._over = threading.Event()
-        self._has_promised = False  # whether this host has voted, or follows another one, in the newest election
+        self._has_promised = False  # whether this host has voted in the newest election, or follows its winner
         self.handover: Handover | None = None  # once this host was elected
         self.is_electing = False
-        self._present: frozenset[int] = frozenset()  # on a candidate: the voters that have lost the leader, too
+        self._present: frozenset[int] = frozenset()  # on a candidate: the voters that have also lost the leader
 
     def fileno(self) -> int:
         """Return a descriptor that is readable when `receive_result` has something."""
@@ -97,7 +97,7 @@ class Successor:
     # While there is a leader.
 
     def vote(self, leader: int, body: Mapping[str, Any]) -> None:
-        """Vote on the leader's proposal, or for the leader itself in a later term.
+        """Vote on the leader's proposal, or for the leader in a later term.
 
         Raises:
             KeyError, TypeError, ValueError: the message is invalid.
@@ -196,10 +196,10 @@ class Successor:
     def observe_election(self, limit_s: float | None = None) -> bool:
         """Begin to observe the election of other hosts; return False if this host knows no polling place.
 
-        This takes `limit_s`, by default slightly longer than an election.
+        The observation ends after `limit_s`; by default, slightly later than an election.
         """
         places = self._polling_places
-        if not places and self._voter.newest is not None:  # it had a vote until the others removed it
+        if not places and self._voter.newest is not None:  # this host had a vote until the others removed it
             places = tuple(
                 address for member, address in self._voter.newest.addresses if member != self._channel.member
             )
@@ -248,7 +248,7 @@ class Successor:
             self._results.put(result)
 
     def _end_once(self, over: threading.Event) -> bool:
-        """End an election; return False if another thread has ended it."""
+        """End an election; return False if another thread has already ended it."""
         with self._lock:
             if over.is_set():
                 return False
@@ -267,21 +267,21 @@ class Successor:
                 with Client(address, self._key, timeout=_TRY_S) as client:
                     announced_at = -_TURN_S
                     while not over.is_set():
-                        if votes and time.monotonic() >= announced_at + _TURN_S:  # a later candidate has its full time
+                        if votes and time.monotonic() >= announced_at + _TURN_S:  # a new candidate clears the queue
                             announced_at = time.monotonic()
                             client.queue_push(_PRESENT, str(self._channel.member))
                         try:
                             ask = json.loads(client.get(f"ask/{asked}", _POLL_S))
                         except DeadlineError:
                             continue
-                        asked += "elected" not in ask  # the result is read again if its host is not reached at once
+                        asked += "elected" not in ask  # the result is read again if the elected host is not reached
                         if (votes or "elected" in ask) and self._answer(client, ask, over):
                             return
             except (PhalanxError, *MALFORMED):
                 over.wait(_PAUSE_S)
 
     def _answer(self, client: Client, ask: Mapping[str, Any], over: threading.Event) -> bool:
-        """Answer a standby's request; return whether it was elected."""
+        """Answer a standby's request; return whether the election is over."""
         if "elected" in ask:
             with self._lock:
                 if over.is_set():
@@ -351,7 +351,10 @@ class Successor:
                 present.add(int(client.queue_pop(_PRESENT, timeout=_POLL_S) or b"-1"))
 
     def _poll_voters(self, client: Client, end: float, over: threading.Event) -> Primary | None:
-        """Request votes in a new term; return the elected primary, or None if another candidate has a later term."""
+        """Request votes in a new term; return the elected primary.
+
+        Return None if another candidate has a later term, or the election is over.
+        """
         with self._lock:
             known = self._voter.newest
             assert known is not None
@@ -379,7 +382,7 @@ class Successor:
             if received is not None:
                 candidate = candidate.on_reply(reply_from_json(json.loads(received)))
         if candidate.refused_by is not None:
-            with self._lock:  # the next term of this host is later than that one
+            with self._lock:  # so that this host's next term is later than the other candidate's
                 later = candidate.refused_by[0], self._channel.member
                 if later > self._voter.promised:
                     self._voter, _ = self._voter.solicit(later)
@@ -420,7 +423,7 @@ class Successor:
         self.handover = Handover(state, service, primary, self._voter, unread, gone, self._witness)
         result = None
         try:
-            self._ask(client, elected=elected.to_json())  # first, so that the others are served in time
+            self._ask(client, elected=elected.to_json())  # first, so that the other hosts follow in time
             self._follow(elected)
             self._channel.attach_to(service)
             result = elected
@@ -464,7 +467,7 @@ def prepare(copy: Coordinator, leader: int, lost: int) -> list[tuple[int, bytes]
     return unread
 
 
-_END_S = 2.0  # for a pending answer when the thread ends
+_END_S = 2.0  # how long `close` waits for a pending answer
 
 
 class WitnessCheck:

@@ -42,8 +42,8 @@ class TakeOver:
 
     Arguments:
         state: the lost leader's decisions.
-        lost: the former leader; `why` is the reason of its loss.
-        handover: this host's coordinator, with the hosts that had left before.
+        lost: the former leader; `why` is the reason for its loss.
+        handover: this host's coordinator, and the hosts that had left before the election.
     """
 
     def __init__(self, state: LeaderState, lost: int, why: str, handover: Handover, channel: ControlChannel) -> None:
@@ -87,7 +87,7 @@ class TakeOver:
         host_timeout_s: float,
         store: tuple[str, ...],
     ) -> None:
-        """Give this host's attempt the link of a leader, and continue without the former leader."""
+        """Give this host's attempt a leader's link, and continue without the former leader."""
         state, channel, handover = self._state, self._channel, self._handover
         plan = replace(plan, begun=state.job_begun)
         self._states[channel.member] = HostState.of(attempt)
@@ -95,7 +95,7 @@ class TakeOver:
         own = next(node for node in nodes if node.facts.member == channel.member)
         peers = PeerHosts(channel, nodes, own, host_timeout_s, limits)
         if all(host.member != self._lost for host in state.slot_plan.hosts):
-            peers.lose(self._lost, "it has left")  # orderly: the others continue without its ranks
+            peers.lose(self._lost, "it has left")  # on purpose: the job already continues without its ranks
         elastic = restore_elastic(state, self._states, channel.member, limits, host_timeout_s)
         replicas, witness = handover.service.coordinator.replicas, handover.witness
         calls = None if witness is None else WitnessCalls(witness, is_new=False)
@@ -143,7 +143,7 @@ def restore_elastic(
 ) -> ElasticHosts:
     """Restore the job's `ElasticHosts` from the lost leader's decisions and the hosts' reports.
 
-    The result includes the ranks of hosts that have not reported: the caller removes these hosts afterwards.
+    The result includes the ranks of hosts that have not reported; the caller removes these hosts afterwards.
     """
     elastic = ElasticHosts(state.slot_plan, state.max_replacements, limits, own, host_timeout_s)
     begun = state.begun

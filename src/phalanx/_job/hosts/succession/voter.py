@@ -24,7 +24,7 @@ class ConfigAccepted:
 
 @dataclass(frozen=True)
 class TermPromised:
-    """`voter` accepts no config of an earlier term any more; `newest` is the last config that it has accepted."""
+    """`voter` will accept no config of an earlier term; `newest` is the last config that it has accepted."""
 
     voter: int
     term: Term
@@ -56,7 +56,7 @@ class Voter:
             return self, TermRefused(self.member, self.promised)
         if self.newest is None or config.stamp >= self.newest.stamp:
             return replace(self, promised=config.term, newest=config), self._accept(config)
-        return self, self._accept(self.newest)  # a late message: a newer one has overtaken it
+        return self, self._accept(self.newest)  # this message is late: a newer one has overtaken it
 
     def _accept(self, config: Config) -> ConfigAccepted:
         return ConfigAccepted(self.member, config.term, config.version)

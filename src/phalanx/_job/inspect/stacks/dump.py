@@ -8,7 +8,7 @@ _WORKER = os.path.join("phalanx", "_job", "agent", "worker.py")
 
 
 def without_launcher(dump: str) -> str:
-    """Return faulthandler's dump without its list of extension modules, and without our frames below the script's."""
+    """Return faulthandler's dump without the list of extension modules and without the launcher's own frames."""
     lines = [line for line in dump.splitlines() if not line.startswith("Extension modules: ")]
     ours = [i for i, line in enumerate(lines) if _WORKER in line]
     return "\n".join(line for i, line in enumerate(lines) if not (ours and ours[0] <= i < ours[-1] + 3)).rstrip()

@@ -1,4 +1,4 @@
-"""A job's agent sends `phalanx stacks` and `phalanx top` a description, and descriptors of ranks' memory.
+"""A job's agent sends `phalanx stacks` and `phalanx top` a description of the job, and descriptors of ranks' memory.
 
     command ──{"kind": "snapshot"}──▶ agent
     command ◀──description (a file), the ranks' stacks, the groups' control memory, the ranks' pages── agent
@@ -28,7 +28,7 @@ _MAX_DESCRIPTION_BYTES = 1 << 24
 
 @dataclass(frozen=True)
 class JobSnapshot:
-    """A `JobSnapshot` describes a running job: its agent, target, living ranks (number and process) and groups."""
+    """A `JobSnapshot` describes a running job: its agent, target, living ranks (each rank and its pid) and groups."""
 
     agent: int
     target: str
@@ -38,7 +38,7 @@ class JobSnapshot:
     groups: tuple[GroupInfo, ...]
     node: int = 0
     num_nodes: int = 1
-    pages: tuple[int, ...] = ()  # the processes that share a progress page
+    pages: tuple[int, ...] = ()  # the pids of the processes that have a progress page
     with_stacks: bool = True
     ended: tuple[tuple[int, int], ...] = ()  # ranks and their exit codes
     restart_count: int = 0
@@ -46,17 +46,17 @@ class JobSnapshot:
     generation: int = 0
     started_ns: int = 0  # when this attempt started; CLOCK_MONOTONIC
     lost: tuple[tuple[int, int, int, str], ...] = ()  # by loss of an elastic job: rank, pid, when (ns), why
-    report: str = ""  # the folder of the report for which the ranks record; empty if none
+    report: str = ""  # the folder of the report that the ranks record; empty if there is none
 
     def to_bytes(self) -> bytes:
         return json.dumps(asdict(self)).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> JobSnapshot:
-        """Return the snapshot that `to_bytes` has encoded.
+        """Decode the result of `to_bytes`.
 
         Raises:
-            KeyError, TypeError, ValueError: another version of Phalanx wrote it.
+            KeyError, TypeError, ValueError: the data was written by another version of Phalanx.
         """
         fields = json.loads(data)
         ranks = tuple((int(rank), int(pid)) for rank, pid in fields.pop("ranks"))
@@ -91,7 +91,7 @@ def answer(
     controls: Sequence[int],
     pages: Sequence[int] = (),
 ) -> None:
-    """Send the agent's answer without waiting: a client that has left, or does not read, gets nothing."""
+    """Send the agent's answer without blocking; a client that has left, or does not read, gets nothing."""
     with suppress(OSError), _file(snapshot.to_bytes()) as description:
         fds = [description, *stacks, *controls, *pages]
         for start in range(0, len(fds), _FDS_AT_ONCE):
@@ -118,7 +118,7 @@ class HostAnswer(NamedTuple):
 
 
 def answer_others(channel: Channel, answers: Sequence[HostAnswer]) -> None:
-    """Send the agent's answer to `ask_others`, without waiting."""
+    """Send the agent's answer to `ask_others`, without blocking."""
     with suppress(OSError), _file(json.dumps(answers).encode()) as description:
         channel.put({}, [description])
 
@@ -145,7 +145,7 @@ def ask_others(name: str, timeout_s: float, *, what: str = "stacks") -> list[Hos
 def ask(
     name: str, agent: int, timeout_s: float, *, command: str = "phalanx stacks", stacks: bool = True
 ) -> Iterator[SnapshotAnswer]:
-    """Yield the answer of the agent with process number `agent` to `command` at the socket `name`; close it on exit.
+    """Yield the answer of the agent with pid `agent` at the socket `name` to `command`; close its descriptors on exit.
 
     Raises:
         LaunchError: the agent has ended, is another user's, or does not answer.
@@ -186,7 +186,7 @@ def ask(
 
 
 def _receive(channel: Channel, fds: list[int], deadline: Deadline) -> JobSnapshot:
-    """Receive the answer. Descriptors are appended to `fds` as they arrive, so that the caller always closes them."""
+    """Receive the answer; append descriptors to `fds` as they arrive, so that the caller can always close them."""
     snapshot, expected = None, 1
     while len(fds) < expected:
         part = channel.receive(deadline)

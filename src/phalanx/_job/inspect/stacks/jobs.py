@@ -19,7 +19,7 @@ from phalanx.errors import LaunchError
 
 @dataclass(frozen=True)
 class RunningJob:
-    """A `RunningJob` is a `phalanx run`: its process, and the name of its socket."""
+    """A `RunningJob` is a running `phalanx run`: its pid and the name of its socket."""
 
     pid: int
     name: str
@@ -35,7 +35,7 @@ def find_jobs(command: str = "phalanx stacks") -> list[RunningJob]:
 
 
 def parse_names(names: Iterable[str]) -> list[RunningJob]:
-    """Return the jobs among the names of sockets in /proc/net/unix, where "@" means "no file"."""
+    """Return the jobs among the names of sockets in /proc/net/unix, where a leading "@" marks abstract sockets."""
     jobs = []
     for name in sorted(names):
         pid, dash, _ = name.removeprefix(f"@{PREFIX}").partition("-")
@@ -64,14 +64,14 @@ _TIMEOUT_S = 5.0
 
 
 def choose_job(wanted: str | None, command: str) -> RunningJob:
-    """Return the only job of this user, or the newest whose process number or script is `wanted`.
+    """Return the only job of this user, or the newest job whose pid or script is `wanted`.
 
     Arguments:
         wanted: the job as the user has named it, or None.
         command: the calling command, for the messages.
 
     Raises:
-        LaunchError: there is no job, or several, which are listed.
+        LaunchError: there is no such job; or `wanted` is None, and there are several, which the message lists.
     """
     jobs = sorted(find_jobs(command), key=lambda job: read_start_ticks(job.pid) or 0, reverse=True)
     lines = "\n".join(f"  {job.pid}  {describe_command(job.pid)}".rstrip() for job in jobs)

@@ -21,11 +21,11 @@ from phalanx._job.inspect.stacks.jobs import RunningJob, choose_job, find_jobs
 from phalanx.errors import LaunchError
 
 _AGENT_TIMEOUT_S = 5.0
-_OTHERS_TIMEOUT_S = 10.0  # more than the agent of the first host waits for the others
+_OTHERS_TIMEOUT_S = 10.0  # longer than the leader's agent waits for the other hosts
 
 
 def report_stacks(wanted: str | None) -> str:
-    """Return where each rank of the job `wanted` is (see `choose_job`); None means the only job of this user.
+    """Return where each rank of the job `wanted` is, as text (see `choose_job`); None: the only job of this user.
 
     Raises:
         LaunchError: there is no such job, or several to choose from, or it does not answer.
@@ -45,7 +45,7 @@ def report_stacks(wanted: str | None) -> str:
 
 
 def report_own_stacks() -> str:
-    """Return where the ranks of this agent are, for the first host; a thread of the agent calls this."""
+    """Return where the ranks of this agent are, for the leader; a thread of the agent calls this."""
     try:
         return _report_here(next(job for job in find_jobs() if job.pid == os.getpid()))[0]
     except (LaunchError, StopIteration) as error:
@@ -70,7 +70,7 @@ def _report_here(job: RunningJob) -> tuple[str, int]:
 
 
 def format_report(snapshot: JobSnapshot, groups: Sequence[GroupLog], stacks: Mapping[int, str], now_ns: int) -> str:
-    """Return the text; `stacks` has, by rank, faulthandler's output or one line on why there is none.
+    """Return the text; `stacks` maps each rank to faulthandler's output, or to a line on why there is none.
 
     Line breaks and escape codes in names of scripts and files are shown as text.
     """
@@ -157,7 +157,7 @@ def _ask(pid: int) -> None:
 
 
 def _await(asked: Mapping[int, tuple[int, int]]) -> dict[int, str]:
-    """Return the stacks of the asked ranks, once all are complete, or time is up."""
+    """Return the stacks of the asked ranks as soon as all are complete, or after `PATIENCE_S`."""
     sizes: list[int] = []
 
     def is_written() -> bool:
@@ -181,7 +181,7 @@ def _status(pid: int) -> dict[str, str]:
 @contextmanager
 def _one_at_a_time(fd: int) -> Iterator[None]:
     """Lock the first rank's file, so that only one command asks at a time: two would mix up their answers."""
-    # opened anew, because a lock belongs to an open file, and the agent and all commands share the received one
+    # reopened: a lock belongs to an open file description, and the agent and all commands share the received one
     own = os.open(f"/proc/self/fd/{fd}", os.O_RDWR)
     try:
         fcntl.flock(own, fcntl.LOCK_EX)

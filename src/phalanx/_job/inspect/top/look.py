@@ -24,7 +24,7 @@ MAX_OPERATIONS = 64  # of a rank in a group: enough to cover the last seconds, f
 
 
 class RankOperation(NamedTuple):
-    """A `RankOperation` is one operation of one rank; `root` is as recorded, and `leave_ns` is 0 while it runs."""
+    """A `RankOperation` is one operation of one rank; `root` is as recorded, `leave_ns` is 0 during the operation."""
 
     seq: int
     kind: int
@@ -36,7 +36,7 @@ class RankOperation(NamedTuple):
 
 @dataclass(frozen=True)
 class MemberSnapshot:
-    """A `MemberSnapshot` has the last operations of a process, a rank of the job, in a group."""
+    """A `MemberSnapshot` has the last operations of one rank in one group; `rank` is its rank in the job."""
 
     rank: int
     pid: int
@@ -89,7 +89,7 @@ class HostSnapshot:
 def read_host(job: RunningJob, memory: MemoryReader) -> HostSnapshot:
     """Return a snapshot of the ranks of `job` that are on this host.
 
-    Cost: a message for the agent, a few microseconds of reading for each rank, and /proc. The ranks do nothing.
+    Cost: a message to the agent, a few microseconds of reading for each rank, and /proc. The ranks do no work for it.
 
     Raises:
         LaunchError: the job has ended, is another user's, or its agent does not answer.
@@ -99,7 +99,7 @@ def read_host(job: RunningJob, memory: MemoryReader) -> HostSnapshot:
 
 
 def read_own_host(memory: MemoryReader) -> str:
-    """Return a snapshot of this agent's ranks as JSON, for the first host; a thread of the agent calls this."""
+    """Return a snapshot of this agent's ranks as JSON, for the leader; a thread of the agent calls this."""
     try:
         job = next(job for job in find_jobs(COMMAND) if job.pid == os.getpid())
         return to_json(read_host(job, memory))

@@ -1,4 +1,4 @@
-"""Read the memory of a process: its PSS, which divides shared memory, if the system reports it; otherwise its RSS."""
+"""Read the memory of a process: its PSS, which divides shared pages, if the kernel reports it; otherwise its RSS."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 
 _AGAIN_S = 10.0
-# the largest share of the time spent on reading PSS: the kernel walks over all pages, and locks the process's map
+# the maximum share of time spent on reading PSS: the kernel walks all pages, and locks the process's memory map
 _SHARE = 1 / 200
 _KEPT = 4096
 
@@ -16,7 +16,7 @@ _KEPT = 4096
 class Memory:
     """`Memory` is the memory of a process in bytes.
 
-    If `is_pss`, shared pages are divided among their processes; otherwise each process counts them in full.
+    If `is_pss`, shared pages are divided among the processes that map them; otherwise they are counted in full.
     """
 
     num_bytes: int
@@ -58,7 +58,7 @@ def _read_pss(pid: int) -> int | None:
                 if line.startswith("Pss:"):
                     return int(line.split()[1]) * 1024
     except (OSError, ValueError):
-        pass  # an old kernel, a process that must not be inspected, or one that has just ended
+        pass  # an old kernel, a process that may not be inspected, or a process that has just ended
     return None
 
 

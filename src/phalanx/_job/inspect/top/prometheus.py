@@ -1,6 +1,6 @@
-"""Serve the job's numbers in the text format of Prometheus, which OpenTelemetry's collectors read, too.
+"""Serve the job's metrics in the text format of Prometheus, which OpenTelemetry collectors also read.
 
-`phalanx run --metrics :9400` starts it.
+`phalanx run --metrics :9400` starts the server.
 
 Source: the text exposition format, version 0.0.4.
 """
@@ -22,7 +22,7 @@ _COMMAND = "phalanx run --metrics"
 
 
 class Metrics:
-    """`Metrics` serves the data that `phalanx top` shows of this agent's job, at /metrics.
+    """`Metrics` serves, at /metrics, the data that `phalanx top` shows of this agent's job.
 
     A thread queries the agent through its socket, as `phalanx top` does; the ranks do no work for it.
 

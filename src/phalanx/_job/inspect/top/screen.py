@@ -1,4 +1,4 @@
-"""Redraw the terminal when there is a new view, the terminal was resized, or a key was pressed.
+"""Redraw the terminal when a new view arrives, the terminal is resized, or a key is pressed.
 
                     ┌── SIGWINCH, SIGTERM, SIGINT, SIGTSTP (a byte each)
 select ── wait for ─┼── keys
@@ -29,7 +29,7 @@ from phalanx._job.inspect.top.view import JobView
 from phalanx._job.inspect.top.watch import JobWatch
 from phalanx.errors import LaunchError
 
-_SHARE = 1 / 50  # sampling takes at most this share of a core: with many ranks, samples are rarer
+_SHARE = 1 / 50  # sampling takes at most this share of a core: with many ranks, samples are less frequent
 _SIGNALS = (signal.SIGWINCH, signal.SIGTERM, signal.SIGINT, signal.SIGTSTP)
 _KEYS = {"\x1b[A": -1, "\x1b[B": 1, "k": -1, "j": 1, "\x1b[5~": -10, "\x1b[6~": 10, "\x1b[H": -(10**9), "g": -(10**9)}
 
@@ -96,9 +96,7 @@ class _Screen:
         self.live.update(Group(*lines), refresh=True)
 
     def press(self, keys: str) -> bool:
-        """Execute the commands of the keys that arrived together, none at the end of the input; return whether to
-        continue.
-        """
+        """Execute the commands of `keys`, which arrived together; return False to quit, as at the end of the input."""
         for key in re.findall(r"\x1b\[[0-9;]*[A-Za-z~]|.", keys, re.DOTALL):
             if key in ("q", "Q", "\x03"):
                 return False
@@ -174,7 +172,7 @@ def _suspend(screen: _Screen, stdin: int | None) -> None:
         usual[3] |= termios.ECHO | termios.ICANON
         termios.tcsetattr(stdin, termios.TCSADRAIN, usual)
     handler = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
-    os.kill(os.getpid(), signal.SIGTSTP)  # this stops here until `fg`
+    os.kill(os.getpid(), signal.SIGTSTP)  # this process stops here until `fg`
     signal.signal(signal.SIGTSTP, handler)
     if stdin is not None and mode is not None:
         termios.tcsetattr(stdin, termios.TCSADRAIN, mode)

@@ -1,4 +1,4 @@
-"""Draw the view as lines: a head, and a row for each rank, as wide and as high as the terminal allows."""
+"""Draw the view as lines: a summary, and a table with a row for each rank, cut to the size of the terminal."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from phalanx._comm.diagnostics.rank_list import name_ranks
 from phalanx._job.inspect.top.view import COUNTED, ROUNDS, JobView, RankView, left_s
 
 _FOLDER = re.compile(r"\([^()]*/")
-_LAST_WIDTH = 16  # the least width of the last column; other columns are dropped for it
-_WHY = 100  # the most characters shown of a reason
+_LAST_WIDTH = 16  # the minimum width of the last column; other columns are dropped for it
+_WHY = 100  # the maximum number of characters shown of a reason
 _MOSTLY = 0.5  # a rank must be idle for this share of the time to be shown as idle
-_LONG_S = 1.0  # the time of a longer operation is shown
+_LONG_S = 1.0  # shorter operations are shown without their duration
 
 _STATES = {
     "T": "stopped (SIGSTOP or Ctrl-Z)",
@@ -31,7 +31,7 @@ _STATES = {
 
 @dataclass(frozen=True)
 class _Column:
-    """A `_Column` shows a rank's `text`. If space is short, the largest `leaves` is dropped first; 0: never."""
+    """A `_Column` shows a rank's `text`. If space is short, columns are dropped by descending `leaves`; 0: never."""
 
     title: str
     text: Callable[[RankView], str]
@@ -123,9 +123,9 @@ def table(job: JobView, width: int | None, *, slowest_first: bool = False) -> tu
 def page(
     job: JobView, width: int, height: int, *, offset: int = 0, slowest_first: bool = False
 ) -> tuple[list[Text], int]:
-    """Return a screen of `height` lines, and the number of its first row.
+    """Return the lines for a screen of this size, and the number of the first row that is shown.
 
-    The lines are the summary, as many rows from `offset` on as fit, or the last ones, and the keys.
+    The lines are the summary, as many rows as fit (from `offset` on, or the last rows), and the keys.
     """
     above = [part for line in summary(job) for part in _wrap(line, width)]
     if len(above) > height // 2:  # the ranks need room, too
@@ -143,7 +143,7 @@ def page(
 
 
 def all_lines(job: JobView, width: int | None) -> list[Text]:
-    """Return everything, one line after the other."""
+    """Return the summary and all rows, without paging."""
     above = [part for line in summary(job) for part in _wrap(line, width)]
     if not job.ranks:
         return above
@@ -160,7 +160,7 @@ def _fit(text: Text, width: int | None) -> Text:
 
 
 def _wrap(text: Text, width: int | None) -> list[Text]:
-    """Return a sentence on as many lines as it needs."""
+    """Wrap a sentence to `width`; return its lines."""
     text.plain = printable(text.plain)
     if width is None or len(text.plain) <= width:
         return [text]

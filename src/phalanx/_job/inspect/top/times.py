@@ -1,4 +1,4 @@
-"""Measure the parts of the ranks' time from their recorders' entries on the same operations.
+"""Divide each rank's time into computing, waiting and moving data, by comparing the ranks' flight recorders.
 
     rank 0   ──compute──┤ enter            │  leave ├──
     rank 1   ──compute─────────────────────┤ leave  ├──
@@ -6,10 +6,10 @@
                                         the last one has entered
 
 An asynchronous operation counts as waiting and moving while it runs, even if the program computes meanwhile.
-Messages between two ranks are left out: a receive may be posted long before a rank waits for it.
+Point-to-point messages are left out: a receive may be posted long before a rank waits for it.
 
-Outside of operations a rank computes, or is idle: it uses no CPU, because it waits for its DataLoader, a disk or a
-device. CPU time is known only for the whole time between two snapshots, and some of it may have been used inside
+Outside operations, a rank computes or is idle. An idle rank uses no CPU, because it waits for its DataLoader, a disk or
+a device. CPU time is known only for the whole time between two snapshots, and some of it may have been used inside
 operations. So idle time may be underestimated, but never overestimated.
 """
 
@@ -34,7 +34,7 @@ HostPid = tuple[int, int]  # host and process
 class Times:
     """`Times` is the time of one process: of the observed `span_ns`, how much went into waiting and into moving data.
 
-    The process was idle for `idle_ns` of the known `outside_ns` outside of operations.
+    Of `outside_ns`, the time outside operations, the process was idle for `idle_ns`; both are 0 if unknown.
     """
 
     span_ns: int
@@ -46,7 +46,7 @@ class Times:
 
 @dataclass(frozen=True)
 class LatenessOfRank:
-    """`LatenessOfRank` counts how often a process entered an operation last, and how long after all others."""
+    """`LatenessOfRank` is how often a process entered an operation last, and how long after all others in total."""
 
     times: int
     lead_ns: int
@@ -54,7 +54,7 @@ class LatenessOfRank:
 
 @dataclass(frozen=True)
 class StuckOperation:
-    """`StuckOperation` is an operation in which processes wait, the longest for `waited_ns`, for others to enter."""
+    """`StuckOperation` is an operation in which processes wait for others to enter, the longest for `waited_ns`."""
 
     group: str
     label: str
@@ -66,7 +66,7 @@ class StuckOperation:
 
 @dataclass(frozen=True)
 class OperationTimes:
-    """`OperationTimes` covers the time between two snapshots. `num_operations`: those that a whole group entered."""
+    """`OperationTimes` covers the time between two snapshots; `num_operations` counts what all members entered."""
 
     span_ns: int
     times: dict[HostPid, Times]
@@ -77,7 +77,7 @@ class OperationTimes:
 
 @dataclass
 class _Call:
-    """A `_Call` is one collective as its members see it."""
+    """A `_Call` is one collective, with the operation that each member recorded."""
 
     group: str
     world_size: int
@@ -95,8 +95,8 @@ def measure(
 ) -> OperationTimes:
     """Divide the time of each process from `since_ns` to the snapshots.
 
-    Begin later if that time is longer than `longest_ns`, or if the recorders do not reach that far back. `before` is
-    the CPU time of each process at `since_ns`.
+    Begin later if that time is longer than `longest_ns`, or if the recorders do not reach that far back. `before` maps
+    each process to its CPU time at `since_ns`.
     """
     now_ns = min((host.at_ns for host in hosts), default=0)
     members = [
@@ -135,7 +135,7 @@ def measure(
 
 
 def add(several: Iterable[OperationTimes]) -> OperationTimes | None:
-    """Return the sum of `several` for the processes of the last one, with its `stuck`; None if `several` is empty."""
+    """Return the sum of `several`, for the last one's processes and with its `stuck`; None if `several` is empty."""
     list_ = list(several)
     if not list_:
         return None
@@ -172,7 +172,7 @@ def _with_idle(times: Times, processor_ns: int) -> Times:
 
 
 def _reaches_back(member: MemberSnapshot) -> int:
-    """Return the time since which all of the process's operations in the group are known."""
+    """Return the time from which on all of the process's operations in the group are known."""
     return member.operations[0].enter_ns if len(member.operations) >= MAX_OPERATIONS else 0
 
 
@@ -216,7 +216,7 @@ def _is_of(operation: RankOperation, who: HostPid, call: _Call) -> bool:
 
 
 def _last_entry_ns(call: _Call) -> int | None:
-    """Return when the last required process entered; None if one has not entered yet, or it is unknown."""
+    """Return when the last required process entered; None if a required process has not entered, or is unknown."""
     if call.kind in _FROM_ROOT:
         for who, operation in call.operations.items():
             if operation.root == call.ranks[who]:
@@ -234,7 +234,7 @@ def _divide(spans: Sequence[tuple[int, int, int]], begin_ns: int, now_ns: int) -
 
 
 def _length(intervals: Iterable[tuple[int, int]], begin_ns: int, end_ns: int) -> int:
-    """Return the length of the union of `intervals`, between two times."""
+    """Return the length of the union of `intervals` within `begin_ns` and `end_ns`."""
     total, reached = 0, begin_ns
     for start, stop in sorted(intervals):
         start, stop = max(start, reached), min(stop, end_ns)

@@ -14,7 +14,7 @@ from phalanx._job.inspect.top.times import HostPid, OperationTimes, Times
 RECENT_NS = 10_000_000_000  # rates are measured over this time
 _OFTEN = 0.5  # the slowest rank enters last in at least this share of the operations
 _FEW = 5  # fewer operations do not show which rank is slow
-_COSTLY = 0.01  # the least share of the time to report
+_COSTLY = 0.01  # the minimum share of the time to report
 _STUCK_NS = 1_000_000_000
 
 COMMITTED, COUNTED, ROUNDS = "phalanx.elastic.State", "phalanx.progress", "rounds of gradients"
@@ -22,7 +22,7 @@ COMMITTED, COUNTED, ROUNDS = "phalanx.elastic.State", "phalanx.progress", "round
 
 @dataclass(frozen=True)
 class Pace:
-    """`Pace` is a rank's progress. `steps_of` is the source: State, progress, or only the recorder of DDP's rounds."""
+    """`Pace` is a rank's progress. `steps_of` is its source: State, progress, or else DDP's rounds in the recorder."""
 
     steps_of: str
     step: int
@@ -37,7 +37,7 @@ SHARES = ("computing", "idle", "computing_or_idle", "waiting", "communicating")
 
 @dataclass(frozen=True)
 class RankView:
-    """A `RankView` shows a rank; its shares of time are from 0 to 1, None if unknown, and add up to 1."""
+    """A `RankView` shows a rank. Its shares of time (`SHARES`) are from 0 to 1, or None if unknown, and add up to 1."""
 
     rank: int
     host: str
@@ -91,7 +91,7 @@ class LostView:
 
 @dataclass(frozen=True)
 class JobView:
-    """A `JobView` shows a job. `notes` are sentences on missing data, `report` the folder to which its ranks record."""
+    """A `JobView` shows a job. `notes` are sentences on missing data; `report` is the report's folder, if any."""
 
     pid: int
     target: str
@@ -123,7 +123,7 @@ def view(hosts: Sequence[HostSnapshot], measured: OperationTimes | None, notes: 
     names = {host.node: host.name for host in hosts}
     ended = {rank: code for host in hosts for rank, code in host.ended}
     for rank in ranks:
-        ended.pop(rank.rank, None)  # another process has replaced it
+        ended.pop(rank.rank, None)  # a new process has replaced the one that ended
     return JobView(
         pid=first.agent,
         target=first.target,
@@ -218,7 +218,7 @@ def _pace(rank: RankSnapshot, operations: Sequence[Sequence[RankOperation]], now
 
 
 def _recent(times: Sequence[int], now_ns: int) -> int:
-    """Return the index of the first recent time in `times`, oldest first. At least two are recent, if there are two."""
+    """Return the index of the first recent time in `times`, oldest first; the last two always count as recent."""
     begin = next((i for i, at in enumerate(times) if at >= now_ns - RECENT_NS), len(times))
     return max(0, min(begin, len(times) - 2))
 
@@ -231,7 +231,7 @@ def _span_ns(times: Sequence[int], now_ns: int) -> int:
 
 
 def _rate(times: Sequence[int], now_ns: int) -> float | None:
-    """Return events per second; None if there were fewer than two."""
+    """Return events per second; None if there were fewer than two events."""
     times = times[_recent(times, now_ns) :]
     if len(times) < 2 or times[-1] <= times[0]:
         return None
@@ -246,7 +246,7 @@ def _samples_per_s(track: Track, now_ns: int) -> float | None:
 
 
 def _pace_of_job(paces: Sequence[Pace]) -> Pace | None:
-    """Return the pace of the job: steps that all ranks have completed, and the samples of all ranks."""
+    """Return the pace of the job: the steps that all ranks have completed, and the sum of the ranks' samples."""
     if not paces:
         return None
     behind = min(paces, key=lambda pace: pace.step)

@@ -61,7 +61,7 @@ class JobWatch:
         return view(hosts, add(measured for _, measured in self._measured), notes)
 
     def sample_once(self) -> JobView:
-        """Return the job after several samples: CPU times are differences, and recorders may cover only a moment."""
+        """Return the state after several samples: CPU times are differences, and recorders may cover only a moment."""
         seen = self.sample()
         for number in range(_MAX_MORE_SAMPLES):
             is_long = seen.span_s * 1e9 >= _ENOUGH_NS and number >= _MIN_MORE_SAMPLES

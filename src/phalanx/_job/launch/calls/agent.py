@@ -1,4 +1,4 @@
-"""Run the agent of a call, which runs a job like `phalanx run`, dies with the caller, and writes the job's result."""
+"""Run the agent of a call: it runs a job like `phalanx run`, ends when the caller dies, and writes the job's result."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from phalanx.errors import LaunchError
 
 
 def main() -> int:
-    """Run the job of the call whose folder is sys.argv[2], for the process sys.argv[1]; return the exit code."""
+    """Run the job of the call in the folder sys.argv[2], for the caller with pid sys.argv[1]; return the exit code."""
     caller, folder = int(sys.argv[1]), sys.argv[2]
     die_with_parent(caller, signal.SIGTERM)
     open_standard_descriptors()

@@ -50,12 +50,12 @@ def launch(
     """Call `fn(*args, **kwargs)` in every rank of a new job, and return the results by rank.
 
     For notebooks, scripts and tests. Ranks run as under `phalanx run`: `phalanx.init()`, or
-    `init_process_group("phalanx")`, finds the others. Functions, closures and classes of `__main__` and of a notebook
-    are sent by value; those of modules by name. This process is not forked: it may have threads and CUDA. The ranks'
-    output is shown live, with their ranks.
+    `init_process_group("phalanx")`, finds the other ranks. Functions, closures and classes of `__main__` and of a
+    notebook are sent by value; those of modules by name. This process is not forked: it may have threads and CUDA. The
+    ranks' output is shown live, with the rank before each line.
 
-    Cost: the start of a Python and one import of torch for each call (not for each rank), and a copy of the arguments
-    and of the results for each rank, through a temporary folder (TMPDIR).
+    Cost: one start of Python and one import of torch for each call (not for each rank), and a copy of the arguments and
+    of the results for each rank, through a temporary folder (TMPDIR).
 
     Arguments:
         nproc_per_node: a number, "cpu", "gpu" or "auto", as on the command line (default: GPUs, else cores).
@@ -122,7 +122,7 @@ _OF_SEVERAL_HOSTS = (
 
 
 def _read_variables(value: object, refused: list[str]) -> list[str]:
-    """Return the words for `env`: a dict of variables, one NAME=VALUE, or several; append a problem to `refused`."""
+    """Return the words for `env`: a dict, a NAME=VALUE or a list of these; append a problem to `refused`."""
     if isinstance(value, Mapping):
         value = [name if text is None else f"{name}={text}" for name, text in value.items()]
     elif isinstance(value, str):
@@ -296,7 +296,7 @@ def _show(agent: subprocess.Popen[bytes], pipes: Sequence[_Pipe]) -> None:
                 if text := decoder.decode(data, final=not data):
                     pipe.stream.write(text)
                     pipe.stream.flush()
-            if not ready and agent.poll() is not None:  # another process has an end of the pipe open
+            if not ready and agent.poll() is not None:  # another process still has the agent's end open
                 return
 
 

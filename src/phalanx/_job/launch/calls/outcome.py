@@ -75,7 +75,7 @@ def _pickled(outcome: RankOutcome, dumps: Callable[[Any], bytes]) -> bytes:
 
 
 def describe_exit(exit_code: int) -> str:
-    """Describe an exit code of `multiprocessing`, a negative one by the signal's name."""
+    """Describe an exit code of `multiprocessing`; negative codes are signals."""
     if exit_code >= 0:
         return f"exited with code {exit_code} before its function returned"
     try:

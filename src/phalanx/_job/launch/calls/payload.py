@@ -32,7 +32,7 @@ def encode(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any
 
 
 def decode(data: bytes) -> Call:
-    """Return the call that `encode` has encoded.
+    """Decode the result of `encode`.
 
     Raises:
         Exception: an import that unpickling needs has failed.
@@ -56,7 +56,7 @@ def encode_surroundings() -> bytes:
         "path": list(sys.path),
         "argv": list(sys.argv),
         "main_file": None if spec is not None else getattr(main, "__file__", None),
-        # The lines of code without a file (a notebook's cell, a shell's input) are only in this process.
+        # The source of code without a file (a notebook's cell, a shell's input) exists only in this process.
         "lines": {
             name: entry
             for name, entry in linecache.cache.items()
@@ -112,7 +112,7 @@ def _parts(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any
     for name, cell in zip(code.co_freevars, cells, strict=False):
         try:
             yield f"{name!r}, a variable around {_name(fn)}", cell.cell_contents
-        except ValueError:  # it has no value yet
+        except ValueError:  # the variable has no value yet
             continue
     for name in code.co_names:
         if name in fn.__globals__:

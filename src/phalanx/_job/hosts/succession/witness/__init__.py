@@ -2,6 +2,6 @@
 
 address         its address: HOST:PORT, etcd://…
 witness         its vote, stored in a register: a value with compare-and-swap at a `phalanx coordinator`
-etcd_register   a register in an etcd, with its certificates
-calls           a thread by which the leader requests votes
+etcd_register   a register in etcd, with TLS
+calls           a thread in which the leader requests votes
 """

@@ -12,12 +12,12 @@ NO_USERS = "there is no login to etcd: give the etcd client certificates instead
 
 
 def is_etcd(address: str) -> bool:
-    """Return whether an address names an etcd: etcd://HOST:PORT, or etcds:// with TLS."""
+    """Return whether an address is that of an etcd server: etcd://HOST:PORT, or etcds:// with TLS."""
     return address.partition("://")[0] in ("etcd", "etcds")
 
 
 def split_etcd(address: str) -> tuple[bool, str, int]:
-    """Return whether an address, etcd://HOST:PORT or etcds://HOST:PORT, has TLS, and its host and port.
+    """Return whether an address (etcd://HOST:PORT or etcds://HOST:PORT) uses TLS, and its host and port.
 
     Raises:
         ValueError: the address is invalid, or has a user; the message does not repeat a password.

@@ -10,7 +10,7 @@ from phalanx._job.hosts.succession.voter import Reply
 from phalanx._job.hosts.succession.witness.witness import Witness
 from phalanx.errors import PhalanxError
 
-_END_S = 2.0  # for a pending answer when the thread ends
+_END_S = 2.0  # how long `close` waits for a pending answer
 
 
 class WitnessCalls:
@@ -38,13 +38,13 @@ class WitnessCalls:
         return self._replies.fileno()
 
     def ask(self, asked: Config | Term) -> None:
-        """Request a vote on this config, or a promise of this term; this replaces a request that is not sent yet."""
+        """Request a vote on a config, or a promise of a term; replace a request that has not been sent yet."""
         with self._changed:
             self._next = asked
             self._changed.notify()
 
     def receive(self) -> list[Reply | str]:
-        """Return the replies since the last call; a text is a line for the user."""
+        """Return the replies since the last call; each string is a line for the user."""
         return self._replies.receive_all()
 
     def _run(self) -> None:

@@ -1,4 +1,4 @@
-"""`EtcdRegister` keeps a witness's vote in an etcd, through the JSON gateway of etcd 3."""
+"""`EtcdRegister` keeps a witness's vote in etcd, through the JSON gateway of etcd 3."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from phalanx._job.hosts.succession.witness.address import NO_USERS, split_etcd
 from phalanx.errors import CoordinationError
 
 _OK = 200
-_ASKS_FOR_USER = (400, 401, 403)  # an etcd with users, asked without one
+_ASKS_FOR_USER = (400, 401, 403)  # what an etcd with authentication answers to a request without a user
 
 
 class EtcdRegister:
@@ -27,7 +27,7 @@ class EtcdRegister:
     Its methods raise CoordinationError if etcd refuses or does not answer. Each call opens its own connection.
 
     Raises:
-        CoordinationError: a file cannot be read.
+        CoordinationError: a certificate file cannot be read.
     """
 
     is_durable = True
@@ -68,7 +68,7 @@ def _encode(value: bytes) -> str:
 
 
 def find_tls(variables: Mapping[str, str]) -> ssl.SSLContext:
-    """Return the TLS context of ETCDCTL_CACERT, ETCDCTL_CERT and ETCDCTL_KEY; by default, of the system's CAs.
+    """Return the TLS context from ETCDCTL_CACERT (by default the system's CAs), ETCDCTL_CERT and ETCDCTL_KEY.
 
     Raises:
         CoordinationError: one of the files cannot be read.
@@ -83,15 +83,15 @@ def find_tls(variables: Mapping[str, str]) -> ssl.SSLContext:
         ) from None
 
 
-# Call a service that speaks JSON over HTTP, as etcd does; each call ends in seconds.
+# Call a service that speaks JSON over HTTP, as etcd does; each call ends within seconds.
 
 _ANSWER_S = 2.0
 _MOST_BYTES = 8 << 20
-_SHOWN = 200  # the most characters that are shown of an answer that is not JSON
+_SHOWN = 200  # the maximum number of characters shown of an answer that is not JSON
 
 
 class JsonService:
-    """`JsonService` opens a direct connection for each call, ignoring the environment's proxies.
+    """`JsonService` opens a direct connection for each call, and ignores proxy variables such as `https_proxy`.
 
     Arguments:
         name: the service's name in messages.
@@ -106,9 +106,9 @@ class JsonService:
         self._advice = advice
 
     def call(self, method: str, path: str, body: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
-        """Return the answer's status and JSON object; if the body of an error is no object, `message` has its text.
+        """Return the answer's status and JSON object; for an error that is not a JSON object, {"message": its text}.
 
-        A call may have been executed although it raises, if its answer was lost.
+        A call that raises may have been executed, if only its answer was lost.
 
         Raises:
             CoordinationError: the service cannot be reached, does not answer in two seconds, or is another service.
@@ -165,7 +165,7 @@ class _Received:
 
 
 def _receive(sock: socket.socket, deadline: Deadline) -> bytes:
-    """Return all bytes until the other side closes; the socket's own timeout would start again with each `recv`."""
+    """Return all bytes until the other side closes; the socket's own timeout would start anew with each `recv`."""
     received = bytearray()
     while len(received) <= _MOST_BYTES:
         if deadline.passed:
@@ -185,7 +185,7 @@ def _make_tls(ca_file: str = "", certificate: str = "", private_key: str = "") -
         OSError, ssl.SSLError: a file cannot be read or is invalid.
     """
     context = ssl.create_default_context(cafile=ca_file or None)
-    # Since Python 3.13 certificates need extensions that the CAs of many clusters do not write.
+    # Python 3.13 and later require certificate extensions that the CAs of many clusters omit.
     context.verify_flags &= ~ssl.VERIFY_X509_STRICT
     if certificate:
         context.load_cert_chain(certificate, private_key or None, password="")

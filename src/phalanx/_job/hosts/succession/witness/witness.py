@@ -23,9 +23,9 @@ from phalanx._job.hosts.succession.witness.address import is_etcd
 from phalanx._job.hosts.succession.witness.etcd_register import EtcdRegister
 from phalanx.errors import CoordinationError
 
-WITNESS = -2  # its number among the voters, which no member has
+WITNESS = -2  # the witness's number among the voters; no member has this number
 _ANSWER_S = 2.0
-_MOST_TRIES = 100  # of a step, while other clients write
+_MOST_TRIES = 100  # how often a step is tried while other clients write
 
 
 class Register(Protocol):
@@ -72,13 +72,13 @@ def open_register(address: str, key: Key | None) -> Register:
     """Return the register at HOST:PORT of a `phalanx coordinator` that has this key, or at etcd://HOST:PORT.
 
     Raises:
-        CoordinationError: no coordinator answers there, or this host lacks a prerequisite for asking.
+        CoordinationError: no coordinator answers there, or the certificates for etcd cannot be read.
     """
     return EtcdRegister(address) if is_etcd(address) else CoordinatorRegister(address, key)
 
 
 class Witness:
-    """A `Witness` serves one job. Its methods wait for the register, two seconds for each answer.
+    """A `Witness` serves one job. Its methods block until the register answers, for up to two seconds per request.
 
     Arguments:
         address: HOST:PORT of a `phalanx coordinator` that has the job's key, or etcd://HOST:PORT.
@@ -99,7 +99,7 @@ class Witness:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any], key: Key | None) -> Witness:
-        """Return the witness that `to_json` has described.
+        """Return the witness that the result of `to_json` describes.
 
         Raises:
             KeyError, TypeError: the data is invalid.
@@ -107,7 +107,7 @@ class Witness:
         return cls(str(fields["address"]), key, str(fields["job"]))
 
     def begin(self) -> None:
-        """Register the job with the witness. After a failed call it may be called again.
+        """Register the job with the witness; after a failure, the caller may try again.
 
         Raises:
             PhalanxError, OSError: the witness can't be reached.
