@@ -64,7 +64,7 @@ class _WaitingRequest:
 
 
 class HostedShard:
-    """A `HostedShard` is a shard on this server, in one of three roles."""
+    """A `HostedShard` is this server's copy of a shard, in one of three roles."""
 
     def __init__(self, agent: Agent, name: str, index: int) -> None:
         self._agent = agent

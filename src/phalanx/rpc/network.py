@@ -225,7 +225,7 @@ class Network:
                     self._router.send_multipart([connection.identity, *pieces], zmq.NOBLOCK, copy=not many)
                 elif (found := self._outgoing.get(connection.peer.uid)) is not None:
                     found[1].send(pieces, copy=not many)
-            except zmq.ZMQError as error:  # the worker is lost: our connection to it detects that
+            except zmq.ZMQError as error:  # the worker is lost, which our connection to the worker detects
                 _logger.debug("rpc: %s: %s", connection.peer, error)
 
     def _open(self, connection: NetworkConnection, poller: zmq.Poller) -> None:
@@ -375,7 +375,7 @@ class DealerConnection:
 
     def __init__(self, make_socket: MakeSocket, key: Key, address: str, hello: list[bytes], now: float) -> None:
         self.state = DealerState.CONNECTING
-        self.retry_at = 0.0  # when to reconnect, while it is RETRYING
+        self.retry_at = 0.0  # when to reconnect, in the state RETRYING
         self._why_broken = ""
         self._make_socket = make_socket
         self._key = key

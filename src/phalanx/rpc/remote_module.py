@@ -19,9 +19,9 @@ T = TypeVar("T", bound=nn.Module)
 class RemoteModule(nn.Module):
     """`RemoteModule` creates and keeps `module_cls(*args, **kwargs)` on another worker; `forward` runs there.
 
-    In a `phalanx.rpc.autograd.context`, the backward pass includes the remote module. A `RemoteModule` may be a
-    submodule of a local module, also under DDP: a local optimizer then updates the local parameters, and
-    `phalanx.optim.DistributedOptimizer(..., remote_parameters())` the remote ones. It may be sent to other workers.
+    In a `phalanx.rpc.autograd.context`, the backward pass includes the remote module. A `RemoteModule` can be sent to
+    other workers. It can be a submodule of a local module, also under DDP: a local optimizer then updates the local
+    parameters, and `phalanx.optim.DistributedOptimizer(..., remote_parameters())` the remote ones.
 
     Arguments:
         remote_device: "worker", "worker/cuda:0", "rank:1" or "rank:1/cpu", without a device on the CPU; or "cuda:0",

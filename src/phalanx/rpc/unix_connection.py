@@ -30,7 +30,7 @@ from phalanx.rpc.wire import BUFFER, HEAD, Frame
 
 _READ_BYTES = 1 << 18
 MOST_PARTS = 512  # the maximum number of parts in one system call; the limit of Linux is 1024
-_DESCRIPTOR_S = 30.0  # a descriptor must arrive within this time; it is sent before the frame that needs it
+_DESCRIPTOR_S = 30.0  # how long to wait for a descriptor, which is sent before the frame that needs the descriptor
 _NUMBER = struct.Struct("<Q")
 _LINE = 1 << 63  # this bit of a descriptor's number marks the descriptor of a line
 _OF_SEGMENTS = frozenset((wire.RELEASE, wire.FORGET, wire.MISSED))

@@ -47,7 +47,7 @@ class Listener:
 
     @property
     def address(self) -> str:
-        """Return the path and the token, in the form in which the store has them."""
+        """Return the path and the token as one string, which workers publish in the store."""
         return str(self._listener.address)
 
     def start(self) -> None:

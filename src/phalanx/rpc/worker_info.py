@@ -42,7 +42,7 @@ class WorkerInfo:
 
 @dataclass(frozen=True)
 class WorkerAddress:
-    """A `WorkerAddress` is how other workers reach a worker. `uid` tells it from other workers that had its name.
+    """A `WorkerAddress` is how other workers reach a worker. `uid` distinguishes workers that had the same name.
 
     Workers with the same `host` can share memory. A worker listens at `local` for the workers on its host, and at
     `network` for all others.

@@ -219,13 +219,13 @@ class Agent:
             connection.send(kind, number, data, extras, buffers)
 
     def control(self, to: WorkerAddress, name: str, argument: Any, timeout_s: float = UNSET_RPC_TIMEOUT) -> Answer[Any]:
-        """Call a control of a worker, and return its answer."""
+        """Call the control `name` of a worker, and return the future of its result."""
         return self.invoke(  # type: ignore[no-any-return]
             to, "rpc", name, (name, argument), timeout_s, kind=wire.CONTROL
         )
 
     def notify(self, to: WorkerAddress, name: str, argument: Any) -> None:
-        """Call a control of a worker without an answer; do nothing for a lost worker."""
+        """Call the control `name` of a worker without an answer; do nothing for a lost worker."""
         connection = self._connect(to)
         if connection is not None:
             payload = serialize((name, argument), to)

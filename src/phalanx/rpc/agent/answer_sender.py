@@ -1,4 +1,4 @@
-"""An `AnswerSender` runs the controls and orders of other workers, and sends all answers to them."""
+"""An `AnswerSender` runs the controls and orders that other workers send, and sends all answers to other workers."""
 
 from __future__ import annotations
 

@@ -31,8 +31,8 @@ class Call:
         self.name = name  # the name of the function
         self.timeout_s = timeout_s
         self.deadline = math.inf
-        self.line_answer: LineAnswer | None = None  # if it is sent over a line
-        self.future: Answer[Any] | None = None  # otherwise
+        self.line_answer: LineAnswer | None = None  # for a call over a line
+        self.future: Answer[Any] | None = None  # for a call over the connection
         self.peer: Callee
         self.kept = kept
         self.nbytes = 0
@@ -70,7 +70,7 @@ class Callee:
         self.member = member
         self.calls: dict[int, Call] = {}
         self.connection: Any = None
-        self.calls_us: Any = None  # the connection over which it calls this worker
+        self.calls_us: Any = None  # the connection over which the callee calls this worker
         self.connecting = threading.Lock()
         self.lost = ""  # why the callee is lost; empty while it is not
         self._most_calls = most_calls

@@ -1,4 +1,4 @@
-"""A context is a worker's record of a forward pass and its backward passes, from the first call in it to its end."""
+"""A context is a worker's record of a forward pass and its backward passes, until its opener closes the context."""
 
 from __future__ import annotations
 

@@ -180,7 +180,7 @@ def _call_on_grad(leaf: _Leaf, gradient: Tensor) -> Tensor | None:
     variable = leaf.variable
     with grads_are_ours:
         before = variable.grad
-        variable.grad = gradient.clone()  # a hook may modify it in place, and other tensors may share its memory
+        variable.grad = gradient.clone()  # a hook may modify it in place, but other tensors may share the memory
         try:
             for hook in list(leaf.on_grad.values()):
                 hook(variable)

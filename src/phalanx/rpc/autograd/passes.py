@@ -74,7 +74,7 @@ class PassWorker(Protocol):
 
 
 class Pass:
-    """A `Pass` is the part of one worker. The lock of a pass is free while the engine runs."""
+    """A `Pass` is the part of one worker. A thread that runs the engine does not own the pass's lock meanwhile."""
 
     __slots__ = (
         "_arrived", "_asked", "_caller", "_changed", "_plan", "_retain_graph", "_worker",
