@@ -1,4 +1,4 @@
-"""List the commands: every module of this folder with a click command named `command`."""
+"""List the commands: every module of this package with a click command named `command`."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ import click
 from click.shell_completion import get_completion_class
 
 SHELLS = ("bash", "zsh", "fish")
-_VARIABLE = "_PHALANX_COMPLETE"  # click completes if the shell sets this variable
+_VARIABLE = "_PHALANX_COMPLETE"  # the shell sets this variable to request completions from click
 
 
 @click.command("completion", short_help="Print a completion script for bash, zsh or fish.")

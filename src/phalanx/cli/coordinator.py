@@ -68,5 +68,5 @@ def _log(line: str) -> None:
 
 
 def _advertised_host(host: str) -> str:
-    """Return the address to publish for a listener on `host`: `host`, or this host's name if it listens everywhere."""
+    """Return the host to publish for a listener on `host`: this host's name if it listens on all interfaces."""
     return host if host not in ("", "*", "::", "0.0.0.0") else socket.gethostname()

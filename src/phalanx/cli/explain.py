@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 def _amount(name: str, parse: Callable[[str], T]) -> Callable[[str], T]:
-    """Return `parse` as the type of an option: its ValueError becomes a usage error that names the option."""
+    """Return `parse` as an option's type: a ValueError becomes a usage error that names the option."""
 
     def convert(text: str) -> T:
         try:
@@ -45,7 +45,7 @@ def _parse_backward(text: str) -> float:
 
 
 def _parse_hosts(text: str) -> Topology:
-    """Parse the number of ranks on each host: 2,3."""
+    """Parse the number of ranks on each host, such as 2,3."""
     return Topology.of_sizes(_parse_world_size(part) for part in text.split(","))
 
 
@@ -57,7 +57,7 @@ _WHICH = "The collective."
 
 
 class _Explanations(click.Group):
-    """A group that suggests the nearest name, and treats dashes and underscores as equal."""
+    """A group that suggests the nearest name, and treats dashes and underscores alike."""
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         return super().get_command(ctx, cmd_name.replace("_", "-"))

@@ -1,4 +1,4 @@
-"""Define options of the commands that inspect a job: `--host` runs the command on another host, over ssh."""
+"""Define the options with which a command that inspects a job runs on another host, over ssh: `--host` and others."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def host_options(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def run_on_host(ctx: click.Context) -> NoReturn:
-    """Run the command of `ctx` with the same arguments on the host of its options."""
+    """Run the command of `ctx` with the same arguments on the host that --host names."""
     from phalanx._job.ssh.remote_command import exec_on_host
     from phalanx.errors import LaunchError
 
@@ -37,7 +37,7 @@ def run_on_host(ctx: click.Context) -> NoReturn:
 
 
 def _words_typed(ctx: click.Context) -> list[str]:
-    """Return the command and its arguments, without the options for the host."""
+    """Return the command and its arguments as typed, without the options of `host_options`."""
     options, arguments = [], []
     for param in ctx.command.params:
         name = param.name or ""

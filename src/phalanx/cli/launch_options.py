@@ -13,7 +13,7 @@ from phalanx._job.launch.options import Option
 
 
 class WordsCommand(click.Command):
-    """A command that passes all its words, unparsed, to a function; its options are only for completion."""
+    """A command that passes all its words, unparsed, to its function; its options serve only completion and help."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         kwargs |= {
@@ -31,7 +31,7 @@ class WordsCommand(click.Command):
 
 
 class _OneOf(click.types.StringParamType):
-    """A value of any text, for which a shell completes some words: `N|auto|cpu|gpu`."""
+    """A free-text value for which a shell completes some words, as for `N|auto|cpu|gpu`."""
 
     def __init__(self, words: list[str]) -> None:
         self.words = words

@@ -3,7 +3,7 @@
 what a trainer uses: ParameterServer, Pulled        client.py
 a server's part of the parameters, its updates      shard.py
 a trainer's calls to servers, and their handlers    client.py, requests.py
-waiting requests, replicas, take-over               hosted_shard.py
+waiting requests, replicas, failover                hosted_shard.py
 placement of parameters on servers                  layout.py
 """
 

@@ -28,10 +28,10 @@ from phalanx.rpc import current, rpc_async
 
 @dataclass
 class Pulled(Mapping[str, Tensor]):
-    """`Pulled` has the values for one step by name; for a table, the rows of the requested ids, in the ids' shape.
+    """`Pulled` maps names to the values for one step; for a table, the rows of the requested ids, in the ids' shape.
 
     The values require grad, unless the parameter was frozen at construction; `ParameterServer.push` sends their
-    gradients. `staleness` is the number of steps that the slowest trainer is behind.
+    gradients. `staleness` is the number of steps that the slowest trainer is behind this trainer.
     """
 
     staleness: int
@@ -53,41 +53,42 @@ class ParameterServer:
     """Keep parameters on one or several server workers of `phalanx.rpc`, for this trainer to pull and push.
 
     Every trainer constructs it with the same arguments; the first trainer's values are used. The servers need no code
-    of their own: they call `rpc.init_rpc` and `rpc.shutdown`. A step is a `pull` and a `push`, each one call per
-    server.
+    of their own: they only call `rpc.init_rpc` and `rpc.shutdown`. A step is a `pull` and a `push`, each with one call
+    per server.
 
-    Synchronous: a step's gradients are averaged over the trainers, in the trainers' order, and applied once.
+    Synchronous: a step's gradients are averaged over the trainers, in the order of `trainers`, and applied once.
     Asynchronous: each push is applied when it arrives, and `max_staleness` limits how many steps a trainer may be ahead
     of the slowest.
 
-    Numerics: optimizers that work element by element, or tensor by tensor on dense parameters, give the same bits as in
-    one process with the same gradients. Synchronous training does not depend on timing.
+    Numerics: with optimizers that update each element, or each dense tensor, independently, the results are bitwise
+    identical to those of one process with the same gradients. Synchronous training does not depend on timing.
 
     Arguments:
-        servers: names of the workers that keep the parameters. Each dense tensor is whole on one server; the rows of a
-            table are distributed over all of them in turn.
+        servers: names of the workers that keep the parameters. Each dense tensor is on one server; the rows of a table
+            are distributed round-robin over all servers.
         trainers: names of the workers that push.
         dense: tensors by name, for instance `dict(module.named_parameters())`; or groups of them with their own
             options, as torch's optimizers take them: `[{"params": base.named_parameters(), "lr": 1e-4}, ...]`.
-        tables: matrices by name; a step needs only some of their rows (embeddings); or groups of them.
+        tables: matrices by name of which a step needs only some rows (embeddings); or groups of them.
         optimizer: makes the servers' optimizer for dense parameters: a class of `torch.optim` or a `functools.partial`.
-        row_optimizer: makes the optimizer for tables, which must accept sparse gradients (SparseAdam, SGD, Adagrad).
-            Default: `optimizer`.
+        row_optimizer: makes the servers' optimizer for tables, which must accept sparse gradients (SparseAdam, SGD,
+            Adagrad). Default: `optimizer`.
         synchronous: see above.
-        max_staleness: the limit of asynchronous training, in steps; None: no limit.
+        max_staleness: the limit for asynchronous training, in steps; None: no limit.
         reduction: "mean" or "sum" over the trainers of a synchronous step.
-        replicate: keep a replica of each shard on the next server, preferably on another host. It takes over when the
-            shard's server is lost. Default: True if there are several servers.
-        name: distinguishes several ParameterServers on the same workers. Constructing a second one of the same name
-            shares the first if this trainer has not closed it, and otherwise waits until all trainers have closed it.
+        replicate: keep a replica of each shard on the next server, preferably on another host. The replica takes over
+            if the shard's server is lost. Default: True if there are several servers.
+        name: distinguishes several ParameterServers on the same workers. A second ParameterServer of the same name
+            shares the first one's parameters if this trainer has not closed the first; otherwise the constructor waits
+            until all trainers have closed it.
 
     Raises:
         ValueError, TypeError: an argument is invalid, or an optimizer cannot be used.
         MismatchError: another trainer has passed different arguments.
         PeerLostError: all servers of a shard are lost.
-        PhalanxError: a shard was lost before and has been created again.
-        DeadlineError: a trainer has not closed the previous one of this name (the message names the trainer), or the
-            first trainer has not joined.
+        PhalanxError: a shard was lost earlier and has been created again.
+        DeadlineError: a trainer has not closed the previous ParameterServer of this name (the message names the
+            trainer), or the first trainer has not constructed this one.
     """
 
     def __init__(
@@ -175,7 +176,7 @@ class ParameterServer:
             shards = split_state(state, self._place, len(self._servers))
             self._on_all(requests.create, [(self._spec, one) for one in shards])
         attached = self._on_all(requests.attach, [(self._trainer, me.uid, described)] * len(self._servers))
-        # The replacement of a lost trainer repeats a step that only some servers have received; those ignore it.
+        # The replacement of a lost trainer repeats a step that only some servers have received; they ignore the repeat.
         clocks = [clock for clock, _ in attached]
         if max(clocks) > min(clocks) + 1:  # a push is sent to all shards, so their steps differ by at most one
             raise PhalanxError(  # not a PeerLostError: elastic.run would restart and fail here again
@@ -187,7 +188,7 @@ class ParameterServer:
 
     @property
     def optimizer(self) -> ServerOptimizer:
-        """Return the servers' optimizer for dense parameters, whose `param_groups` schedulers and users may set.
+        """Return the servers' optimizer for dense parameters; schedulers and users may change its `param_groups`.
 
         The next push sends the new options. Synchronous trainers must set the same options; each asynchronous push is
         applied with its trainer's options.
@@ -248,14 +249,16 @@ class ParameterServer:
     # -- a step --------------------------------------------------------------------------------------------------------
 
     def pull(self, rows: Mapping[str, Tensor] | None = None, dense: Sequence[str] | None = None) -> Pulled:
-        """Return the values for this trainer's next step, once it may begin: one call to each server.
+        """Return the values for this trainer's next step, once the step may begin: one call to each server.
 
-        Shape: for a table with rows of length D and ids of shape (*): (*, D). `dense`: names; by default all.
+        `rows` has the ids to pull, by table; `dense` has the names to pull, by default all.
+
+        Shape: for a table with rows of length D and ids of shape (*): (*, D).
 
         Raises:
             ValueError, TypeError: a name is unknown, or ids are not integers or out of range.
-            PeerLostError: a trainer whose gradients a synchronous step needs is lost (the message names it), or all
-                servers of a shard are.
+            PeerLostError: a trainer whose gradients a synchronous step needs is lost (the message names the trainer),
+                or all servers of a shard are lost.
             DeadlineError: a trainer (the message names it) or a server is too slow.
         """
         self._check_open()
@@ -272,7 +275,7 @@ class ParameterServer:
         answers = self._on_all(requests.pull, arguments)
         pulled = Pulled(max(answer[2] for answer in answers))
         for whole, _, _ in answers:
-            # Clone for torch's own alignment: at other alignments matrix products differ in the last bits.
+            # Clone for torch's own memory alignment: with another alignment, matrix products differ in the last bits.
             for key, value in whole.items():
                 pulled._dense[key] = value.clone().requires_grad_(key not in self._frozen)
         pulled._values |= {key: pulled._dense[key] for key in names}
@@ -288,17 +291,17 @@ class ParameterServer:
         """Send the gradients of the pulled values, and end the step: one call to each server.
 
         Values without a gradient are skipped, as in an optimizer. When this returns, each server and its replica have
-        the gradients. After an exception call it again: nothing is applied twice.
+        the gradients. After an exception, `push` can be repeated: nothing is applied twice.
 
         Arguments:
             max_norm: clip the gradients that the servers apply, dense ones and rows together, as
                 `torch.nn.utils.clip_grad_norm_` does: in a synchronous step the sum or mean of all trainers' gradients,
-                else the gradients of this push. All trainers of a synchronous step pass the same value.
+                otherwise the gradients of this push. All trainers of a synchronous step must pass the same value.
             norm_type: the order of the norm.
 
         Return the norm before clipping if `max_norm` is given, else None.
 
-        Shape: the gradients as the pulled values; the norm ().
+        Shape: the gradients have the shapes of the pulled values; the norm is ().
         Cost: clipping a synchronous step of several trainers takes two more calls to each server, after the last
         trainer's push.
 
@@ -320,9 +323,9 @@ class ParameterServer:
         max_norm: float | None = None,
         norm_type: float = 2.0,
     ) -> Tensor | None:
-        """Push as `push` does, with gradients by name; for a table, ids and rows. Rows of equal ids are summed.
+        """Push as `push` does, but with gradients by name; for a table, (ids, rows). Rows with equal ids are summed.
 
-        Shape: dense: the parameter's; rows: ids (N), gradients (N, D).
+        Shape: `dense`: as the parameter; `rows`: ids (N), gradients (N, D).
 
         Raises:
             ValueError, TypeError: a name is unknown, or a shape or dtype does not match.
@@ -352,7 +355,7 @@ class ParameterServer:
         arguments = []
         for index in range(num):
             mine = {key: grad for key, grad in dense.items() if self._place[key] == index}
-            # Every server receives every table, even without rows: an optimizer counts its steps.
+            # Every server receives every table, even without rows, because an optimizer counts its steps.
             local = {}
             for key, (ids, grads) in rows.items():
                 here = ids % num == index
@@ -371,7 +374,7 @@ class ParameterServer:
     def _total_norm(
         self, clip: Clip, dense: Sequence[Mapping[str, Tensor]], rows: Sequence[Mapping[str, Tensor]]
     ) -> Tensor:
-        """Combine the norms of all servers in the order in which one process has its parameters."""
+        """Combine the norms of all servers in the order that the parameters have in a single process."""
         norms = [part[key] for key in self._parameters.dense for part in dense if key in part]
         parts = [[part[key] for part in rows if key in part] for key in self._parameters.tables]
         return clip.total(norms, [one for one in parts if one])
@@ -389,14 +392,14 @@ class ParameterServer:
         return {**join_states(shards), "step": self.step}
 
     def load_state_dict(self, state_dict: State) -> None:
-        """Load a state. Every trainer calls it; once all have called it, the first trainer's state is loaded.
+        """Load a state. Every trainer must call this; once all have, the first trainer's state is loaded.
 
-        All trainers then have the groups' options of the state, as after an optimizer's `load_state_dict`.
+        All trainers then have the state's group options, as after an optimizer's `load_state_dict`.
 
         Raises:
             ValueError: the state has other parameters, groups or optimizer classes; nothing was changed.
             PeerLostError: the first trainer is lost, or all servers of a shard are lost.
-            DeadlineError: some trainer did not call it in time.
+            DeadlineError: some trainer did not call this in time.
         """
         self._check_open()
         self._parameters.check_state(state_dict)
@@ -437,7 +440,7 @@ class ParameterServer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if kind is None:  # otherwise the servers detect the end of this process
+        if kind is None:  # after an exception, the servers detect the exit of this process
             self.close()
 
     def _on_all(self, function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
@@ -449,7 +452,7 @@ class ParameterServer:
 
 
 def _add_nothing(*_: Any) -> None:
-    """Add no group: the optimizer is only tested."""
+    """Do nothing: the optimizer is only constructed to test it."""
 
 
 def _describe_loss(replicate: bool) -> str:
@@ -499,7 +502,7 @@ def find_wrong_tensors(kind: str, values: Mapping[str, Tensor], known: Mapping[s
 
 
 def try_optimizer(what: str, make: MakeOptimizer, *, sparse: bool) -> list[str]:
-    """Return the problem of an optimizer that fails in a trial step, before a server runs it."""
+    """Return the problem of an optimizer that fails in a trial step here, before a server runs it; [] if none."""
     parameter = torch.nn.Parameter(torch.ones(2, 2, device="cpu"))
     grad = torch.ones(2, 2, device="cpu")
     parameter.grad = grad.to_sparse(1) if sparse else grad
@@ -513,7 +516,7 @@ def try_optimizer(what: str, make: MakeOptimizer, *, sparse: bool) -> list[str]:
     return []
 
 
-_DETAILS_S = 5.0  # the time limit for details that only improve an error's text
+_DETAILS_S = 5.0  # the timeout of calls that only add details to an error message
 
 
 class ShardCalls:
@@ -588,7 +591,7 @@ class ShardCalls:
                 if isinstance(error, NoCopyError):
                     without.add(host)
                     if host not in hosts:
-                        hosts.append(host)  # it may get a copy later, once all servers before it are lost
+                        hosts.append(host)  # the server may get a copy later, once all servers before it are lost
                 future = self._send(index, function, request)
         tried = self._ring(index)
         members = (current.agent().membership.find(one) for one in tried)

@@ -1,4 +1,4 @@
-"""Compute the norm of gradients on several servers, and clip as `torch.nn.utils.clip_grad_norm_` does."""
+"""Compute the norm of gradients that are spread over servers; clip as `torch.nn.utils.clip_grad_norm_` does."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ Norms = Mapping[str, Tensor]  # the norms of gradients, by name
 
 @dataclass(frozen=True)
 class Clip:
-    """A `Clip` is the largest allowed norm of all gradients of a step together."""
+    """A `Clip` is the maximum total norm of all gradients of a step."""
 
     max_norm: float
     norm_type: float
 
     def norm_of(self, gradient: Tensor) -> Tensor:
-        """Return the norm of one gradient; for a sparse gradient, the norm of its rows."""
+        """Return the norm of one gradient; for a sparse gradient, the norm of its values."""
         values = gradient._values() if gradient.is_sparse else gradient
         norm: Tensor = torch.linalg.vector_norm(values, self.norm_type) if values.numel() else values.new_zeros(())
         return norm
 
     def total(self, dense: Sequence[Tensor], rows: Sequence[Sequence[Tensor]]) -> Tensor:
-        """Return the norm of all gradients from the norm of each; a table's norm comes from its parts' norms."""
+        """Return the total norm from the norm of each dense gradient and of each part of each table's gradient."""
         norms = [*dense, *(self._join(parts) for parts in rows)]
         return self._join(norms) if norms else torch.tensor(0.0, device="cpu")
 
@@ -47,7 +47,7 @@ def make_clip(max_norm: float | None, norm_type: float) -> Clip | None:
     """Return a `Clip` if `max_norm` is given, else None.
 
     Raises:
-        ValueError: a number is invalid.
+        ValueError: `max_norm` or `norm_type` is invalid.
     """
     if max_norm is None:
         return None

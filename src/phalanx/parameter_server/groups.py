@@ -1,7 +1,7 @@
-"""Parameter groups, as trainers pass them, and on a server with its part of the parameters and their optimizer.
+"""Read the parameter groups that trainers pass; `ShardGroups` are a server's part of them, with their optimizer.
 
 A group in a message or a state is `{"params": [name, ...], "lr": ..., ...}`. Groups are "dense" or "tables"; each of
-the two kinds has an optimizer of its own.
+the two kinds has its own optimizer.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def copy_value(value: Any) -> Any:
 
 
 def find_differing(one: Options, other: Options) -> list[str]:
-    """Return the options that differ."""
+    """Return the names of the options that differ."""
     return sorted(
         key for key in one.keys() | other.keys() if not (key in one and key in other and _same(one[key], other[key]))
     )
@@ -80,7 +80,7 @@ class ShardGroups:
     """`ShardGroups` are the dense parameters, or the parts of tables, on this server, and their optimizer.
 
     `options` has every group's options as a trainer last sent them. Only options that a trainer has changed since then
-    are set in the optimizer, which may keep options of its own in a group.
+    are set in the optimizer, which may store further options of its own in a group.
     """
 
     def __init__(self, make: MakeOptimizer, groups: Sequence[Group], values: Mapping[str, Tensor]) -> None:

@@ -1,11 +1,11 @@
-"""A `HostedShard` answers trainers' requests, replicates a shard, and replaces its primary if that is lost.
+"""A `HostedShard` is one server's copy of a shard. The primary answers trainers; its replica can take over.
 
 trainer              server: primary of shard i            next server: replica of shard i
-push ──────────────► apply, number it
+push ──────────────► apply, number the entry
                      receive ────────────────────────────► apply in the order of the numbers
      ◄────────────── acknowledged ◄─────────────────────── done
                      (killed)                              primary from now on; the next server gets a copy
-push again ──────────────────────────────────────────────► acknowledged, and applied unless it was before
+push again ──────────────────────────────────────────────► acknowledged, and applied unless it already was
 
     role      this server                                             next
     EMPTY     has no copy of the shard                                PRIMARY: the first trainer creates it
@@ -37,7 +37,7 @@ from phalanx.rpc.agent.agent import Agent
 from phalanx.rpc.functions import async_execution
 from phalanx.rpc.worker_info import WorkerAddress
 
-_WAIT = object()  # the placeholder for a result that does not exist yet
+_WAIT = object()  # returned instead of an answer by a request that must wait
 
 
 class ShardRole(Enum):
@@ -64,13 +64,13 @@ class _WaitingRequest:
 
 
 class HostedShard:
-    """A `HostedShard` is a shard on this server, in one of three roles."""
+    """A `HostedShard` is this server's copy of a shard, in one of three roles."""
 
     def __init__(self, agent: Agent, name: str, index: int) -> None:
         self._agent = agent
         self._name = name
         self._index = index
-        # It guards requests while they are tried and applied, one at a time; results are sent after its release.
+        # Guards requests, which are tried and applied one at a time. Answers are sent after the lock is released.
         self._lock = threading.Lock()
         self._shard: Shard | None = None
         self.role = ShardRole.EMPTY
@@ -80,8 +80,8 @@ class HostedShard:
         self._number = 0  # the number of the last entry applied
         self._early_entries: dict[int, tuple[tuple[Any, ...], Future[Any]]] = {}
         self._waiting: list[_WaitingRequest] = []
-        self._known_losses: dict[str, set[int | None]] = {}  # by trainer: the workers that were lost when it attached
-        self._load_requests: dict[str, int] = {}  # by trainer: the number of the load that it waits for
+        self._known_losses: dict[str, set[int | None]] = {}  # by trainer: the workers already lost when it attached
+        self._load_requests: dict[str, int] = {}  # by trainer: the number of the load that the trainer waits for
         self._failure: PhalanxError | None = None  # once set, the shard's contents are invalid
 
     def _become(self, role: ShardRole) -> None:
@@ -91,7 +91,7 @@ class HostedShard:
     # -- requests ------------------------------------------------------------------------------------------------------
 
     def request(self, attempt: Callable[[], Any]) -> Future[Any]:
-        """Return a future of the answer of `attempt`, which is tried now and after each change of the shard."""
+        """Return a future for the answer of `attempt`, which is tried now and after each change of the shard."""
         one = _WaitingRequest(attempt, Future())
         with self._lock:
             self._waiting.append(one)
@@ -108,7 +108,7 @@ class HostedShard:
                 for one in list(self._waiting):
                     try:
                         result = one.attempt()
-                    except Exception as error:  # the caller's error
+                    except Exception as error:  # to be raised on the trainer
                         result = error
                     if result is not _WAIT:
                         self._waiting.remove(one)
@@ -157,7 +157,8 @@ class HostedShard:
     def attach(self, trainer: str, worker: int, described: str) -> Any:
         """Return the trainer's clock and the number of loaded states, once the shard exists.
 
-        A shard that this trainer has closed does not count: the next shard of this name begins when all have closed it.
+        A shard that this trainer has closed does not count: the next shard of this name is created once all have closed
+        this one.
         """
         if self._shard is None or self.role is not ShardRole.PRIMARY or trainer in self._shard.left:
             return _WAIT
@@ -173,7 +174,7 @@ class HostedShard:
         answer = self._shard.clocks[trainer], self._shard.load_number
         if self._shard.workers.get(trainer) == worker:
             return answer
-        self._load_requests.pop(trainer, None)  # the request of the worker that this worker replaces
+        self._load_requests.pop(trainer, None)  # a request of the worker that this worker replaces
         return self._answer_after(self.write(("attach", trainer, worker)), answer)
 
     def request_load(self, trainer: str, number: int) -> None:
@@ -249,7 +250,7 @@ class HostedShard:
         return self.write(("add", number, kind, group, values, described))
 
     def push(self, trainer: str, clock: int, gradients: PushedGradients) -> Any:
-        """Apply a trainer's gradients once its clock allows that; this also limits a trainer that never pulls."""
+        """Apply a trainer's gradients once the trainer may continue; so a trainer that never pulls is limited, too."""
         shard = self._find_shard()
         if shard is None or (clock >= shard.clocks[trainer] and not self._may_continue(shard, trainer, clock)):
             return _WAIT
@@ -287,7 +288,7 @@ class HostedShard:
             shard.apply(entry)
         except MismatchError as error:  # trainers have sent different options for a step; nothing was applied
             self._failure = error
-        except Exception as error:  # an optimizer raised it, here and on the replica; the step cannot be undone
+        except Exception as error:  # an optimizer raised, here and on the replica; the step cannot be undone
             self._failure = PhalanxError(
                 f"ParameterServer {shard.spec.name!r}: server {self._agent.me.info.name!r} could not make step "
                 f"{shard.step}: {summary_of(error)}\nThe parameters are as the optimizer left them; resume "
@@ -338,7 +339,7 @@ class HostedShard:
         return False
 
     def _lost_trainers(self, shard: Shard) -> dict[str, str]:
-        """Return the trainers that ended without leaving, and why."""
+        """Return the trainers that have ended without leaving, and the reason for each."""
         found = {}
         for one in shard.active():
             worker = shard.workers.get(one)
@@ -378,7 +379,7 @@ class HostedShard:
     # -- the replica ---------------------------------------------------------------------------------------------------
 
     def install(self, primary: int, number: int, snapshot: tuple[Any, ...], failure: str | None) -> None:
-        """Become the replica with this state; `failure` is why its contents are invalid, if they are."""
+        """Become the replica with this state; `failure` is why the shard's contents are invalid, if they are."""
         with self._lock:
             if self.role is ShardRole.PRIMARY:
                 raise NoCopyError("this server is the primary of the shard now.")
@@ -397,7 +398,8 @@ class HostedShard:
             if number is not None and entry is not None:
                 self._early_entries[number] = (entry, future)
             if self._shard is not None:
-                for old in [one for one in self._early_entries if one <= self._number]:  # part of the installed state
+                # entries that the installed state already includes
+                for old in [one for one in self._early_entries if one <= self._number]:
                     applied.append(self._early_entries.pop(old)[1])
                 while self._shard is not None and self._number + 1 in self._early_entries:
                     next_entry, its_future = self._early_entries.pop(self._number + 1)
@@ -424,13 +426,13 @@ class HostedShard:
     def _send(self, to: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Future[Any]:
         try:
             return rpc_async(to, function, arguments)
-        except PhalanxError as error:  # known to be lost
+        except PhalanxError as error:  # the server is already known to be lost
             failed: Future[Any] = Future()
             failed.set_exception(error)
             return failed
 
     def _ack(self, sent: Future[Any] | None) -> Future[Any] | None:
-        """Return a future that completes when the replica, or its successor, has acknowledged a message."""
+        """Return a future that completes when the replica, or the replica's successor, has acknowledged a message."""
         if sent is None:
             return None
         ack: Future[Any] = Future()
@@ -462,7 +464,7 @@ class HostedShard:
         with self._lock:
             if self.role is ShardRole.REPLICA and self._primary == member.uid:
                 self._become(ShardRole.PRIMARY)
-                self._early_entries.clear()  # earlier entries are missing, and these were not acknowledged to a trainer
+                self._early_entries.clear()  # an earlier one is missing, and trainers got no acknowledgement of these
                 self._choose_replica()
             elif self.role is ShardRole.PRIMARY and self._replica == member.info.name:
                 self._choose_replica()

@@ -1,4 +1,4 @@
-"""Place parameters on servers: a dense tensor on one server, row r of a table on server r modulo their number."""
+"""Place parameters on servers: a dense tensor on one server, row r of a table on server r % num_servers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ State = dict[str, Any]
 
 
 def plan_dense(sizes: Mapping[str, int], num_servers: int, load: list[int] | None = None) -> dict[str, int]:
-    """Return the server of each dense tensor: the largest first, each on the least loaded server. Add to `load`."""
+    """Return the server of each dense tensor: largest first, each on the least loaded server. Update `load`."""
     load = [0] * num_servers if load is None else load
     place = {}
     for name, size in sorted(sizes.items(), key=lambda one: (-one[1], one[0])):
@@ -27,7 +27,7 @@ def plan_dense(sizes: Mapping[str, int], num_servers: int, load: list[int] | Non
 def ring(servers: Sequence[str], index: int, host_of: Callable[[str], str]) -> list[str]:
     """Return the servers that may hold shard `index`: its own, then its successors in order.
 
-    Successors on other hosts precede those on the same host, so that a host may be lost.
+    Successors on other hosts precede those on the same host, so that a replica survives the loss of a host.
     """
     mine, *others = (*servers[index:], *servers[:index])
     return [mine, *sorted(others, key=lambda other: host_of(other) == host_of(mine))]  # sorted is stable
@@ -35,7 +35,7 @@ def ring(servers: Sequence[str], index: int, host_of: Callable[[str], str]) -> l
 
 def select_rows(table: Tensor, index: int, num_servers: int) -> Tensor:
     """Return the table's rows on server `index`."""
-    if table.is_sparse:  # SGD's momentum
+    if table.is_sparse:  # such as the momentum buffer of SGD
         ids, values = table._indices(), table._values()
         here = ids[0] % num_servers == index
         shape = (len(range(index, len(table), num_servers)), *table.shape[1:])
@@ -44,12 +44,12 @@ def select_rows(table: Tensor, index: int, num_servers: int) -> Tensor:
 
 
 def join_rows(parts: Sequence[Tensor]) -> Tensor:
-    """Join the parts of a table by row."""
+    """Return the whole table from the rows on each server."""
     num_rows = sum(len(part) for part in parts)
     if parts[0].is_sparse:
         ids = torch.cat([part._indices() * len(parts) + index for index, part in enumerate(parts)], 1)
         values = torch.cat([part._values() for part in parts])
-        order = ids[0].argsort(stable=True)  # by row, as torch adds sparse tensors
+        order = ids[0].argsort(stable=True)  # by row, the order in which torch adds sparse tensors
         is_coalesced = all(part.is_coalesced() for part in parts)
         return _sparse(ids[:, order], values[order], (num_rows, *parts[0].shape[1:]), is_coalesced)
     table = parts[0].new_empty((num_rows, *parts[0].shape[1:]))
@@ -59,7 +59,7 @@ def join_rows(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _sparse(ids: Tensor, values: Tensor, shape: tuple[int, ...], is_coalesced: bool) -> Tensor:
-    """Return a sparse tensor of these entries; `is_coalesced` decides the order of their sum."""
+    """Return a sparse tensor with these entries; `is_coalesced` affects the order in which they are added later."""
     return torch.sparse_coo_tensor(
         ids, values, shape, device=values.device, check_invariants=False, is_coalesced=is_coalesced
     )
@@ -88,7 +88,7 @@ def split_state(state: State, place: Mapping[str, int], num_servers: int) -> lis
 
 
 def join_states(shards: Sequence[State]) -> State:
-    """Join the states of all servers, as `split_state` splits them."""
+    """Join the states of all servers; the inverse of `split_state`."""
     first = shards[0]
     dense = {name: value for shard in shards for name, value in shard["dense"].items()}
     kept: dict[str, Any] = {

@@ -49,7 +49,7 @@ class Parameters:
     def sum_gradients(
         self, dense: Mapping[str, Tensor], rows: Mapping[str, tuple[Tensor, Tensor]]
     ) -> dict[str, tuple[Tensor, Tensor]]:
-        """Check gradients by name; return the tables' gradients with each id once, its gradients summed.
+        """Check gradients by name; return the tables' gradients with one summed gradient per id.
 
         Raises:
             ValueError, TypeError: a name is unknown, or a shape or dtype does not match.

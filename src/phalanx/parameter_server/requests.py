@@ -1,4 +1,4 @@
-"""Trainers call these functions on a server through `phalanx.rpc`; each looks up its shard."""
+"""Trainers call these functions on a server through `phalanx.rpc`; each passes its request to a `HostedShard`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from phalanx.rpc.functions import async_execution
 
 @async_execution
 def create(name: str, index: int, spec: Spec, state: State) -> Future[Any]:
-    """Create the shard with the values of the first trainer."""
+    """Create the shard with the first trainer's values."""
     place = host(name, index)
     return place.request(partial(place.create, spec, state))
 
@@ -52,7 +52,7 @@ def leave(name: str, index: int, trainer: str) -> Future[Any]:
 
 @async_execution
 def load(name: str, index: int, trainer: str, number: int, state: State | None) -> Future[Any]:
-    """Load the first trainer's state; `state` is None on the other trainers."""
+    """Load the first trainer's state; `state` is None in the requests of the other trainers."""
     place = host(name, index)
     place.request_load(trainer, number)
     return place.request(partial(place.load, trainer, number, state))
@@ -74,7 +74,7 @@ def norms(name: str, index: int, trainer: str, clock: int) -> Future[dict[str, N
 
 @async_execution
 def clip(name: str, index: int, clock: int, total: Tensor) -> Future[Any]:
-    """Apply a step whose gradients have the norm `total` on all servers together."""
+    """Apply a step whose gradients have the norm `total` over all servers."""
     place = host(name, index)
     return place.request(partial(place.write, ("clip", clock, total)))
 

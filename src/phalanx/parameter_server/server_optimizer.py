@@ -1,4 +1,4 @@
-"""`ServerOptimizer` represents the servers' optimizer on a trainer, for its groups' options and for schedulers."""
+"""`ServerOptimizer` stands in for the servers' optimizer on a trainer: schedulers and users set its options."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ AddGroup = Callable[[str, Group, dict[str, Tensor]], None]
 class ServerOptimizer(torch.optim.Optimizer):
     """`ServerOptimizer` has the `param_groups` of the servers' optimizer for dense parameters or tables.
 
-    Each push sends the options of its groups, which a scheduler or the user sets here, to the servers. Its tensors are
-    the arguments of the `ParameterServer`, and do not change.
+    Each push sends the options of the groups, which a scheduler or the user sets here, to the servers. The tensors in
+    the groups are the arguments of the `ParameterServer`, and do not change.
     """
 
     def __init__(self, kind: str, made: torch.optim.Optimizer, names: Sequence[Sequence[str]], add: AddGroup) -> None:
@@ -38,7 +38,7 @@ class ServerOptimizer(torch.optim.Optimizer):
 
         Raises:
             ValueError, TypeError: the group is invalid.
-            MismatchError: another trainer has added another group.
+            MismatchError: another trainer has added a different group.
             PeerLostError: the first trainer is lost, or all servers of a shard are lost.
         """
         if self._add is None:
@@ -55,7 +55,7 @@ class ServerOptimizer(torch.optim.Optimizer):
         self.names.append(list(values))
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Refuse to step: a push is the step. Only a push calls this, to run hooks and notify schedulers."""
+        """Refuse to step, because a push is the step. A push itself calls this, to run hooks and notify schedulers."""
         if not self._is_pushing:
             raise RuntimeError(
                 "ParameterServer: the servers make the optimizer's step when they receive gradients: call "
@@ -63,7 +63,7 @@ class ServerOptimizer(torch.optim.Optimizer):
             )
 
     def notify_push(self) -> None:
-        """Notify hooks and schedulers of a step."""
+        """Notify hooks and schedulers that a push has made a step."""
         self._is_pushing = True
         try:
             self.step()
@@ -101,8 +101,8 @@ def make_server_optimizer(
     """Return an optimizer with the options that `make` gives these groups.
 
     Raises:
-        ValueError: the optimizer cannot be made of these groups, or makes groups of its own: each server would only
-            group its part.
+        ValueError: the optimizer cannot be constructed with these groups, or regroups the parameters: each server would
+            regroup only its part.
     """
     members = [[torch.nn.Parameter(value) for value in values.values()] for values, _ in groups]
     given = [{**copy_options(options), "params": mine} for mine, (_, options) in zip(members, groups, strict=True)]

@@ -1,7 +1,7 @@
-"""A `Shard` is a server's part of the parameters, to which it applies the trainers' steps.
+"""A `Shard` is one server's part of the parameters; it applies the gradients that trainers push.
 
-A `Shard` makes no calls and has no lock or clock: the same requests in the same order give the same bits, also on a
-replica.
+A `Shard` makes no calls, uses no lock and never reads the time: the same entries in the same order give bitwise
+identical parameters, also on a replica.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from phalanx.parameter_server.layout import State
 
 
 class TrainerLostError(PeerLostError):
-    """A synchronous step cannot be completed without the lost trainer."""
+    """A request cannot be answered because a trainer is lost."""
 
 
 class NoCopyError(PhalanxError):
@@ -53,9 +53,9 @@ class Spec:
 
 @dataclass(frozen=True)
 class PushedGradients:
-    """`PushedGradients` are a trainer's gradients for a server in a step, by name; for tables, with row ids.
+    """`PushedGradients` are one trainer's gradients for one server and step, by name; for tables, with row ids.
 
-    `options` are this trainer's options of all groups; None leaves them unchanged.
+    `options` are the trainer's options of all groups; None leaves the options unchanged.
     """
 
     dense: Mapping[str, Tensor]
@@ -67,7 +67,7 @@ class PushedGradients:
 class Shard:
     """A `Shard` has parameters and their optimizers, and counts the steps of each trainer.
 
-    `clocks` counts the steps that each trainer has pushed, and `step` the applied steps (if asynchronous, the pushes).
+    `clocks` counts the steps that each trainer has pushed; `step` counts the applied steps (asynchronous: pushes).
     """
 
     def __init__(self, spec: Spec, state: State, load_number: int = 0) -> None:
@@ -78,14 +78,14 @@ class Shard:
         }
         self._added: list[tuple[str, str]] = []  # the groups added later: their kind and description
         self.left: set[str] = set()
-        self.workers: dict[str, int] = {}  # by trainer: the uid of the worker at creation, or of the last that attached
-        self._total: Tensor | None = None  # the norm for the next step
+        self.workers: dict[str, int] = {}  # by trainer: the uid of its worker, at creation or when it last attached
+        self._total: Tensor | None = None  # the total norm of the next step's gradients, once it is known
         self.load(load_number, state)
 
     # -- replicated -----------------------------------------------------------------------------------------------
 
     def apply(self, entry: tuple[Any, ...]) -> None:
-        """Apply an entry: a method's name and arguments. Applying it again changes nothing."""
+        """Apply an entry: a method's name and arguments. Applying an entry again has no effect."""
         what, *arguments = entry
         does: dict[str, Callable[..., None]] = {
             "attach": self.attach,
@@ -98,7 +98,7 @@ class Shard:
         does[what](*arguments)
 
     def attach(self, trainer: str, worker: int) -> None:
-        """Record the trainer's worker. The replacement of a lost worker has the same name, and another uid."""
+        """Record the trainer's worker. The replacement of a lost worker has the same name, but another uid."""
         self.workers[trainer] = worker
 
     def push(self, trainer: str, clock: int, gradients: PushedGradients) -> None:
@@ -114,19 +114,19 @@ class Shard:
         self._advance()
 
     def clip(self, clock: int, total: Tensor) -> None:
-        """Apply the synchronous step `clock`, whose gradients have the norm `total` on all servers together."""
+        """Apply the synchronous step `clock`, whose gradients have the norm `total` over all servers."""
         if clock == self.step:
             self._total = total
             self._advance()
 
     def add(self, number: int, kind: str, group: Group, values: Mapping[str, Tensor], described: str) -> None:
-        """Add group `number` of the groups added later."""
+        """Add a group: number `number` of those added after construction."""
         if number == len(self._added):
             self._added.append((kind, described))
             self._groups[kind].add(group, values)
 
     def leave(self, trainer: str) -> None:
-        """Remove a trainer that pushes no more, so that the others do not wait for it."""
+        """Remove a trainer that will not push again, so that the others do not wait for it."""
         self.left.add(trainer)
         self._advance()
 
@@ -158,15 +158,15 @@ class Shard:
         return [one for one in self.active() if self.clocks[one] <= self.step]
 
     def is_complete(self) -> bool:
-        """Return whether all trainers have pushed the next synchronous step; it may still wait for its norm."""
+        """Return whether all trainers have pushed the next synchronous step; its total norm may still be missing."""
         return bool(self._pending.get(self.step)) and not self.behind()
 
     def _advance(self) -> None:
-        """Apply complete synchronous steps, always in the trainers' order, not the order of arrival."""
+        """Apply complete synchronous steps; gradients are added in the order of `trainers`, not of arrival."""
         while self.is_complete():
             pushed = self._next_step()
             if mismatch := self._find_mismatch(pushed):
-                del self._pending[self.step]  # a refused step is dropped, like a step below whose optimizer raises
+                del self._pending[self.step]  # a refused step is dropped, like a step whose optimizer raises below
                 raise mismatch
             if any(one.clip for one in pushed.values()) and self._total is None:
                 return
@@ -179,9 +179,9 @@ class Shard:
         return {one: pushed[one] for one in self.spec.trainers if one in pushed}
 
     def _find_mismatch(self, pushed: Mapping[str, PushedGradients]) -> MismatchError | None:
-        """Return the error of a step for which trainers set different options, before applying any of it.
+        """Return the error of a step for which trainers have set different options, before any of it is applied.
 
-        Every server receives all options, so all refuse the step.
+        Every server receives all options, so all servers refuse the step.
         """
         with_options = {trainer: one for trainer, one in pushed.items() if one.options is not None}
         for trainer, one in list(with_options.items())[1:]:
@@ -198,7 +198,7 @@ class Shard:
     def _reduce(self, pushed: Sequence[PushedGradients]) -> None:
         """Set the parameters' gradients to the sum or mean over trainers. A missing gradient counts as zeros.
 
-        The pushed gradients stay unchanged, even if an optimizer changes its own: they are sent to the replica later.
+        The pushed gradients are left unchanged, even if an optimizer modifies its own: the replica gets them later.
         """
         if self._is_reduced:
             return
@@ -222,7 +222,7 @@ class Shard:
                 table.grad = grad / divisor if divisor > 1 else grad
 
     def norms(self) -> dict[str, Norms]:
-        """Return this server's gradient norms for the step that waits for its norm, else for the last clipped step."""
+        """Return this server's gradient norms for the step that awaits clipping, else for the last clipped step."""
         if self.is_complete():
             pushed = list(self._next_step().values())
             clip = next((one.clip for one in pushed if one.clip), None)
@@ -263,7 +263,7 @@ class Shard:
         return whole, {name: tables[name].detach().index_select(0, ids) for name, ids in rows.items()}
 
     def added(self) -> list[tuple[str, str]]:
-        """Return the groups added later: their kinds and descriptions."""
+        """Return the groups added after construction: their kinds and descriptions."""
         return self._added
 
     def options(self) -> dict[str, list[Options]]:
@@ -283,7 +283,7 @@ class Shard:
         return state
 
     def snapshot(self) -> tuple[Any, ...]:
-        """Return everything needed to make an equal shard elsewhere."""
+        """Return everything needed to create an identical shard on another server."""
         pending = {step: dict(pushed) for step, pushed in self._pending.items()}
         more = self.options(), list(self._added), dict(self._norms), dict(self.workers)
         return self.spec, self.state(), self.load_number, dict(self.clocks), set(self.left), pending, more

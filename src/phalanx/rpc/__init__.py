@@ -1,4 +1,4 @@
-"""Make remote calls and keep remote references, with the names of `torch.distributed.rpc`.
+"""Make remote procedure calls and keep remote references, with the API of `torch.distributed.rpc`.
 
 init_rpc, shutdown, is_available,
 get_worker_info, get_rpc_timeout               start.py

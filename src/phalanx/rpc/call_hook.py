@@ -4,9 +4,9 @@
     on_request(to, payload) -> note   ------->   receive_request(note, arrived, caller), around the function
     receive_reply(note, arrived)      <-------   on_reply(to, payload, note) -> note
 
-A note is any object that can be pickled; None costs nothing. `payload.tensors` and `arrived.tensors` are the same
-tensors in the same order. If a note is sent, they arrive without requiring grad, and the hook attaches those that
-`arrived.requires_grad` marks to a graph.
+A note is any object that can be pickled; None adds no bytes to the message, and the receiver's hook is not called.
+`payload.tensors` and `arrived.tensors` are the same tensors in the same order. With a note, received tensors do not
+require grad: the hook attaches the tensors that `arrived.requires_grad` marks to an autograd graph.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from phalanx.rpc.worker_info import WorkerAddress
 
 
 class CallHook(Protocol):
-    """A `CallHook` is called four times for each call: twice on the caller and twice on the callee."""
+    """A `CallHook` is called up to four times for each call: twice on the caller and twice on the callee."""
 
     def on_request(self, to: WorkerAddress, payload: Payload) -> Any:
         """Return the note for a call that is about to be sent."""
@@ -30,10 +30,10 @@ class CallHook(Protocol):
         """Return a context manager in which the function of a received call runs."""
 
     def on_reply(self, to: WorkerAddress, payload: Payload, note: Any) -> Any:
-        """Return the note for a result that is about to be sent; `note` is the request's. May run in another thread."""
+        """Return the note for a result that is about to be sent; `note` came with the call. Any thread may run this."""
 
     def receive_reply(self, note: Any, arrived: ReceivedTensors, callee: WorkerAddress) -> None:
-        """Handle a received result; `note` is the reply's."""
+        """Handle a received result; `note` came with the reply."""
 
 
 _hooks: list[CallHook] = []

@@ -1,7 +1,7 @@
 """Disable Python's garbage collector in code that is not reentrant.
 
-A collection runs the user's finalizers wherever this thread allocates. A finalizer that calls by rpc would wait for its
-own thread, which is sending or reading.
+A collection runs the user's finalizers wherever a thread allocates. A finalizer that makes an RPC would then wait for
+its own thread, which is in the middle of sending or reading.
 """
 
 from __future__ import annotations

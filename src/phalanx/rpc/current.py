@@ -23,7 +23,7 @@ def agent() -> Agent:
     """Return the agent that makes this process a worker.
 
     Raises:
-        ClosedError: it is not a worker.
+        ClosedError: this process is not a worker.
     """
     if _agent is None:
         raise ClosedError(

@@ -10,10 +10,11 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def async_execution(fn: F) -> F:
-    """Mark a function that returns a `torch.futures.Future`: the future's value is the result of the call.
+    """Mark a function that returns a `torch.futures.Future`; the caller receives the future's value.
 
-    Meanwhile the thread that ran the function serves other calls. The decorator works for functions, for static and
-    class methods (put `@staticmethod` or `@classmethod` above it), and for methods called through a reference.
+    Until the future completes, the thread that ran the function serves other calls. The decorator works for functions,
+    for static and class methods (put `@staticmethod` or `@classmethod` above the decorator), and for methods called
+    through an RRef.
     """
 
     @functools.wraps(fn)

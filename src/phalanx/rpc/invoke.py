@@ -45,11 +45,11 @@ def rpc_sync(
 ) -> Any:
     """Call `func` on the worker `to`, and return the result.
 
-    Arguments and result are pickled; tensors are copied once. Any thread may call.
+    Arguments and result are pickled; tensors are copied once. Any thread may call this.
 
     Raises:
-        Exception: `func` raised it; its cause has the traceback on the worker.
-        DeadlineError: `timeout` seconds have passed (0: never; not given: the default of `init_rpc`).
+        Exception: `func` raised it; its `__cause__` shows the traceback on the worker.
+        DeadlineError: `timeout` seconds have passed (0: never; not given: the `rpc_timeout` of `init_rpc`).
         PeerLostError: the worker is lost; `func` may or may not have run.
     """
     return _call("rpc_sync", to, func, args, kwargs, timeout).wait()
@@ -66,7 +66,8 @@ def rpc_async(
 
     Tensors among the arguments must not change until the Future completes.
 
-    This waits only while too many calls of this worker to `to` are in flight (`RpcBackendOptions`).
+    This blocks only for the first connection to `to`, and while too many calls to `to` are in flight
+    (`RpcBackendOptions`).
     """
     future: Future[Any] = _call("rpc_async", to, func, args, kwargs, timeout)
     futures = getattr(_thread, "futures", None)
@@ -95,7 +96,7 @@ def remote(
 
     def send(work: Any, read: Callable[[Any], Any] | None = None) -> tuple[RRef[Any], Answer[Any]]:
         if member.uid == agent.me.uid:
-            owned = references.make(rref_id, rref_id, member.uid)  # the call itself has a reference
+            owned = references.make(rref_id, rref_id, member.uid)  # the call itself holds a reference
             rref: RRef[Any] = RRef._make(agent, member, rref_id, None, owned)
             ids = rref_id, rref_id
             try:
@@ -149,7 +150,7 @@ def _call(
 
 
 def _ended(event: Any, future: Answer[Any]) -> Future[Any]:
-    """Return a future that completes once the profile has the event; torch's own future mistakes errors for results."""
+    """Return a future that completes once the profile has the event; torch's own future takes errors for results."""
     made: Answer[Any] = Answer()
 
     def resolve(_: object) -> None:
@@ -200,7 +201,7 @@ def find_worker(agent: Agent, to: To) -> WorkerAddress:
 
 @contextmanager
 def wait_all() -> Iterator[None]:
-    """Wait at the end of the block for all calls that this thread makes in it by `rpc_async`."""
+    """Wait at the end of the block for all `rpc_async` calls that this thread has made in the block."""
     _thread.futures = []
     try:
         yield
@@ -232,7 +233,7 @@ class RRefProxy:
         self.rpc_timeout = timeout
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        if name.startswith("__") and name not in _FORWARDED:  # pickle and copy look up others
+        if name.startswith("__") and name not in _FORWARDED:  # pickle and copy look up other special methods
             raise AttributeError(name)
         return partial(self._call, name)
 

@@ -1,10 +1,10 @@
-"""A line is a socket between a thread that calls and a thread that runs its calls, one at a time.
+"""A line is a socket from a calling thread directly to a thread of the callee, which runs one call at a time.
 
     caller's thread                      callee's thread
     send a call        -- REQUEST -->    read it, run the function
     read the answer    <-- REPLY ---     send the answer
 
-Neither end has another reader. Large tensors are sent in segments of the line's connection.
+Each end has one reader at a time. Large tensors are sent in shared-memory segments of the line's connection.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from phalanx.rpc.wire import LINE, Frame
 
 _logger = get_logger(__name__)
 _READ_BYTES = 1 << 16
-_MOST_LINES = 16  # of one caller to one callee
+_MOST_LINES = 16  # from one caller to one callee
 
 
 class LineEnd:
-    """A `LineEnd` is one end of a line. Only one thread uses it, but any thread may call `shut_down`."""
+    """A `LineEnd` is one end of a line. One thread at a time reads it, but any thread may call `shut_down`."""
 
     def __init__(self, connection: UnixConnection, sock: socket.socket) -> None:
         sock.setblocking(False)
@@ -46,7 +46,7 @@ class LineEnd:
         return self.connection.peer
 
     def send(self, kind: int, call: int, data: Any, extras: Any = b"", buffers: Sequence[Any] = ()) -> None:
-        """Send a frame. If the other end is closed, `read` reports it."""
+        """Send a frame. If the other end is closed, the frame is dropped, and `read` returns None."""
         parts = self.connection.lay_out(kind, call, data, extras, buffers)
         with contextlib.suppress(OSError):
             while parts:
@@ -63,11 +63,11 @@ class LineEnd:
         poll.poll()
 
     def wait(self, bell: int = -1, most_ms: int = -1) -> int:
-        """Return 1 if the line can be read, plus 2 if `bell` has rung; 0 if neither, after a while."""
+        """Return 1 if the line can be read, plus 2 if `bell` has rung; 0 if neither, after a timeout or a signal."""
         return self._spin.wait(self.fd, bell, most_ms)
 
     def read(self) -> list[Frame] | None:
-        """Return the received frame in a list, empty if there is none yet; None if the other end is closed."""
+        """Return a list with the received frame, empty if there is none yet; None if the other end is closed."""
         try:
             return self._frames.read(self.connection.read_buffers)
         except Exception as error:  # the frame is malformed
@@ -86,7 +86,7 @@ class LineEnd:
         self.connection.forget_line(self)
 
     def abandon(self) -> None:
-        """Close this process's descriptors in a fork."""
+        """Close the inherited descriptor in a forked child."""
         self._socket.close()
 
 
@@ -142,7 +142,7 @@ class CallerLine(LineEnd):
         poll.register(self.bell.fileno(), select.POLLIN)
         if self.bell.fileno() in dict(poll.poll()):
             self.bell.drain()
-            if self.has_failed:  # the callee never gets the rest
+            if self.has_failed:  # the rest of the call is never sent
                 self.shut_down()
 
     def close(self) -> None:
@@ -190,7 +190,7 @@ class LinePool:
                 self.opened(number, False)
 
     def opened(self, number: int, is_open: bool) -> None:
-        """Add a line to the idle lines if the callee has opened its end, else close it."""
+        """Add the line to the idle lines if the callee has opened its end; otherwise close this end."""
         ours = self._opening.pop(number, None)
         if ours is None:
             return
@@ -204,7 +204,7 @@ class LinePool:
             self.release(line)
 
     def release(self, line: CallerLine, *, is_over: bool = False) -> None:
-        """Release a line whose call was answered; close it if its other end is closed (`is_over`)."""
+        """Release a line whose call was answered; if the other end is closed (`is_over`), close the line."""
         self._transferred.discard(line)
         if is_over:
             line.close()
@@ -215,7 +215,7 @@ class LinePool:
             self.close()
 
     def transfer(self, line: CallerLine) -> bool:
-        """Transfer a line to the reader, because no thread waits for its answer; return False if it was closed."""
+        """Transfer to the reader a line for whose answer no thread waits; return False if the connection is closed."""
         if self._connection.closed:
             line.close()
             return False
@@ -223,7 +223,7 @@ class LinePool:
         return True
 
     def abandon(self) -> None:
-        """Close this process's descriptors in a fork; the connection closes open lines' descriptors."""
+        """Close the descriptors of opening lines in a forked child; the connection closes those of open lines."""
         for sock in self._opening.values():
             sock.close()
 
@@ -240,7 +240,7 @@ class LinePool:
 
 
 def open_line(connection: UnixConnection, number: int, serve: Callable[[Any, Frame], None]) -> CalleeLine | None:
-    """Open the callee's end of a line and answer the request; return None if no descriptor or thread is free."""
+    """Open the callee's end of a line and answer the request; return None if no descriptor or thread is available."""
     made = None
     sock = connection.receive_line(number)
     if sock is not None:

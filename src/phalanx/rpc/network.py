@@ -1,22 +1,22 @@
-"""Connect workers of several hosts by ZeroMQ over TCP, encrypted and authenticated with the job's key (CURVE).
+"""Connect workers on several hosts with ZeroMQ over TCP, encrypted and authenticated with the job's key (CURVE).
 
     worker 1                                     worker 2
     DEALER  -- hello, requests -->               ROUTER       each connects to the port of the other, so each detects
-            <-- hello, answers --                             the other's end at once
+            <-- hello, answers --                             the other's exit at once
     ROUTER                             <--       DEALER
-    DEALER  -- pulse -->                         ROUTER       the same, for ZeroMQ's heartbeats alone
+    DEALER  -- pulse -->                         ROUTER       the same in both directions, only for ZeroMQ's heartbeats
 
-One thread owns all sockets. Other threads queue frames for it; tensors are sent without a copy. Both sides reject
+One thread owns all sockets. Other threads queue frames for it; large tensors are sent without a copy. Both sides reject
 workers without the key. A lost worker never joins again with the same uid. A worker is lost when:
 
     its process has exited      its kernel closes the connection: at once
     its host does not answer    its kernel has acknowledged no heartbeat for `RPC_PULSE_LOST_S`
     its process is silent       for `RPC_SILENT_S`, though its kernel acknowledges: it is stopped, or busy
 
-The pulse has a connection of its own: its TCP_USER_TIMEOUT would also end a connection whose receiver is too busy to
-read a large tensor.
+The pulse has a connection of its own, because its TCP_USER_TIMEOUT would also end a connection whose receiver is too
+busy to read a large tensor.
 
-A worker opens a `DealerConnection` to the port of another one:
+A worker opens a `DealerConnection` to the port of another worker:
 
     state        the connection                                              next
     CONNECTING   has sent its hello                                          ACCEPTED, RETRYING, BROKEN
@@ -54,10 +54,10 @@ from phalanx.rpc.wire import BUFFER, HEAD, Frame
 from phalanx.rpc.worker_info import WorkerAddress
 
 _LINGER_S = 1.0
-_PIECE_BYTES = 1 << 16  # parts travel in pieces of this size
+_PIECE_BYTES = 1 << 16  # the parts of a frame are sent in pieces of at most this size
 _OPEN_FILES = 4096  # the limit of open files to request, if the system allows it: strangers may flood the port
 _MAX_UNAUTHENTICATED = 256  # connections that have not sent a message yet
-_COPY_BYTES = 1 << 14  # below this a copy is cheaper than tracking who uses the memory
+_COPY_BYTES = 1 << 14  # below this size a copy is cheaper than ZeroMQ's tracking of the memory
 _logger = get_logger(__name__)
 
 Arrive = Callable[[Any, Frame], None]
@@ -90,8 +90,8 @@ class NetworkConnection:
 class Network:
     """`Network` owns the sockets of one worker, at `address`.
 
-    It calls `arrive(connection, frame)` for a frame, `lost(member, why)` for a lost worker, and `welcome(member)` for a
-    new one.
+    It calls `arrive(connection, frame)` for each frame, `lost(member, why)` for each lost worker, and `welcome(member)`
+    for each new worker.
     """
 
     def __init__(self, address: str, key: Key, me: WorkerAddress, arrive: Arrive, lost: Lost, welcome: Welcome) -> None:
@@ -134,7 +134,7 @@ class Network:
     def _socket(self, kind: int) -> zmq.Socket[bytes]:
         made = self._context.socket(kind)
         made.linger = int(_LINGER_S * 1000)
-        made.sndhwm = made.rcvhwm = 0  # calls in flight are bounded, and so are the frames
+        made.sndhwm = made.rcvhwm = 0  # unlimited, because the limit of calls in flight also limits the frames
         made.ipv6 = True
         made.handshake_ivl = int(CONNECT_S * 1000)  # for a socket that connects
         made.heartbeat_ivl = made.heartbeat_timeout = int(RPC_SILENT_S * 500)
@@ -147,7 +147,7 @@ class Network:
         return connection
 
     def post(self, connection: NetworkConnection | None, parts: Any) -> None:
-        """Queue `parts` for the network's thread; None opens the connection."""
+        """Queue `parts` for the network's thread; `parts` of None open the connection."""
         self._posted.append((connection, parts))
         if self._sleeps:
             self._wakeup.ring()
@@ -160,7 +160,7 @@ class Network:
         poller.register(self._router, zmq.POLLIN)
         poller.register(self._admission.socket, zmq.POLLIN)
         poller.register(self._guard.socket, zmq.POLLIN)
-        dying: dict[OutgoingConnections, float] = {}  # by connections whose pulse has broken: when to drop them
+        dying: dict[OutgoingConnections, float] = {}  # by connections whose pulse has broken: when to drop each
         while not self._closed:
             self._send_posted(poller)
             self._sleeps = True
@@ -225,7 +225,7 @@ class Network:
                     self._router.send_multipart([connection.identity, *pieces], zmq.NOBLOCK, copy=not many)
                 elif (found := self._outgoing.get(connection.peer.uid)) is not None:
                     found[1].send(pieces, copy=not many)
-            except zmq.ZMQError as error:  # the worker is lost: our connection to it detects that
+            except zmq.ZMQError as error:  # the worker is lost, which our connection to the worker detects
                 _logger.debug("rpc: %s: %s", connection.peer, error)
 
     def _open(self, connection: NetworkConnection, poller: zmq.Poller) -> None:
@@ -273,7 +273,7 @@ class Network:
         return [part.bytes for part in parts]
 
     def _answer(self, identity: bytes, greeting: bytes) -> None:
-        """Answer a worker's first message: from now on its connection is not closed to make room for others."""
+        """Answer a connection's first message: from now on the connection is not closed to make room for others."""
         with contextlib.suppress(zmq.ZMQError):  # the worker has ended
             self._router.send_multipart([identity, greeting], zmq.NOBLOCK)
 
@@ -304,7 +304,7 @@ class Network:
         one.close()
 
     def close(self) -> None:
-        """Send the queue, and close."""
+        """Send the queued frames, and close the sockets."""
         self._closed = True
         self._wakeup.ring()
         self._thread.join()
@@ -312,10 +312,10 @@ class Network:
 
 
 def _parse(pieces: Sequence[bytes]) -> Frame:
-    """Join the pieces of each part of a frame.
+    """Return the frame whose parts were sent in these pieces.
 
     Raises:
-        PhalanxError: the parts are not those of the frame that its head announces.
+        PhalanxError: the pieces do not have the sizes that the frame's head announces.
     """
     _, call, num_data, num_extras, num_buffers, kind = HEAD.unpack_from(pieces[0])
     if num_buffers == 0 and len(pieces) == 3 and (len(pieces[1]), len(pieces[2])) == (num_data, num_extras):
@@ -375,7 +375,7 @@ class DealerConnection:
 
     def __init__(self, make_socket: MakeSocket, key: Key, address: str, hello: list[bytes], now: float) -> None:
         self.state = DealerState.CONNECTING
-        self.retry_at = 0.0  # when to reconnect, while it is RETRYING
+        self.retry_at = 0.0  # when to reconnect, in the state RETRYING
         self._why_broken = ""
         self._make_socket = make_socket
         self._key = key
@@ -408,7 +408,7 @@ class DealerConnection:
         made.connect_timeout = int(CONNECT_S * 1000)
 
     def accept(self) -> bool:
-        """Record that the port has answered the hello; return False if the connection was closed since."""
+        """Record that the port has answered the hello; return False if the connection was closed meanwhile."""
         if self.state is not DealerState.CONNECTING:
             return False
         self._become(DealerState.ACCEPTED)
@@ -429,10 +429,10 @@ class DealerConnection:
             self._become(DealerState.BROKEN if self._why_broken else DealerState.RETRYING)
 
     def _read_answer(self) -> None:
-        """Read the answer to the hello, if nothing else reads it."""
+        """Read the answer to the first message, if nothing else reads it."""
 
     def _why_lost(self, event: int, now: float) -> str:
-        """Return why the worker is lost after this event; empty if the connection is to be opened again."""
+        """Return why the worker is lost after this event; empty if the connection should be retried."""
         if self.state is DealerState.ACCEPTED:
             return BROKE
         if event == zmq.EVENT_CLOSED:
@@ -448,7 +448,7 @@ class DealerConnection:
 
 
 class PulseConnection(DealerConnection):
-    """A `PulseConnection` carries only heartbeats. It breaks when the other host acknowledges none for some time."""
+    """A `PulseConnection` carries only heartbeats. It breaks if none is acknowledged within `RPC_PULSE_LOST_S`."""
 
     def _set_options(self, made: zmq.Socket[bytes]) -> None:
         super()._set_options(made)
@@ -486,7 +486,7 @@ class OutgoingConnections:
             self._waiting.append((pieces, copy))
 
     def accept(self) -> None:
-        """Record that the other worker has answered the hello, and send the frames that waited for the answer."""
+        """Record that the other worker has answered the hello, and send the frames that were waiting for this."""
         if not self.frames.accept():
             return
         waiting, self._waiting = self._waiting, []
@@ -502,7 +502,7 @@ class OutgoingConnections:
 
     @property
     def is_retrying(self) -> bool:
-        """Return whether a connection is to be reconnected soon."""
+        """Return whether one of the connections waits for a retry."""
         return bool(self._retrying())
 
     def close(self) -> None:

@@ -19,7 +19,7 @@ MOST_BYTES = 4 << 30
 
 
 def seconds_of(timeout: float, default_s: float) -> float:
-    """Return the timeout of a call in seconds; 0 is no timeout, also if the clock cannot represent `timeout`.
+    """Return the timeout of a call in seconds; 0 is no timeout, as for a `timeout` too large for the clock.
 
     A negative `timeout` selects `default_s`.
 
@@ -49,11 +49,11 @@ class RpcBackendOptions:
     """`RpcBackendOptions` are the options of a worker.
 
     Arguments:
-        num_worker_threads: the most calls of other workers that run at the same time.
-        rpc_timeout: seconds after which a call without a timeout of its own fails; 0 is never.
-        init_method: where the workers join, as for `init_process_group`.
+        num_worker_threads: the maximum number of incoming calls that run at the same time.
+        rpc_timeout: seconds after which a call without a timeout of its own fails; 0 for never.
+        init_method: where the workers find each other, as for `init_process_group`.
         device_maps, devices: checked, but not used: tensors on GPUs are copied through the pickle.
-        max_calls_in_flight, max_bytes_in_flight: limits for the calls from one worker to another; further calls wait.
+        max_calls_in_flight, max_bytes_in_flight: limits for the calls to any one worker; further calls wait.
     """
 
     def __init__(

@@ -1,10 +1,10 @@
-"""Also profile the functions that calls run on other workers: each answer carries the events of its call.
+"""Profile remote functions as well: each answer carries the profiler events of its call.
 
     caller    |- rpc_sync#f(a -> b) -----------------------|       events of its own
     callee         |- f: aten::mul |- rpc_sync#g(b -> c) -|        rpc_sync#f(a -> b)#remote_op: aten::mul, ...
 
-It extends `torch.autograd.profiler_legacy.profile`, because Python can create its events, but not those of
-`torch.profiler`.
+`profile` extends `torch.autograd.profiler_legacy.profile`, because Python code can create the events of the legacy
+profiler, but not those of `torch.profiler`.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ _end: Any = find("torch.autograd._disable_profiler_legacy", loses=_LOSES)
 _Future: Any = find("torch._C.Future", loses=_LOSES)
 
 _REMOTE = "#remote_op: "  # PyTorch's prefix for remote events
-_THREADS = 1 << 20  # more than a process has: threads of different workers get different numbers
+_THREADS = 1 << 20  # more threads than a process has: threads of different workers get different numbers
 _thread = threading.local()
 _FIELDS = ("id", "name", "thread", "fwd_thread", "input_shapes", "stack", "scope", "cpu_memory_usage", "sequence_nr")
 _PLAIN: dict[str, Any] = {**dict.fromkeys(_FIELDS, 0), "input_shapes": [], "stack": [], "sequence_nr": -1}
 
 
 class profile(legacy.profile):
-    """`profile` is `torch.autograd.profiler_legacy.profile` with the events of functions that its calls run.
+    """`profile` is `torch.autograd.profiler_legacy.profile` plus the events of remote functions.
 
-    A function's events are placed in the middle of its call, because workers do not share a clock. Events of a call
-    that is not answered by the end of the profile are missing.
+    A remote function's events are centered in its call, because workers do not share a clock. The remote events of a
+    call that is not answered by the end of the profile are missing.
     """
 
     def __init__(self, enabled: bool = True, **options: Any) -> None:
@@ -84,7 +84,7 @@ class profile(legacy.profile):
                 return answer
             begin_us = sent_us + max(0.0, self._now_us() - sent_us - answer.duration_us) / 2
             self._gathered += [_move(event, name, begin_us) for event in answer.events]
-            if self._has_ended:  # an async function answered after the end: the call's own event is missing
+            if self._has_ended:  # answered after the end (an async function): the call's own event is missing
                 self._gathered.append(RemoteEvent(_node_id(), sent_us, self._now_us(), True, {**_PLAIN, "name": name}))
             return answer.result
 
@@ -112,14 +112,14 @@ def _node_id() -> int:
 
 
 def current_profile() -> profile | None:
-    """Return this thread's profile, which gathers the events of calls; None if there is none."""
+    """Return this thread's active profile, which collects the events of calls; None if there is none."""
     found: profile | None = getattr(_thread, "profile", None)
     return found
 
 
 def run_profiled(options: Mapping[str, Any], function: Any, args: Any, kwargs: Any) -> Any:
     """Call the function on the callee, and return its result with the events of the call."""
-    if _profiler_enabled():  # the user profiles here
+    if _profiler_enabled():  # the user is already profiling on this worker
         return function(*args, **kwargs)
     with profile(**options) as recorded:
         result = function(*args, **kwargs)
@@ -132,7 +132,7 @@ run_profiled._calls_function = True  # type: ignore[attr-defined]
 
 
 def _move(event: RemoteEvent, name: str, begin_us: float) -> RemoteEvent:
-    """Return an event of a callee, moved into the caller's call `name`, which began at `begin_us`."""
+    """Return an event of a callee, shifted to the caller's clock; the call `name` began there at `begin_us`."""
     fields = {**event.fields, "name": name + _REMOTE + event.fields["name"]}
     return RemoteEvent(event.node_id, event.start_us + begin_us, event.end_us + begin_us, event.is_async, fields)
 

@@ -1,4 +1,4 @@
-"""`References` are a worker's references to its own objects and to others'.
+"""`References` count the references to a worker's objects, and keep the references that are being sent.
 
     owner                                        user                          third worker
     OwnedObject: its object and forks  <------   a fork: one RRef object
@@ -8,8 +8,8 @@
                                                  may drop its own       <------   "I have mine"
     the last fork is dropped: so is the object
 
-A fork is the RRef object of one worker. An object lives as long as it has forks, or its owner itself has an RRef to it.
-No lock is acquired while the user's code may run. The forks of a lost worker are dropped.
+A fork is an RRef object on one worker. An object lives as long as it has forks, or its owner itself has an RRef to it.
+No lock is owned while the user's code may run. The forks of a lost worker are dropped.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ from typing import Any
 
 from torch.futures import Future
 
-RRefId = tuple[int, int]  # the uid of the worker that made it, and its number there
+RRefId = tuple[int, int]  # the uid of the worker that created the id, and a serial number on that worker
 
 
 class OwnedObject:
-    """An `OwnedObject` is an object of this worker with references to it. `future` has the object, or its error."""
+    """An `OwnedObject` is an object of this worker and its forks. `future` resolves to the object, or to its error."""
 
     __slots__ = ("forks", "future", "id", "is_made")
 
     def __init__(self, rref_id: RRefId) -> None:
         self.id = rref_id
         self.future: Future[Any] = Future()
-        self.forks: dict[RRefId, int] = {}  # by fork: the worker that has it
-        self.is_made = False  # if not, the object is expected: a reference arrived before the call that makes it
+        self.forks: dict[RRefId, int] = {}  # by fork: the uid of the worker that has the fork
+        self.is_made = False  # False while the object is expected: a reference came before the call that makes it
 
 
 class References:
-    """`References` are the tables of one worker."""
+    """`References` are one worker's tables of owned objects and of references being sent."""
 
     def __init__(self, uid: int) -> None:
         self._uid = uid
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._owned: dict[RRefId, OwnedObject] = {}
-        # by the fork that was sent: the reference to keep until it arrives, and the worker that receives it
+        # by the fork that was sent: the reference to keep until the fork arrives, and the uid of the receiver
         self._kept_forks: dict[RRefId, tuple[Any, int]] = {}
-        self.dropped: deque[tuple[int, RRefId, RRefId]] = deque()  # (owner, object, fork), by finalizers
+        self.dropped: deque[tuple[int, RRefId, RRefId]] = deque()  # (owner, object, fork), appended by finalizers
         self._lost: set[int] = set()
 
     def new_id(self) -> RRefId:
@@ -54,7 +54,7 @@ class References:
         return self._uid, next(self._numbers)
 
     def make(self, rref_id: RRefId, fork: RRefId | None = None, holder: int = 0) -> OwnedObject:
-        """Create the object with this id; `fork` is a reference of the worker `holder`."""
+        """Create the object with this id, unless it is expected already; `fork` is a reference of worker `holder`."""
         with self._lock:
             owned = self._owned.get(rref_id) or OwnedObject(rref_id)
             owned.is_made = True
@@ -64,9 +64,9 @@ class References:
             return owned
 
     def find_or_expect(self, rref_id: RRefId) -> OwnedObject | None:
-        """Return the object with this id; expect it if the call that makes it has not been received yet.
+        """Return the object with this id; expect the object if the call that makes it may not have arrived yet.
 
-        The worker that made the call may have sent the reference on another connection.
+        The worker that made the call may have sent the reference on another connection. None: the object is gone.
         """
         with self._lock:
             owned = self._owned.get(rref_id)
@@ -82,9 +82,9 @@ class References:
                 self._owned[owned.id] = owned
 
     def announce_fork(self, rref_id: RRefId, fork: RRefId, holder: int) -> bool:
-        """Add a reference that `holder` received from another worker; return whether the object is made or expected.
+        """Add a reference that `holder` received from another worker; return False if the object is gone.
 
-        The worker that made the reference may have sent it before this worker received the call that makes the object.
+        The reference may have been sent before this worker received the call that makes the object.
         """
         with self._lock:
             owned = self._owned.get(rref_id)
@@ -97,7 +97,7 @@ class References:
             return True
 
     def drop_fork(self, rref_id: RRefId, fork: RRefId) -> OwnedObject | None:
-        """Drop a reference; return the object if that was the last one, to be released outside all locks."""
+        """Drop a reference; if it was the last one, return the object, to be released outside all locks."""
         with self._lock:
             owned = self._owned.get(rref_id)
             if owned is None:
@@ -139,7 +139,7 @@ class References:
         return freed, orphans
 
     def count(self) -> dict[str, int]:
-        """Return the numbers of objects, of forks, and of references kept for forks in flight."""
+        """Return the number of objects, of forks, and of references kept for forks in flight."""
         with self._lock:
             return {
                 "num_owner_rrefs": len(self._owned),

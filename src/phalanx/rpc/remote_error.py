@@ -1,4 +1,4 @@
-"""Pack an exception on the worker that raised it, and raise it again in the caller."""
+"""Serialize an exception on the worker that raised it, and rebuild it on the caller's worker."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class MissingFunctionError(PhalanxError, AttributeError):
 
 
 class RemoteTraceback(Exception):
-    """A `RemoteTraceback` is the traceback on another worker, the cause of the exception raised here."""
+    """A `RemoteTraceback` is the traceback on another worker; it is the `__cause__` of the exception raised here."""
 
     def __str__(self) -> str:
         return f"\n{self.args[0]}"
@@ -40,7 +40,7 @@ def _rebuild_error(message: str, kind: str) -> RemoteError:
 
 
 def pack(error: BaseException, where: str) -> bytes:
-    """Return `error`, raised at the worker `where`, as bytes.
+    """Return `error`, raised on the worker `where`, as bytes.
 
     Never raises, even if printing, formatting or pickling the error raises: the caller waits for an answer.
     """
@@ -55,19 +55,19 @@ def pack(error: BaseException, where: str) -> bytes:
 def _format(error: BaseException, kind: str, message: str) -> str:
     try:
         return "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    except BaseException:  # an attribute of the error, or of one of its causes, raises
+    except BaseException:  # an attribute of the error, or of one of its causes, has raised
         return f"{kind}: {message}\n"
 
 
 def _dumps(obj: Any) -> bytes | None:
     try:
         return pickle.dumps(obj, 5)
-    except BaseException:  # it contains a lock or a local class, or a hook of the user raises
+    except BaseException:  # it contains a lock or a local class, or a pickle hook of the user has raised
         return None
 
 
 def unpack(data: bytes) -> Exception:
-    """Return the exception to raise here: of its own type if that can be rebuilt, with the other worker's traceback."""
+    """Return the exception to raise here: of its original type if possible, with the other worker's traceback."""
     whole, bare, kind, message, text = pickle.loads(data)
     error = _rebuild(whole, bare)
     if error is None:
@@ -80,7 +80,7 @@ def unpack(data: bytes) -> Exception:
     return error
 
 
-# The attribute of all exceptions, even if the user's class overrides it.
+# `BaseException.__cause__` itself: the user's class may override the attribute.
 _get_cause: Callable[[BaseException], BaseException | None] = BaseException.__dict__["__cause__"].__get__
 _set_cause: Callable[[BaseException, BaseException], None] = BaseException.__dict__["__cause__"].__set__
 
@@ -116,10 +116,10 @@ def _rebuild(whole: bytes | None, bare: bytes | None) -> Exception | None:
 
 
 def set_error(future: Future[Any], make: Callable[[], BaseException]) -> None:
-    """Set the error of `future`: the future raises the exception that `make` returns, a new exception each time.
+    """Set the error of `future`: each wait raises a new exception, which `make` returns.
 
-    An exception in a Future would never be freed once it was raised: it refers to the frames that it passed through,
-    one of them refers to the Future, and Python's garbage collector does not see the references of a Future.
+    An exception stored in a Future would never be freed once it was raised: it refers to the frames that it passed
+    through, one of these refers to the Future, and Python's garbage collector does not see a Future's references.
     """
 
     def fail(_: object) -> None:
@@ -130,7 +130,7 @@ def set_error(future: Future[Any], make: Callable[[], BaseException]) -> None:
 
 
 def error_of(done: Any) -> BaseException:
-    """Return a new copy of the error that a failed future raises."""
+    """Return the error that a failed future raises, as a new exception."""
     try:
         done.value()
     except BaseException as error:

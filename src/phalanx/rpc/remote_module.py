@@ -19,20 +19,21 @@ T = TypeVar("T", bound=nn.Module)
 class RemoteModule(nn.Module):
     """`RemoteModule` creates and keeps `module_cls(*args, **kwargs)` on another worker; `forward` runs there.
 
-    In a `phalanx.rpc.autograd.context`, backward runs through it. It may be part of a local module, also under DDP: a
-    local optimizer then updates the local parameters, and
-    `phalanx.optim.DistributedOptimizer(..., remote_parameters())` the remote ones. Calls may send it to other workers.
+    In a `phalanx.rpc.autograd.context`, the backward pass includes the remote module. A `RemoteModule` can be sent to
+    other workers. It can be a submodule of a local module, also under DDP: a local optimizer then updates the local
+    parameters, and `phalanx.optim.DistributedOptimizer(..., remote_parameters())` the remote ones.
 
     Arguments:
-        remote_device: "worker", "worker/cuda:0", "rank:1" or "rank:1/cpu"; without a device it is the CPU.
-        module_cls: a function or class that makes the module.
+        remote_device: "worker", "worker/cuda:0", "rank:1" or "rank:1/cpu", without a device on the CPU; or "cuda:0",
+            a device of this worker.
+        module_cls: a class, or a function that returns the module.
 
-    Cost: a call for each forward, with copies of its arguments and results. For a module on a GPU, argument tensors
+    Cost: one RPC per forward, with copies of its arguments and results. For a module on a GPU, argument tensors
     are also copied to the GPU, and result tensors to the host.
 
     Raises:
         ValueError: `remote_device` is invalid.
-        Exception: at the first use, if the module's constructor raised it.
+        Exception: the module's constructor raised it; the first use of the module raises it here.
     """
 
     module_rref: RRef[nn.Module]

@@ -1,6 +1,6 @@
-"""An `RRef` is a reference to an object on one worker; any worker can have one.
+"""An `RRef` is a reference to an object on one worker; any worker can have references to it.
 
-`references` draws the messages that create, send and drop a reference.
+The module `references` shows the messages that create, send and drop a reference.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ T = TypeVar("T")
 class RRef(Generic[T]):
     """`RRef` is a reference to `value`, which stays on this worker and lives as long as any worker refers to it.
 
-    References to objects of other workers are made by `remote`, or arrive in calls.
+    References to objects of other workers are returned by `remote`, or received in calls and their results.
     """
 
     _agent: Agent
@@ -165,9 +165,9 @@ class RRef(Generic[T]):
             _run_backward(self, dist_autograd_ctx_id, retain_graph)
 
     def _get_type(self, timeout: float = UNSET_RPC_TIMEOUT, blocking: bool = True) -> Any:
-        """Return the class of the object; as a Future unless `blocking`. A failed request is repeated."""
+        """Return the class of the object, as a Future unless `blocking`. If a request has failed, send another."""
         self._check_open()
-        # The first request may have timed out while the object was made.
+        # An earlier request may have timed out while the object was being made.
         if self._type is None or (self._type.done() and not _succeeded(self._type)):
             if self._owned is not None:
                 self._type = Future()
@@ -181,7 +181,7 @@ class RRef(Generic[T]):
         return self._type.wait() if blocking else self._type
 
     def _get_future(self) -> Future[Any]:
-        """Return a future that is done when the owner has registered this reference."""
+        """Return a future that completes when the owner has registered this reference; on the owner, the object's."""
         if self._owned is not None:
             return self._owned.future
         if self._confirmed is None:
@@ -242,7 +242,7 @@ def _type_of(rref: RRef[Any]) -> type:
 
 
 def _run_backward(rref: RRef[Any], context_id: int, retain_graph: bool) -> None:
-    from phalanx.rpc import autograd  # a cycle: autograd imports agents, and they import references
+    from phalanx.rpc import autograd  # only this function needs autograd
 
     value = rref.local_value()
     if not isinstance(value, torch.Tensor):
@@ -290,7 +290,7 @@ def _reduce_rref(rref: RRef[Any], payload: Payload) -> Any:
     fork: RRefId | None = None
     payload.kept.append(rref)
     goes_home = rref._owner.uid == to.uid
-    if not goes_home or to.uid == me or payload.is_answer:  # otherwise it is kept until the answer, which is enough
+    if not goes_home or to.uid == me or payload.is_answer:  # otherwise `payload.kept` suffices until the answer
         fork = agent.references.new_id()
         if rref._owned is not None:
             agent.references.add_fork(rref._owned, fork, to.uid)
@@ -322,7 +322,7 @@ def serve_references(agent: Agent) -> None:
                 raise PhalanxError(
                     f"RRef: {agent.me} owns no object {rref_id} (any more): the worker that sent the reference is lost."
                 )
-            # this worker sent the reference to itself: it was counted only in flight
+            # this worker sent the reference to itself: the fork was counted only while in flight
             if fork is not None and parent == owner_uid:
                 agent.references.drop_fork(rref_id, fork)
             elif fork is not None:

@@ -1,18 +1,18 @@
-"""A segment is a memfd through which one process of a host sends large tensors to another.
+"""A segment is a memfd through which one process sends large tensors to another on the same host.
 
     sender                                      receiver
     lend a segment, copy the tensor into it
     its descriptor, the first time   ------->   map it
     a frame with the segment's number  ------>  the tensor is in it: no copy
-                                                the tensor dies
+                                                the tensor is freed
     free again, for the next tensor  <-------   RELEASE
 
-A segment belongs to the process that made it, and is lent to one receiver at a time. The process keeps
-`MOST_FREE_BYTES` of free segments; further ones are freed as soon as all receivers have unmapped them (FORGET). A
-segment that is lent to a lost receiver is not used again.
+A segment belongs to the process that created it, and is lent to one receiver at a time. The process keeps up to
+`MOST_FREE_BYTES` of free segments; beyond that it drops segments, and their receivers unmap them (FORGET). A segment
+that is lent to a lost receiver is not used again.
 
-Before a receiver forks, it copies its received tensors to memory of its own: otherwise the child would see the next
-tensor in the segment, and parent and child each other's writes. That returns the segments to the sender (MISSED).
+Before a receiver forks, it copies its received tensors to private memory: otherwise the child would see the next tensor
+in the segment, and parent and child each other's writes. The copy returns the segments to the sender (MISSED).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _STEPS = 3  # a segment is at most 1/8 larger than its tensor
 
 
 def capacity(nbytes: int) -> int:
-    """Return the size of a segment for `nbytes`: one of few sizes, so that segments can be reused."""
+    """Return the size of a segment for `nbytes`: rounded up to one of a few sizes, so that segments can be reused."""
     step = max(_PAGES, 1 << max(0, nbytes.bit_length() - 1 - _STEPS))
     return -(-nbytes // step) * step
 
@@ -54,7 +54,7 @@ class Segment:
         self.known_to: set[int] = set()  # the connections that have sent its descriptor
 
     def close(self) -> None:
-        """Close the descriptor; a process that still maps the segment may use it."""
+        """Close the descriptor; processes that still map the segment may keep using it."""
         os.close(self.fd)
         self.fd = -1
 
@@ -71,7 +71,7 @@ class SegmentPool:
         self._forget: dict[int, Callable[[list[int]], None]] = {}
 
     def join(self, connection: int, forget: Callable[[list[int]], None]) -> None:
-        """Add the process behind `connection`; until it is lost, `forget` notifies it of segments to unmap."""
+        """Add the process behind `connection`; until that process is lost, `forget` sends it the segments to unmap."""
         with self._lock:
             self._forget[connection] = forget
 
@@ -79,7 +79,7 @@ class SegmentPool:
         """Lend the process behind `connection` a segment of at least `nbytes`.
 
         Raises:
-            PhalanxError: no memory can be shared.
+            PhalanxError: no shared memory could be created.
         """
         size = capacity(nbytes)
         with self._lock:
@@ -94,9 +94,9 @@ class SegmentPool:
             return segment
 
     def reclaim(self, number: int, *, arrived: bool = True) -> None:
-        """Reclaim a segment that is free again; if too many are free, close some and notify their receivers.
+        """Reclaim a segment that is free again; if too many bytes are free, close some segments and notify receivers.
 
-        Without `arrived`, the receiver has no descriptor of it: the next use sends the descriptor again.
+        Without `arrived`, the receiver has no descriptor of the segment: the next use sends the descriptor again.
         """
         dropped: list[Segment] = []
         with self._lock:
@@ -118,7 +118,7 @@ class SegmentPool:
         self._notify_receivers(dropped)
 
     def _notify_receivers(self, dropped: Iterable[Segment]) -> None:
-        """Notify all receivers of these segments to unmap them: their memory would stay in use otherwise."""
+        """Notify all receivers of these segments to unmap them; otherwise the memory would stay in use."""
         numbers: dict[int, list[int]] = {}
         for segment in dropped:
             for connection in segment.known_to:
@@ -154,7 +154,7 @@ class SegmentPool:
 class SegmentMaps:
     """A `SegmentMaps` maps the segments of the process at the other end of a connection.
 
-    `released(number)` is called when the tensor in a segment has died, in any thread: it must neither wait nor lock.
+    `released(number)` is called when the tensor in a segment is freed, in any thread: it must neither wait nor lock.
     """
 
     def __init__(self, released: Callable[[int], None]) -> None:
@@ -166,7 +166,7 @@ class SegmentMaps:
         return number in self._maps
 
     def add(self, number: int, fd: int) -> None:
-        """Map a segment, and close the descriptor."""
+        """Map the segment, and close the descriptor."""
         try:
             self._maps[number] = mmap.mmap(fd, os.fstat(fd).st_size)
         finally:
@@ -185,7 +185,7 @@ class SegmentMaps:
         return array
 
     def make_private(self) -> list[int]:
-        """Replace the segments of all living tensors by private memory, and return the segments' numbers.
+        """Replace the segments of all living tensors with private memory, and return the segments' numbers.
 
         Cost: a copy of the living tensors.
 
@@ -197,7 +197,7 @@ class SegmentMaps:
             array = reference()
             if array is not None:
                 _make_private(array.ctypes.data, len(self._maps[number]))
-                self._alive.pop(number, None)  # its death must not release the segment again
+                self._alive.pop(number, None)  # when the tensor is freed, the segment must not be released again
                 self._maps.pop(number, None)
                 freed.append(number)
         return freed
@@ -207,7 +207,7 @@ class SegmentMaps:
         self._maps.pop(number, None)
 
     def forget_all(self) -> None:
-        """Unmap all segments; living tensors keep theirs mapped."""
+        """Unmap all segments except those of living tensors."""
         self._maps.clear()
 
 
@@ -215,7 +215,7 @@ _FIXED_AND_MAY_MOVE = 3  # of mremap(2)
 
 
 def _make_private(address: int, nbytes: int) -> None:
-    """Replace these pages by a private copy; threads that read them see one atomic step."""
+    """Replace these pages with a private copy; for threads that read them, the replacement is atomic."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = libc.mremap.restype = ctypes.c_void_p
     pages, wrong = ctypes.c_size_t(nbytes), ctypes.c_void_p(-1).value

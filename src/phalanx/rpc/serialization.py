@@ -1,9 +1,9 @@
-"""Pickle objects by protocol 5, with the memory of their tensors out of band.
+"""Pickle objects with protocol 5, with the memory of their tensors out of band.
 
-A dense tensor on the CPU is not copied into the pickle: its memory is a buffer that the transport sends without a copy.
-A sparse tensor is pickled as two dense tensors. All other tensors (compressed, quantized, on a GPU, subclasses) are
-pickled as PyTorch pickles them; the parts of some are again dense tensors on the CPU. Other files `register` the types
-that they pickle themselves (references).
+A dense tensor on the CPU is not copied into the pickle: the transport sends its memory as a separate buffer. A sparse
+COO tensor is pickled as two dense tensors. All other tensors (compressed, quantized, on a GPU, subclasses) are pickled
+as PyTorch pickles them; the parts of some are again dense tensors on the CPU. Other modules `register` reducers for
+their own types (`RRef`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _DTYPES = (
     torch.int8, torch.uint8, torch.bool, torch.complex64, torch.complex128,
 )  # fmt: skip
 _CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
-# Other dtypes are sent by name, as integers of their size: PyTorch can copy few of them, and pickle none.
+# Other dtypes are sent by name, as integers of the same size: PyTorch can copy few of them, and pickle none.
 _BY_NAME = {
     name: dtype
     for name, dtype in vars(torch).items()
@@ -38,7 +38,7 @@ _BY_NAME = {
 _NAMES = {dtype: name for name, dtype in _BY_NAME.items()}
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _AS_IT_IS = frozenset(_CODES[one] for one in (torch.float32, torch.float64, torch.int64, torch.int32))
-# types that are pickled without a reducer of ours
+# types that need no reducer of ours
 _PLAIN = frozenset((int, float, complex, str, bytes, bool, type(None)))
 _MOST_GAPS = 4  # a tensor with gaps may span at most this many times the memory of its elements
 _CPU = torch.device("cpu")
@@ -48,9 +48,9 @@ _MOST_NAMES, _MOST_NAME_BYTES = 4096, 4096
 
 
 class Payload:
-    """A `Payload` is an object to send: the pickle, the memory beside it, and the tensors with that memory.
+    """A `Payload` is an object to send: the pickle, the out-of-band memory, and the tensors that own that memory.
 
-    `to` is the worker that receives it, and `forks` are the references in it.
+    `to` is the receiving worker, and `forks` are the references in the object.
     """
 
     __slots__ = ("buffers", "data", "forks", "is_answer", "kept", "sparse", "tensors", "to", "undo")
@@ -63,8 +63,8 @@ class Payload:
         self.tensors: list[Tensor] = []
         self.sparse: list[Tensor] = []
         self.forks: list[Any] = []
-        self.kept: list[Any] = []  # must live until the answer
-        self.undo: list[Callable[[], Any]] = []  # calls to make if the payload is not sent after all
+        self.kept: list[Any] = []  # must stay alive until the answer arrives
+        self.undo: list[Callable[[], Any]] = []  # to call if the payload is not sent after all
 
     @property
     def nbytes(self) -> int:
@@ -78,7 +78,7 @@ class Payload:
 
 
 class _Current(threading.local):
-    """`_Current` has the payload that this thread pickles, or the tensors that it unpickles."""
+    """`_Current` is the payload that this thread is pickling, or the tensors that it is unpickling."""
 
     payload: Payload | None = None
     arrived: ReceivedTensors | None = None
@@ -87,8 +87,8 @@ class _Current(threading.local):
 class ReceivedTensors:
     """`ReceivedTensors` are the tensors in a received object, in the order of `Payload.tensors`.
 
-    `requires_grad` marks the tensors that required grad on the sender. Here they are leaves that require grad; with
-    `without_grad` they do not, and the caller attaches them to a graph.
+    `requires_grad` marks the tensors that required grad on the sender. The received tensors are leaves that require
+    grad; with `without_grad` they do not require grad, and the caller attaches them to a graph.
     """
 
     __slots__ = ("forks", "requires_grad", "sparse", "sparse_requires_grad", "tensors", "without_grad")
@@ -109,7 +109,7 @@ class ReceivedTensors:
 
 
 class _Names:
-    """`_Names` caches functions of modules and their pickled names, each prefixed with its length."""
+    """`_Names` caches module-level functions and their pickled names; each name is prefixed with its length."""
 
     def __init__(self) -> None:
         self._names: dict[FunctionType, bytes] = {}
@@ -142,7 +142,7 @@ class _Names:
 
 
 def _is_importable(function: FunctionType) -> bool:
-    """Return whether the function's module has the function under its name."""
+    """Return whether the function is a global of its module, under its own name."""
     module = sys.modules.get(function.__module__)
     return module is not None and module.__dict__.get(function.__qualname__) is function
 
@@ -157,7 +157,7 @@ def register(kind: type, reduce: Callable[[Any, Payload], Any]) -> None:
 
     def reducer(obj: Any) -> Any:
         payload = _current.payload
-        if payload is None:  # an ordinary pickle, not one of rpc
+        if payload is None:  # an ordinary pickle, not one for an RPC
             raise pickle.PicklingError(f"{kind.__name__} can only be sent by rpc")
         return reduce(obj, payload)
 
@@ -218,7 +218,7 @@ class UserCodeError(Exception):
 
 
 class _Cautious(pickle.Unpickler):
-    """A `_Cautious` unpickler uses only classes and functions of known libraries that are imported already."""
+    """A `_Cautious` unpickler uses only classes and functions of known libraries that are already imported."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module.partition(".")[0] in _KNOWN and module in sys.modules:
@@ -227,11 +227,11 @@ class _Cautious(pickle.Unpickler):
 
 
 def serialize_call(work: FunctionCall, to: Any) -> Payload:
-    """Pickle a function and its arguments. The name of a module's function is pickled only once."""
+    """Pickle a function and its arguments. The pickled name of a module-level function is cached."""
     function, args, kwargs = work
     payload = Payload(to)
     name = names.of(function) if type(function) is FunctionType else None
-    if name is None:  # it is a method, for example, whose object may be among the arguments
+    if name is None:  # for example a method, whose object may also be among the arguments
         payload.data = _NO_NAME + _dump(work, payload)
     elif not kwargs and all(type(one) in _PLAIN for one in args):
         payload.data = name + pickle.dumps((args, kwargs), 5) if args else name

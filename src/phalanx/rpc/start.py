@@ -59,7 +59,7 @@ def init_rpc(
     """Make this process the worker `name`, which can call the others and be called by them.
 
     With `world_size` all workers start together, and this returns when all have joined. With `rank` alone, workers join
-    and leave at any time. If `rank` is missing, it comes from the launcher, and so does a missing `world_size`.
+    and leave at any time. Without `rank`, the launcher provides the rank and, unless given, the world size.
 
     Workers find each other at `rpc_backend_options.init_method`: by default in the job's own store under `phalanx run`,
     else at MASTER_ADDR and MASTER_PORT.
@@ -67,8 +67,8 @@ def init_rpc(
     Raises:
         ValueError, TypeError: the name, rank or options are not valid.
         MismatchError: another worker has the name or rank.
-        DeadlineError: some worker did not join within the timeout of a call (at least 300 s).
-        torch.distributed.DistNetworkError: rank 0, which serves the store at that address, did not answer in that time.
+        DeadlineError: some worker did not join within `rpc_timeout` (at least 300 s).
+        torch.distributed.DistNetworkError: rank 0, which serves the store at that address, did not answer by then.
     """
     if not isinstance(name, str):
         raise TypeError(f"init_rpc: a worker's name is a str, got {type(name).__name__}")
@@ -132,7 +132,8 @@ def _open_network(agent: Agent, store: Any) -> WorkerAddress:
     """Accept workers of other hosts.
 
     Raises:
-        AuthenticationError: the job has no key, and workers without one are rejected.
+        AuthenticationError: the job has no key with which to authenticate these workers.
+        PhalanxError: this host's address is public, and the user has not allowed that.
     """
     key = job_key()
     if key is None:
@@ -162,7 +163,7 @@ def shutdown(graceful: bool = True, timeout: float = 0.0) -> None:
     Raises:
         TypeError, ValueError: `timeout` is not a number of seconds; nothing was done.
         DeadlineError: some worker did not call this in time.
-        PeerLostError: a worker is lost. In both cases this worker is shut down all the same.
+        PeerLostError: a worker is lost. In both cases this worker is shut down nevertheless.
     """
     agent = current.agent()
     if not isinstance(timeout, int | float):
@@ -190,7 +191,7 @@ def shutdown(graceful: bool = True, timeout: float = 0.0) -> None:
 def _leave_store(agent: Agent) -> None:
     try:
         agent.membership.leave(agent.me)
-    except RuntimeError as error:  # the job's store has ended: no worker looks up this one there
+    except RuntimeError as error:  # the job's store is closed: no worker can look up this one
         _logger.debug("rpc: %s could not remove its name from the store: %s", agent.me, error)
 
 
@@ -217,7 +218,7 @@ def get_rpc_timeout() -> float:
 
 
 def _close_in_child() -> None:
-    """Close the sockets in a fork of a worker: the fork must neither keep them open nor answer for the worker."""
+    """Close the sockets in a forked child, which must neither keep them open nor answer for the worker."""
     if current.is_set():
         agent = current.agent()
         current.set_agent(None)
@@ -227,7 +228,7 @@ def _close_in_child() -> None:
 
 
 def _prepare_fork() -> None:
-    """Copy received tensors to private memory, so that a fork does not share them with this process."""
+    """Copy received tensors to private memory, so that a forked child does not share them with this process."""
     if current.is_set():
         try:
             current.agent().connections.prepare_fork()
@@ -242,14 +243,15 @@ def _prepare_fork() -> None:
 os.register_at_fork(before=_prepare_fork, after_in_child=_close_in_child)
 
 
-# Make `torch.futures.collect_all` and `wait_all` work over calls.
+# Make `torch.futures.collect_all` and `wait_all` work with the futures of calls.
 #
-# PyTorch's functions wait in C++: their callbacks would run in the thread that reads an answer, which may own a lock
-# that the callbacks need. They also mistake an error set from Python for a result, and then wait for all other futures.
+# PyTorch's functions wait in C++: user callbacks would run in the thread that reads an answer, and that thread may own
+# a lock that the callbacks need. PyTorch also takes an error set from Python for a result, and keeps waiting for the
+# other futures.
 
 
 def has_calls(futures: Sequence[Any]) -> bool:
-    """Return whether a call is among the futures."""
+    """Return whether any of the futures is the future of a call."""
     return any(isinstance(one, Answer) for one in futures)
 
 
@@ -263,7 +265,7 @@ class _Collection:
         self.future: Answer[Any] = Answer()
         self._futures = list(futures)
         self._left = len(self._futures)
-        self._lock = threading.Lock()  # guards the count; callbacks run without it
+        self._lock = threading.Lock()  # guards the count; not owned while callbacks run
         for one in self._futures:
             if isinstance(one, Answer):
                 one.on_done(self._on_done)
@@ -281,7 +283,7 @@ class _Collection:
                 self.future.set_result(self._futures)
 
     def _count_down(self, to: int | None = None) -> bool:
-        """Count one future, or all with `to=0`; return whether this call has completed the count."""
+        """Count one future, or all with `to=0`; return whether this has brought the count to 0."""
         with self._lock:
             before = self._left
             self._left = max(0, before - 1 if to is None else to)
@@ -300,7 +302,7 @@ _starts: dict[str, int] = {}
 def find_rank(rank: int, world_size: int | None) -> tuple[int, int | None]:
     """Return rank and world size: the arguments, else the launcher's; the rank is -1 if there is neither.
 
-    `world_size` stays None for a worker that joins a job of no fixed size: then its rank is an argument.
+    `world_size` stays None for a worker that joins a job without a fixed size; such a worker must pass its rank.
     """
     if rank >= 0:
         return rank, world_size
@@ -313,12 +315,12 @@ def find_rank(rank: int, world_size: int | None) -> tuple[int, int | None]:
 
 
 def open_store(init_method: str, rank: int, world_size: int | None, timeout: timedelta) -> Any:
-    """Return the job's store; in a job of fixed size, each start of rpc in this process has separate keys."""
+    """Return the job's store; in a job of fixed size, each `init_rpc` of this process uses its own key prefix."""
     handler = _addresses(init_method, rank, world_size, timeout)
     store, _, _ = next(handler)
     _kept.append(handler)
     store.set_timeout(timeout)
-    if world_size is None:  # a worker that joins again joins the same workers
+    if world_size is None:  # a worker that joins again must find the same members
         return PrefixStore("phalanx-rpc", store)
     number = _starts[init_method] = _starts.get(init_method, -1) + 1
     return PrefixStore(f"phalanx-rpc-{number}", store)
@@ -326,7 +328,7 @@ def open_store(init_method: str, rank: int, world_size: int | None, timeout: tim
 
 def _addresses(init_method: str, rank: int, world_size: int | None, timeout: timedelta) -> Iterator[Any]:
     if init_method.startswith("env://") and find_agents_store(os.environ):
-        # works whether or not torch was patched for it
+        # works even if torch's `env://` handler was not replaced by ours
         return launched_rendezvous(rendezvous, init_method, timeout)
     if init_method.startswith("file://"):
         check_init_file(init_method, Deadline.after(timeout))
@@ -340,12 +342,12 @@ def _addresses(init_method: str, rank: int, world_size: int | None, timeout: tim
 
 
 def is_on_network(store: Any) -> bool:
-    """Return whether workers of other hosts can reach the store."""
+    """Return whether workers on other hosts can reach the store."""
     return bool(getattr(base_of(store), "host", ""))
 
 
 def network_address(store: Any) -> str:
-    """Return this host's address for other hosts: the agent's, or the address on the route to the store."""
+    """Return the address at which other hosts reach this one: the agent's, or that of the route to the store."""
     if address := own_address():
         return address
     host = getattr(base_of(store), "host", "")
@@ -353,7 +355,7 @@ def network_address(store: Any) -> str:
 
 
 def job_key() -> Key | None:
-    """Return the job's key: from the agent of `phalanx run`, or the user's own."""
+    """Return the job's key: from the agent of `phalanx run`, otherwise the user's own."""
     return agents_key() or find_key()
 
 

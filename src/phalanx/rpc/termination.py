@@ -1,4 +1,4 @@
-"""Wait at the end until no call is in flight between any workers.
+"""Wait in `shutdown` until no call is in flight between any two workers.
 
 Each worker joins a round when it is idle: none of its calls waits for an answer, and it runs no call of another worker.
 A call of another worker may make it busy again, so there are several rounds. In each round every worker reports how
@@ -29,7 +29,7 @@ _PAUSE_S = 0.002
 
 
 class Termination:
-    """`Termination` is this worker's part in the rounds."""
+    """`Termination` runs this worker's part of the rounds, and gathers values of all workers."""
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
@@ -88,7 +88,7 @@ class Termination:
         return answer
 
     def _end(self, key: str) -> None:
-        """Answer all workers once all those that are not lost have called `gather`."""
+        """Answer all workers once all workers that are not lost have called `gather`."""
         with self._lock:
             arrived = self._arrived.get(key)
             if arrived is None:
@@ -125,7 +125,7 @@ class Termination:
             )
 
     def finish(self, deadline: Deadline) -> None:
-        """Wait until no call is in flight between any workers, and all workers have agreed on that."""
+        """Wait until no call is in flight between any two workers, and all workers have agreed on that."""
         agent = self._agent
         before: list[int] = []
         number = 0

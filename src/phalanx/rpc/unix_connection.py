@@ -1,8 +1,8 @@
-"""Two Unix sockets connect two workers of one host: one carries frames, the other descriptors of segments and lines.
+"""Two Unix sockets connect two workers on one host: one carries frames, the other descriptors of segments and lines.
 
 A sender queues its frame and writes as much as the socket accepts. If another thread is writing, that thread writes the
-frame, so that one system call sends the frames of several threads. The rest is written as soon as the socket accepts
-more (`change` makes the reader poll for that). No thread blocks. Only the reader reads.
+frame as well, so that one system call sends the frames of several threads. The rest is written as soon as the socket
+accepts more (`change` makes the reader poll for that). No sender blocks. Only the reader reads.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from phalanx.rpc.segments import FROM_BYTES, SegmentMaps, SegmentPool
 from phalanx.rpc.wire import BUFFER, HEAD, Frame
 
 _READ_BYTES = 1 << 18
-MOST_PARTS = 512  # the most parts of one system call; the limit of Linux is 1024
-_DESCRIPTOR_S = 30.0  # a descriptor must arrive within this time; it is sent before the frame that needs it
+MOST_PARTS = 512  # the maximum number of parts in one system call; the limit of Linux is 1024
+_DESCRIPTOR_S = 30.0  # how long to wait for a descriptor, which is sent before the frame that needs the descriptor
 _NUMBER = struct.Struct("<Q")
-_LINE = 1 << 63  # this bit marks the number of a line's descriptor
+_LINE = 1 << 63  # this bit of a descriptor's number marks the descriptor of a line
 _OF_SEGMENTS = frozenset((wire.RELEASE, wire.FORGET, wire.MISSED))
 _numbers = itertools.count(1)
 
@@ -48,11 +48,11 @@ class FrameReader:
         self._have = 0
 
     def read(self, read_buffers: Callable[[Any, memoryview, int], Any]) -> list[Frame] | None:
-        """Return the received frames; None when the other end is closed.
+        """Return the received frames; None if the other end is closed.
 
-        `read_buffers(table, received, at)` makes the buffers of a frame from its table and the bytes from `at`.
+        `read_buffers(table, received, at)` makes the buffers of a frame from its table and `received[at:]`.
         """
-        if not self._received:  # it was released
+        if not self._received:  # `release` was called
             return None
         try:
             got = self._socket.recv_into(self._view[self._have :])
@@ -105,8 +105,8 @@ class FrameReader:
 class UnixConnection:
     """A `UnixConnection` is one end of a connection; `peer` is the worker at the other end.
 
-    `change(connection)` is called when `is_full` has changed: the reader then starts or stops polling for writing.
-    `has_release(connection)` is called when a tensor in a segment has died.
+    `change(connection)` is called when `is_full` has changed: the reader then starts or stops polling for writability.
+    `has_release(connection)` is called when a tensor in a segment has been freed.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class UnixConnection:
     # -- out -----------------------------------------------------------------------------------------------------------
 
     def send(self, kind: int, call: int, data: Any, extras: Any = b"", buffers: Sequence[Any] = ()) -> None:
-        """Send a frame, or leave it to a thread that is writing. Small buffers must not change until then."""
+        """Send a frame, or leave that to a thread that is writing. Small buffers must not change until it is sent."""
         self.put(kind, call, data, extras, buffers)
         self.flush()
 
@@ -154,7 +154,7 @@ class UnixConnection:
         self._queue.append(self.lay_out(kind, call, data, extras, buffers))
 
     def lay_out(self, kind: int, call: int, data: Any, extras: Any, buffers: Sequence[Any]) -> list[Any]:
-        """Return the parts of a frame; large buffers are copied into segments, for the process at the other end."""
+        """Return the parts of a frame; large buffers are copied into segments for the receiver."""
         if not buffers:
             return (
                 [wire.head(kind, call, data, extras, ()), data, extras]
@@ -180,7 +180,7 @@ class UnixConnection:
         return parts + inline
 
     def _lend(self, view: memoryview) -> int:
-        """Return the number of a segment with a copy of this memory; 0 if memory cannot be shared."""
+        """Return the number of a segment with a copy of this memory; 0 if no segment can be shared."""
         try:
             segment = self._lender.lend(view.nbytes, self.number)
         except (PhalanxError, OSError):
@@ -204,7 +204,7 @@ class UnixConnection:
         return True
 
     def offer_line(self, number: int, end: socket.socket) -> bool:
-        """Send one end of a line for the other worker to open; return False if it cannot be sent now."""
+        """Send one end of a line for the other worker to open; return False if the socket cannot accept it now."""
         if not self._send_fd(_LINE | number, end.fileno()):
             return False
         self.send(wire.LINE, number, b"")
@@ -212,7 +212,7 @@ class UnixConnection:
 
     @without_collector
     def flush(self) -> None:
-        """Write the queued frames, as many as the socket accepts."""
+        """Write as many of the queued frames as the socket accepts."""
         while (self._queue or self.releases) and self._writing.acquire(blocking=False):
             try:
                 if self.closed:
@@ -229,7 +229,7 @@ class UnixConnection:
 
     @without_collector
     def resume(self) -> None:
-        """Write the rest, because the socket can be written again."""
+        """Write the rest, because the socket is writable again."""
         with self._writing:
             self._write()
             if not self._rest:
@@ -277,7 +277,7 @@ class UnixConnection:
 
     @without_collector
     def read(self) -> list[Frame] | None:
-        """Return the received frames; None when the other end is closed. Only the reader calls this."""
+        """Return the received frames; None if the other end is closed. Only the reader calls this."""
         if self._is_broken:
             return None
         try:
@@ -325,7 +325,7 @@ class UnixConnection:
             return self._borrower.view(segment, nbytes) if self._borrower.has(segment) else None
 
     def receive_line(self, number: int) -> socket.socket | None:
-        """Return the received end of the line with this number; None if the kernel has dropped its descriptor."""
+        """Return the received end of the line with this number; None if the kernel has dropped the descriptor."""
         with self._taking:
             if number not in self._line_fds:
                 self._receive_fds(_LINE | number)
@@ -343,12 +343,12 @@ class UnixConnection:
             if not data:
                 raise PhalanxError("rpc: no descriptor was received for the memory of a tensor: the sender has ended.")
             (number,) = _NUMBER.unpack(data)
-            if not fds:  # the kernel has dropped the descriptor: this process has too many open
+            if not fds:  # the kernel has dropped the descriptor: this process has too many open files
                 continue
             if number & _LINE:
                 self._line_fds[number ^ _LINE] = fds[0]
             else:
-                with contextlib.suppress(OSError):  # it cannot be mapped
+                with contextlib.suppress(OSError):  # the segment cannot be mapped
                     self._borrower.add(number, fds[0])
 
     def _reclaim(self, data: bytes, *, arrived: bool) -> None:
@@ -370,7 +370,7 @@ class UnixConnection:
         self._has_release(self)
 
     def abandon(self) -> None:
-        """Close this process's descriptors in a fork, without notifying the other end."""
+        """Close the inherited descriptors in a forked child, without notifying the other end."""
         self.closed = True
         for end in [*self.line_ends, *([] if self.lines is None else [self.lines])]:
             end.abandon()
@@ -401,13 +401,13 @@ class UnixConnection:
         self._close_descriptors()
 
     def forget_line(self, end: Any) -> None:
-        """Forget an end of a line, which has been closed."""
+        """Remove an end of a line that has been closed."""
         self.line_ends.discard(end)
         if self.closed:
             self._close_descriptors()
 
     def _close_descriptors(self) -> None:
-        """Close the descriptors and segments once no line needs them for its last answer."""
+        """Close the descriptors and unmap the segments, once no line needs them for its last answer."""
         if not self.line_ends:
             self._fd_socket.close()
             self._borrower.forget_all()

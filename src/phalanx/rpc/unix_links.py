@@ -1,6 +1,6 @@
-"""A worker listens at a `LocalListener` for the other workers of its host.
+"""A worker accepts connections from the other workers on its host at a `LocalListener`.
 
-A worker that connects sends its `WorkerAddress` and one end of a second socket, which carries descriptors.
+A worker that connects sends its `WorkerAddress` and one end of a second socket, which carries file descriptors.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _HELLO = struct.Struct("<4s16sI")
 _MAGIC = b"PRC1"
 _NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _PAUSE_S = 0.05
-_NEEDED = 6  # the descriptors needed to connect or to accept: sockets, a watch of the process, wakeups
+_NEEDED = 6  # the descriptors needed to connect or to accept: sockets, the peer's pidfd, wakeups
 _MOST_BYTES = 1 << 16
 
 Welcome = Callable[[WorkerAddress, socket.socket, socket.socket], None]
@@ -47,14 +47,14 @@ class Listener:
 
     @property
     def address(self) -> str:
-        """Return the path and the token, for the store."""
+        """Return the path and the token as one string, which workers publish in the store."""
         return str(self._listener.address)
 
     def start(self) -> None:
         self._reader.watch(self._listener.sockets[0].fileno(), self)
 
     def open_to_containers(self) -> None:
-        """Listen in the abstract namespace as well, for workers that do not see this process in their /proc."""
+        """Also listen in the abstract socket namespace, for workers that do not see this process in their /proc."""
         if opened := self._listener.open_to_containers():
             self._reader.watch(opened.fileno(), self)
 
@@ -80,7 +80,7 @@ class Listener:
             _check_room(_NEEDED)
 
     def resume(self) -> None:
-        """Continue after a pause, because another descriptor may be free. The reader calls this."""
+        """Resume accepting after a pause, because a descriptor may be free again. The reader calls this."""
         while self._paused:
             self._reader.watch(self._paused.pop().fileno(), self)
 
@@ -95,7 +95,7 @@ class Listener:
         self._welcome(member, visitor.socket, fd_socket)
 
     def abandon(self) -> None:
-        """Close this process's descriptors in a fork."""
+        """Close the inherited descriptors in a forked child."""
         for visitor in self._pending.values():
             visitor.socket.close()
         self._listener.close()
@@ -118,14 +118,14 @@ class _Visitor:
         self._listener = listener
 
     def ready(self, events: int) -> None:
-        """Read its hello, which a worker sends in one piece."""
+        """Read the visitor's hello, which a worker sends with one `sendmsg`."""
         fds: list[int] = []
         member = None
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, struct.error):
             data, fds, _, _ = socket.recv_fds(self.socket, _HELLO.size, 1)
             magic, token, nbytes = _HELLO.unpack(data)
             if magic == _MAGIC and secrets.compare_digest(token.hex(), self._listener.token) and nbytes <= _MOST_BYTES:
-                text = self.socket.recv(nbytes)  # sent in one piece
+                text = self.socket.recv(nbytes)  # the same `sendmsg` sent it
                 member = WorkerAddress.from_json(text)
         if member is None or len(fds) != 1:
             for fd in fds:
@@ -139,8 +139,8 @@ def connect(to: WorkerAddress, me: WorkerAddress, deadline: Deadline) -> tuple[s
     """Connect to a worker of this host; return the socket for frames and the socket for descriptors.
 
     Raises:
-        PeerLostError: the worker is lost.
-        PhalanxError: another user listens there; or this process has reached its limit of open files.
+        PeerLostError: the worker cannot be reached.
+        PhalanxError: another user listens there, or this process has reached its limit of open files.
     """
     try:
         _check_room(_NEEDED)
@@ -156,7 +156,7 @@ def connect(to: WorkerAddress, me: WorkerAddress, deadline: Deadline) -> tuple[s
 
 
 def _check_room(number: int) -> None:
-    """Raise OSError unless `number` descriptors are free: an incomplete connection looks lost to the other end."""
+    """Raise OSError unless `number` descriptors are free: to the peer, a half-open connection looks like a loss."""
     with contextlib.ExitStack() as stack:
         for _ in range(number):
             stack.callback(os.close, os.eventfd(0, os.EFD_CLOEXEC))

@@ -24,7 +24,7 @@ class UnknownWorkerError(ValueError, RuntimeError):
 
 @dataclass(frozen=True)
 class WorkerInfo:
-    """A `WorkerInfo` is a worker's name and its number."""
+    """A `WorkerInfo` is a worker's name and its rank (`id`)."""
 
     name: str
     id: int
@@ -42,9 +42,10 @@ class WorkerInfo:
 
 @dataclass(frozen=True)
 class WorkerAddress:
-    """A `WorkerAddress` is how other workers reach a worker. An earlier or later worker of its name has another `uid`.
+    """A `WorkerAddress` is how other workers reach a worker. `uid` distinguishes workers that had the same name.
 
-    Workers with the same `host` can share memory. It listens at `local` for those, and at `network` for the others.
+    Workers with the same `host` can share memory. A worker listens at `local` for the workers on its host, and at
+    `network` for all others.
     """
 
     info: WorkerInfo

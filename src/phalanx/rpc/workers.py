@@ -20,7 +20,7 @@ _WAIT_S = 5.0  # the longest single wait in the store: Ctrl-C is handled between
 
 
 class Workers:
-    """`Workers` are the job's workers, by name, number and uid. `world_size` is None if workers join and leave."""
+    """`Workers` are the job's workers, by name, rank and uid. `world_size` is None if workers join and leave."""
 
     def __init__(self, store: Any, world_size: int | None) -> None:
         self._store = store
@@ -38,11 +38,12 @@ class Workers:
     def join(self, me: WorkerAddress, deadline: Deadline, open_network: Callable[[], WorkerAddress]) -> None:
         """Become a member; in a job of fixed size, wait for all others.
 
-        `open_network` is called if some of them are on other hosts; it opens the port at which they reach this worker.
+        `open_network` is called if the workers are on several hosts; it opens the port for workers on other hosts.
 
         Raises:
-            MismatchError: another worker has the name or the number.
+            MismatchError: another worker has the name or the rank.
             DeadlineError: some worker has not joined in time.
+            PhalanxError: the job's store failed.
         """
         if self.world_size is None:
             self._join_others(me)
@@ -85,7 +86,7 @@ class Workers:
                 self._store.wait([key], timedelta(seconds=min(max(deadline.left_s, 0.001), _WAIT_S)))
                 return WorkerAddress.from_json(self._store.get(key))
             except RuntimeError as error:
-                if not deadline.passed and "timeout" in str(error).lower():  # every store's message says so
+                if not deadline.passed and "timeout" in str(error).lower():  # every store's timeout has this word
                     continue
                 if not deadline.passed:
                     raise PhalanxError(f"init_rpc on rank {me.info.id}: the job's store failed: {error}") from error
@@ -98,7 +99,7 @@ class Workers:
                 ) from None
 
     def _join_others(self, me: WorkerAddress) -> None:
-        """Register the name in the store; raise if a living worker has the name or the number."""
+        """Register the name in the store; raise if a living worker has the name or the rank."""
         key, mine = f"name/{me.info.name}", me.to_json()
         while True:
             before = self._store.get(key).decode() if self._store.check([key]) else ""
@@ -131,7 +132,7 @@ class Workers:
         return None if member is not None and member.uid in self._gone else member
 
     def add(self, member: WorkerAddress) -> None:
-        """Add a worker from the store or from its own hello, unless it was lost meanwhile."""
+        """Add a worker found in the store or announced by its own hello, unless it was lost meanwhile."""
         with self._lock:
             if member.uid in self._gone:
                 return
@@ -162,7 +163,7 @@ class Workers:
             return sorted(self._by_name.values(), key=lambda one: one.info.id)
 
     def by_uid(self, uid: int) -> WorkerAddress | None:
-        """Return the worker of this uid, if it is known."""
+        """Return the worker with this uid, if it is known."""
         return self._by_uid.get(uid)
 
     def host_of(self, name: str) -> str:
@@ -171,12 +172,12 @@ class Workers:
         return "" if member is None else member.host
 
     def find_lost(self, to: str | int | WorkerInfo) -> WorkerAddress | None:
-        """Return the last worker of this name or number that was lost."""
+        """Return the lost worker with this name or rank, if any."""
         name = to.name if isinstance(to, WorkerInfo) else to
         return next((one for one in self._lost.values() if name in (one.info.name, one.info.id)), None)
 
     def find(self, to: str | int | WorkerInfo) -> WorkerAddress | None:
-        """Return the worker of this name or number; if workers join and leave, look up an unknown one in the store."""
+        """Return the worker with this name or rank; if workers join and leave, look up unknown ones in the store."""
         name = to.name if isinstance(to, WorkerInfo) else to
         if isinstance(name, str):
             member = self._by_name.get(name)

@@ -1,4 +1,4 @@
-"""Check the hosts' facts before anything starts: all problems of all hosts, and the address to use; pure functions."""
+"""Find all problems of all hosts before anything starts, and choose the rendezvous address. The functions are pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import phalanx
 from phalanx._comm.control.address import Address
 from phalanx._job.ssh.facts import Facts
 
-# ssh's messages, their meaning, and advice. HOST and PYTHON stand for the host and the Python there.
+# Parts of ssh's messages, their meaning, and advice. HOST and PYTHON stand for the host and its Python.
 _SSH_MESSAGES = (
     ("IDENTIFICATION HAS CHANGED", "its host key has changed",
      "If the machine was reinstalled: ssh-keygen -R HOST, then ssh HOST once. If not, another machine answers."),
@@ -34,7 +34,7 @@ _SSH_MESSAGES = (
 
 @dataclass(frozen=True)
 class Problem:
-    """A `Problem` is a problem of a host, with advice."""
+    """A `Problem` is a reason why a host cannot run the job, with advice."""
 
     host: str
     what: str
@@ -42,7 +42,7 @@ class Problem:
 
 
 def explain_ssh(host: str, words: str, exit_code: int | None, python: str) -> Problem:
-    """Return why a connection failed, from ssh's output and its exit code (None: ssh still runs)."""
+    """Return why a connection failed, from ssh's output and exit code (None: ssh is still running)."""
     for sign, what, advice in _SSH_MESSAGES:
         if sign in words:
             return Problem(host, what.replace("PYTHON", python), advice.replace("HOST", host))
@@ -53,7 +53,7 @@ def explain_ssh(host: str, words: str, exit_code: int | None, python: str) -> Pr
 
 
 def find_problems(facts: Mapping[str, Facts], folder: str) -> list[Problem]:
-    """Return the problems of the hosts that have answered; `facts` are by name, beginning with the first host."""
+    """Return the problems of the hosts that have answered; `facts` are by host name, the first host first."""
     problems = []
     names = list(facts)
     machines: dict[str, str] = {}
@@ -88,7 +88,7 @@ def find_problems(facts: Mapping[str, Facts], folder: str) -> list[Problem]:
 
 
 def _most(values: Sequence[str]) -> str:
-    """Return the most frequent value; in a tie, the first of them."""
+    """Return the most frequent value; in a tie, the first one."""
     return Counter(values).most_common(1)[0][0] if values else ""
 
 
@@ -99,10 +99,10 @@ def _minor(version: str) -> str:
 def choose_address(
     candidates: Sequence[tuple[str, str, int]], reached: Mapping[str, Mapping[int, str]], first: str, port: int
 ) -> tuple[int, list[Problem]]:
-    """Choose the first host's address for the job: the fastest one that all others have reached.
+    """Choose the rendezvous address: the first host's fastest address that all other hosts have reached.
 
-    `reached` maps each host to its error for each candidate, "" for success. If no address works, the problems list
-    the attempts.
+    `reached` maps each host to its error for each candidate's number, "" for success. Return the number of the chosen
+    candidate; if there is none, return -1 and the failed attempts as problems.
     """
     good = [n for n in range(len(candidates)) if all(not answers.get(n, "no answer") for answers in reached.values())]
     if good:

@@ -1,4 +1,4 @@
-"""A `SshConnection` is one ssh process and the channel through it to a host."""
+"""An `SshConnection` is one ssh process and the message channel through it to a host."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _EXIT_S = 0.5
 
 
 class Phase(enum.Enum):
-    """CHECKING -> READY -> RUNNING -> ENDED; LOST after any of the first three.
+    """CHECKING -> READY -> RUNNING -> ENDED; any of the first three -> LOST.
 
-    READY: the host has reported its facts. ENDED: its agent has ended, with an exit code.
+    READY: the host has reported its facts. ENDED: the host's agent has exited, with an exit code.
     """
 
     CHECKING = "checking"
@@ -33,14 +33,14 @@ class Phase(enum.Enum):
 
 
 def is_this_machine(entry: HostEntry) -> bool:
-    """Return whether `entry` is reached without ssh: its name is localhost, or an address of this machine."""
+    """Return whether `entry` needs no ssh, because it is localhost or an address of this machine."""
     return entry.host in LOCAL_NAMES or entry.host in {own.address for own in own_addresses()}
 
 
 class SshConnection:
-    """A `SshConnection` starts ssh at once; `process` calls `on_message` and `on_lost`.
+    """An `SshConnection` starts ssh when it is constructed; `process` calls `on_message` and `on_lost`.
 
-    The ssh process is in a session of its own: Ctrl-C does not reach it, and it has no terminal for a prompt.
+    The ssh process has its own session: Ctrl-C does not reach ssh, and ssh has no terminal for a prompt.
     """
 
     def __init__(
@@ -55,12 +55,12 @@ class SshConnection:
         self.entry = entry
         self.phase = Phase.CHECKING
         self.facts: Facts | None = None
-        self.port = 0  # the port at which the first host answers the others
+        self.port = 0  # on the first host, the port at which it answers the other hosts' reachability tests
         self.reached: dict[int, str] | None = None
         self.code: int | None = None
         self.agent = 0  # with --detach: the agent's pid on the host, once all its ranks have started
         self.is_detached = False
-        self.agent_stderr = b""  # the agent's output on stderr that was not shown
+        self.agent_stderr = b""  # output of the agent on stderr that is not shown yet
         self.began = self.received_at = time.monotonic()
         self._on_message, self._on_lost = on_message, on_lost
         self._error_output = b""
@@ -114,7 +114,7 @@ class SshConnection:
         return tuple(self._source.writable())
 
     def process(self, ready: set[int]) -> None:
-        """Read from and write to the descriptors in `ready`; find the end of the connection."""
+        """Read from and write to the descriptors in `ready`; detect the end of the connection."""
         self._source.handle(ready)
         self._read_stderr(ready)
         if self.is_open and self._channel.is_at_end:
@@ -137,18 +137,18 @@ class SshConnection:
             self._stderr = -1
 
     def lose(self) -> None:
-        """Close the connection, which is broken, or was silent for too long."""
+        """Close the connection, because it is broken or was silent for too long."""
         self._channel.close()
         self._wait_process(_EXIT_S)
-        # Read no further: a ControlMaster process that ssh has left behind may keep the other end open.
+        # Read only once: a ControlMaster process that ssh has left behind may keep the other end open.
         self._read_stderr({self._stderr})
         self.phase = Phase.LOST
         self._on_lost(self)
 
     def close(self, limit_s: float) -> None:
-        """Close the connection, which ends the job on the host, and wait `limit_s` for ssh to end.
+        """Close the connection, which ends the job on the host, and wait up to `limit_s` for ssh to exit.
 
-        A detached job continues: ssh, which would wait for it, is terminated. On this machine there is no ssh.
+        A detached job continues; ssh would wait for the job, and is terminated. On this machine there is no ssh.
         """
         self._channel.close()
         if self.is_detached and not self.is_here:

@@ -1,4 +1,4 @@
-"""Collect a host's facts before anything starts there."""
+"""Collect the facts that a host reports before the job starts: versions, addresses, script, problems."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from phalanx.errors import LaunchError
 class Facts:
     """`Facts` are a host's report. `machine` identifies the machine, whatever its name.
 
-    `script` is a digest of the ranks' target; empty if the host has no source of it. `addresses` are the addresses at
+    `script` is a digest of the script's source; empty if the host does not have the source. `addresses` are those at
     which others may reach the host, the likeliest first: address, interface, and Mbit/s (0 if unknown). `problem` is
-    the reason why the job cannot run there; `has_folder`: the job's folder exists there.
+    the reason why the job cannot run there; `has_folder` is whether the job's working directory exists there.
     """
 
     phalanx: str
@@ -46,16 +46,16 @@ class Facts:
         """Return the facts in a message.
 
         Raises:
-            KeyError, TypeError, ValueError: the message has no valid facts.
+            KeyError, TypeError, ValueError: the message does not contain valid facts.
         """
         facts = cls(**{field.name: fields[field.name] for field in dataclasses.fields(cls)})
         return replace(facts, addresses=tuple((str(at), str(on), int(rate)) for at, on, rate in facts.addresses))
 
 
 def collect_facts(request: Mapping[str, Any], environ: dict[str, str]) -> tuple[Facts, JobPlan | None]:
-    """Return the facts, and the plan of the job here; None instead of a plan if the job cannot run.
+    """Return the facts, and the plan of the job on this host; None instead of a plan if the job cannot run.
 
-    Changes the working directory to the job's folder, and adds the variables of `request` to `environ`.
+    Changes to the job's working directory, and adds to `environ` the variables of `request` that are missing there.
     """
     facts = Facts(
         phalanx.__version__, platform.python_version(), _find_torch(), _identify_machine(),
@@ -82,7 +82,7 @@ def collect_facts(request: Mapping[str, Any], environ: dict[str, str]) -> tuple[
 
 
 def digest_source(target: JobTarget) -> str:
-    """Return a digest of a script's source; empty if the source is not in this folder."""
+    """Return a digest of the target's source; empty if there is no source in the working directory."""
     source = read_source(target)
     return hashlib.blake2b(source, digest_size=8).hexdigest() if source else ""
 
@@ -96,7 +96,7 @@ def _find_torch() -> str:
 
 
 def _identify_machine() -> str:
-    """Return an identity that differs between machines, and between containers with different networks."""
+    """Return an id that differs between machines, and between containers with different network namespaces."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"

@@ -1,4 +1,4 @@
-"""Read the hosts of `--hosts` and `--hostfile`. The functions are pure, and report every problem at once."""
+"""Parse the hosts of `--hosts` and `--hostfile`. The functions are pure, and report all problems at once."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ _PLAIN = re.compile(r"[A-Za-z0-9_.@%:+\-]+")
 
 @dataclass(frozen=True)
 class HostEntry:
-    """A `HostEntry` has ssh's `destination`, [USER@]HOST, and `slots`, the number of ranks; empty: --nproc-per-node."""
+    """A `HostEntry` is a `destination` of ssh, [USER@]HOST, with its number of ranks; "": that of --nproc-per-node."""
 
     destination: str
     slots: str = ""
 
     @property
     def host(self) -> str:
-        """Return the host without its user."""
+        """Return the host without the user."""
         return self.destination.rpartition("@")[2]
 
 
 def parse_hosts(text: str, problems: list[str]) -> list[HostEntry]:
-    """Return the hosts of `a,b:4,user@c`, each with or without a number of ranks; append errors to `problems`."""
+    """Return the hosts in a list such as `a,b:4,user@c`; append errors to `problems`."""
     if text.rstrip().endswith(","):
         problems.append(f"--hosts {text}: a comma ends the list. Write it without blanks, or in quotes: 'a:2, b:2'")
         return []
@@ -34,7 +34,7 @@ def parse_hosts(text: str, problems: list[str]) -> list[HostEntry]:
 
 
 def parse_hostfile(text: str, name: str, problems: list[str]) -> list[HostEntry]:
-    """Return the hosts of an MPI or DeepSpeed hostfile: `host slots=N` or `host:N`, comments, blank lines."""
+    """Return the hosts in an MPI or DeepSpeed hostfile: lines `host slots=N` or `host:N`, comments, blank lines."""
     entries = []
     for number, line in enumerate(text.splitlines(), start=1):
         words = line.partition("#")[0].split()
@@ -57,7 +57,7 @@ def parse_hostfile(text: str, name: str, problems: list[str]) -> list[HostEntry]
 
 
 def parse_host(text: str, where: str, problems: list[str]) -> HostEntry | None:
-    """Return one host, with or without a number of ranks; an error appended to `problems` begins with `where`."""
+    """Return one host; append errors, which begin with `where`, to `problems`."""
     user, at, rest = text.rpartition("@")
     match = _HOST.fullmatch(rest)
     host = match["host"].removeprefix("[").removesuffix("]") if match else ""

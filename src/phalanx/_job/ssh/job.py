@@ -1,4 +1,4 @@
-"""An `SshJob` runs a job on hosts that ssh reaches, from the first ssh process to the job's exit code."""
+"""An `SshJob` runs a job on several hosts over ssh, from the first ssh process to the job's exit code."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ from phalanx._job.ssh.session import ALIVE_S, END_S
 from phalanx.errors import AuthenticationError, LaunchError
 
 _CHECK_S = 10.0
-_RESTART_S = 3.0  # between two tries of a host that was lost
+_RESTART_S = 3.0  # before each attempt to restart a lost host
 _LEFT = (128 + signal.SIGTERM, 128 + signal.SIGINT)  # the host was asked to leave the job
-_LEAVE_S = 10.0  # for all agents to end, besides the time that ranks get
-_LAST_S = 2.0  # for other hosts after the first host has ended: they may still wait for it, or import torch
+_LEAVE_S = 10.0  # for all agents to exit, in addition to the ranks' shutdown timeout
+_LAST_S = 2.0  # for the other hosts after the first host has ended: they may still wait for it, or import torch
 _MAX_STDERR_BYTES = 1 << 16
 _CLOSE_S = END_S + 3.0
 _CAUGHT = (*ENDING_SIGNALS, signal.SIGUSR1, signal.SIGUSR2, signal.SIGWINCH, signal.SIGTSTP)
 _MOST_INTERRUPTS = 3
-_LEAST_MISSED = 3  # signs of life, before a connection counts as lost
+_LEAST_MISSED = 3  # how many signs of life must be missing before a connection counts as lost
 _SECRET_BYTES = 32
 
 
 def main(words: Sequence[str]) -> int:
-    """Run `phalanx run` with `words`, which contain hosts; return the exit code, after printing problems on stderr."""
+    """Run `phalanx run` with `words`, which name hosts; print problems on stderr, and return the exit code."""
     open_standard_descriptors()
     return report_errors(lambda: _run(words))
 
@@ -84,17 +84,17 @@ class SshJob:
         timeout_s = rendezvous.host_timeout_s if rendezvous is not None else HOST_TIMEOUT_S
         self._silence_s = max(timeout_s, _LEAST_MISSED * ALIVE_S)
         self._alive_at = time.monotonic() + ALIVE_S
-        self._stopped_by = 0  # the signal that ends this command at once
+        self._stopped_by = 0  # the signal that ends this command at once, if any
         self._num_interrupts = 0
         self._is_stopping = False  # the user has asked to stop the job
-        # a lost host is started again from here
+        # whether this command restarts lost hosts
         self._is_elastic = request.is_elastic and not request.detach
-        self._shows_all = False  # whether to show the output of every agent, and not only of the first host's
-        self._connection_failed_first = False  # a connection was lost before anything else went wrong
+        self._shows_all = False  # whether to show the stderr of every agent, not only that of the first host's agent
+        self._connection_failed_first = False  # whether a connection was lost before any other failure
         self._last_code = 1
         self._endpoint = ""
         self._has_started = False
-        self._restart_at: dict[int, float] = {}  # when a host that was lost is tried again, by its number
+        self._restart_at: dict[int, float] = {}  # by a lost host's number: when to try it again
         self._num_restarts = 0
         self._connections: list[SshConnection] = []
         try:
@@ -115,7 +115,7 @@ class SshJob:
         """Return the job's exit code.
 
         Raises:
-            LaunchError: nothing was started; the message has all problems of all hosts.
+            LaunchError: nothing was started; the message lists all problems of all hosts.
         """
         self._check()
         self._endpoint = self._choose_endpoint()
@@ -128,7 +128,7 @@ class SshJob:
         return self._decide_code()
 
     def close(self) -> None:
-        """Stop everything that still runs on the hosts, and write the remaining output."""
+        """Stop everything that is still running on the hosts, and write the remaining output."""
         end = time.monotonic() + _CLOSE_S
         for connection in self._connections:
             connection.close(end - time.monotonic())
@@ -137,7 +137,7 @@ class SshJob:
             Source(lambda ready: interrupts.extend(read_signals(self._signals)), lambda: (self._signals,)),
             Source(self._write, writable=self._find_writable),
         )
-        while self._find_writable() and not interrupts:  # a stopped screen reads nothing; Ctrl-C ends the wait
+        while self._find_writable() and not interrupts:  # a terminal stopped by Ctrl-S never drains; Ctrl-C ends this
             loop.turn()
         for writer in {self._out, self._err}:
             writer.close()
@@ -145,7 +145,7 @@ class SshJob:
     # -- before the start ------------------------------------------------------------------------------------------
 
     def _connect(self, entry: HostEntry) -> SshConnection:
-        """Start ssh to a host, and request its facts."""
+        """Start ssh to a host, and request the host's facts."""
         request = self._request
         connection = SshConnection(entry, request.ssh, request.python, self._receive, self._on_lost, self._may_read)
         secret = self._secret if entry is request.hosts[0] and not self._has_started else ""
@@ -153,7 +153,7 @@ class SshJob:
         return connection
 
     def _make_source(self, node: int) -> Source:
-        """Return the loop's source for a host, whose connection changes when the host is started again."""
+        """Return the event loop source for a host, whose connection is replaced when the host is restarted."""
         return Source(
             lambda ready: self._connections[node].process(ready),
             lambda: self._connections[node].readable,
@@ -173,7 +173,7 @@ class SshJob:
         self._compare_script(next(iter(facts.values())).script)
 
     def _compare_script(self, theirs: str) -> None:
-        """Print a line if the script here differs from the script on the hosts: it may be newer."""
+        """Print a line if the local script differs from the script on the hosts: the local one may be newer."""
         own = digest_source(self._request.settings.target) if self._request.folder == os.getcwd() else ""
         if own and theirs and own != theirs:
             name, path = self._request.settings.target.name, shlex.quote(self._request.folder)
@@ -183,7 +183,7 @@ class SshJob:
             )
 
     def _choose_endpoint(self) -> str:
-        """Return the endpoint of the job: an address of the first host that all others have reached."""
+        """Return the job's rendezvous endpoint: an address of the first host that all other hosts have reached."""
         if len(self._connections) == 1 and self._key is None:
             return ""
         assert self._first.facts is not None
@@ -234,9 +234,9 @@ class SshJob:
         )
 
     def _detach(self) -> bool:
-        """Wait until all ranks have started, and detach from the hosts; return whether they continue.
+        """Wait until all ranks have started, and detach from the hosts; return whether the job continues.
 
-        A host that has not confirmed ends its part of the job when the connection ends, and so the whole job.
+        A host that has not confirmed ends its part of the job, and so the whole job, when the connection ends.
         """
         connections, rendezvous = self._connections, self._request.settings.rendezvous
         num_wanted = min(len(connections), rendezvous.max_nodes if rendezvous is not None else 1)  # others are spares
@@ -278,7 +278,7 @@ class SshJob:
     # -- while it runs ---------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        """Wait until the agents have ended. If the number of hosts is fixed, the failure of one ends the others."""
+        """Wait until the agents have ended. With a fixed number of hosts, the failure of one ends the others."""
         if not self._is_elastic:
             self._turn_until(lambda: not self._is_any_open or any(map(_has_failed, self._connections)), None)
             limit_s = self._silence_s + self._request.settings.shutdown_timeout_s + _LEAVE_S
@@ -290,7 +290,7 @@ class SshJob:
             self._show_all()
 
     def _decide_code(self) -> int:
-        """Return the exit code of the first failure. The agents agree on it, unless a connection was lost."""
+        """Return the exit code of the first failure. The agents agree on the code unless a connection was lost."""
         code = self._last_code if self._is_elastic or self._first.code is None else self._first.code
         if self._stopped_by:
             code = 128 + self._stopped_by
@@ -314,7 +314,7 @@ class SshJob:
         return any(each.phase is Phase.RUNNING for each in self._connections)
 
     def _turn_until(self, is_so: Callable[[], bool], limit_s: float | None) -> None:
-        """Turn the loop until `is_so()`, until time runs out, or until a signal ends this command."""
+        """Run the event loop until `is_so()` is true, `limit_s` has passed, or a signal ends this command."""
         end = time.monotonic() + limit_s if limit_s is not None else float("inf")
         while not is_so() and not self._stopped_by and (left := end - time.monotonic()) > 0:
             self._loop.turn(left)
@@ -322,7 +322,7 @@ class SshJob:
     def _receive(self, connection: SshConnection, message: Mapping[str, Any]) -> None:
         try:
             self._read(connection, message)
-        except MALFORMED:  # another version of Phalanx
+        except MALFORMED:  # the host runs another version of Phalanx
             connection.lose()
 
     def _read(self, connection: SshConnection, message: Mapping[str, Any]) -> None:
@@ -350,7 +350,7 @@ class SshJob:
                 self._plan_restart(connection)
 
     def _show_output(self, connection: SshConnection, stream: int, data: bytes) -> None:
-        """Show an agent's output. The first host's agent reports for all; after its loss another one leads."""
+        """Show an agent's output. The first host's agent reports for all hosts; after its loss, another agent does."""
         if stream == 1:
             self._out.put(data)
         elif connection is self._first or self._shows_all:
@@ -359,7 +359,7 @@ class SshJob:
             connection.agent_stderr = (connection.agent_stderr + data)[-_MAX_STDERR_BYTES:]
 
     def _show_all(self) -> None:
-        """Show the output of all agents from now on: the first host has ended or is lost, and another host may lead."""
+        """Show the stderr of all agents from now on: the first host has ended or is lost, and another may lead."""
         self._shows_all = True
         for connection in self._connections[1:]:
             self._err.put(connection.agent_stderr)
@@ -368,7 +368,7 @@ class SshJob:
     def _on_lost(self, connection: SshConnection) -> None:
         if not self._has_started or self._is_stopping:
             return
-        if connection.facts is not None:  # without facts, this was a failed attempt to reach a lost host again
+        if connection.facts is not None:  # without facts, this was only a failed attempt to restart a lost host
             what = explain_ssh(
                 connection.name, connection.error_output, connection.exit_code, self._request.python
             ).what
@@ -382,7 +382,7 @@ class SshJob:
     # -- lost hosts of an elastic job ---------------------------------------------------------------------------
 
     def _plan_restart(self, connection: SshConnection) -> None:
-        """Plan another attempt with a host that was lost or has failed, if the job may continue without it."""
+        """Schedule a restart of a host that was lost or has failed, if the job may continue without the host."""
         most = self._request.settings.max_restarts
         if self._is_elastic and (most is None or self._num_restarts < most):
             self._restart_at[self._connections.index(connection)] = time.monotonic() + _RESTART_S
@@ -424,7 +424,7 @@ class SshJob:
                 self._relay_signal(number)
 
     def _relay_signal(self, number: int) -> None:
-        """Relay a signal to the agents. Ctrl-C goes to the first host, which decides for all."""
+        """Relay a signal to the agents; Ctrl-C only to the first host, which decides for all."""
         running = [each for each in self._connections if each.phase is Phase.RUNNING]
         self._is_stopping = self._is_stopping or number in ENDING_SIGNALS
         if number in (signal.SIGINT, signal.SIGQUIT):
@@ -475,6 +475,6 @@ def _has_failed(connection: SshConnection) -> bool:
 def _read_size() -> tuple[int, int]:
     try:
         columns, rows = os.get_terminal_size(1)
-    except OSError:  # it has just been closed
+    except OSError:  # the terminal has just been closed
         columns, rows = 80, 24
     return rows, columns

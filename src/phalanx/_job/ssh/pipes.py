@@ -1,4 +1,4 @@
-"""`PipeChannel` sends messages through two pipes: those of an ssh process, or of a command that sshd runs."""
+"""A `PipeChannel` sends messages through two pipes: those of an ssh process, or of a command that sshd runs."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any, cast
 from phalanx._base.ipc.channel import Channel
 from phalanx._base.ipc.event_loop import Source
 
-# A login shell may print text first: messages begin after these bytes, which no text contains.
+# A login shell may print text first: the messages begin after these bytes, which never occur in text.
 _MARKER = b"\0phalanx over ssh\0"
 _MAX_NOISE_BYTES = 1 << 20
 _MAX_BYTES = 1 << 26
-AS_TEXT = "latin-1"  # the encoding of a rank's output in messages
+AS_TEXT = "latin-1"  # how messages encode the bytes of an agent's output
 
 
 class _Pipes:
-    """`_Pipes` has the methods of a socket that `Channel` calls, on two descriptors; it cannot pass descriptors."""
+    """`_Pipes` has the socket methods that `Channel` calls, for two pipes; it cannot pass file descriptors."""
 
     def __init__(self, read_fd: int, write_fd: int, *, skips_noise: bool) -> None:
         self._read_fd, self._write_fd = read_fd, write_fd
@@ -50,9 +50,9 @@ class _Pipes:
 
 
 class PipeChannel:
-    """A `PipeChannel` is a `Channel` over two pipes. It owns both.
+    """A `PipeChannel` is a `Channel` over two pipes, which it owns.
 
-    The end on the host marks where its messages begin (`marks`), and the end here skips everything before the mark.
+    The host's end marks where its messages begin (`marks`); the terminal's end skips everything before the mark.
     """
 
     def __init__(self, read_fd: int, write_fd: int, *, marks: bool) -> None:
@@ -70,7 +70,7 @@ class PipeChannel:
 
     @property
     def is_waiting(self) -> bool:
-        """Return whether messages wait to be sent."""
+        """Return whether unsent messages are queued."""
         return self._channel.waiting and not self._is_closed
 
     def put(self, do: str, **fields: Any) -> None:
@@ -79,7 +79,7 @@ class PipeChannel:
             self._channel.put({"do": do, **fields})
 
     def make_source(self, on_message: Callable[[dict[str, Any]], object], may_read: Callable[[], bool]) -> Source:
-        """Return the event loop's source for this channel, which is read only while `may_read()`."""
+        """Return an event loop source for this channel, which is read only while `may_read()` is true."""
 
         def handle(ready: set[int]) -> None:
             if self._is_closed:

@@ -1,4 +1,4 @@
-"""Run Python on a host over ssh; so a `phalanx` command runs there instead of here: `phalanx top --host a`."""
+"""Build the ssh command that runs Python on a host; run a `phalanx` command there: `phalanx top --host a`."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from phalanx.errors import LaunchError
 
 
 def exec_on_host(host: str, words: Sequence[str], *, ssh: str | None = None, python: str | None = None) -> NoReturn:
-    """Replace this process by ssh, which runs `phalanx WORDS` on `host`; the exit code is the remote command's.
+    """Replace this process with ssh, which runs `phalanx WORDS` on `host`; the exit code is the remote command's.
 
-    If this process has a terminal, the remote command gets one, which ends it when the connection breaks. Otherwise its
-    standard input is empty, because this process's standard input may belong to a script.
+    If this process has a terminal, the remote command gets one, too, and so ends when the connection breaks. Otherwise
+    the remote command's stdin is empty, because the stdin of this process may belong to a script.
 
     Raises:
-        LaunchError: with every problem of the arguments.
+        LaunchError: the arguments are invalid; the message lists every problem.
     """
     problems: list[str] = []
     ssh_words = read_ssh(ssh, problems)
@@ -40,13 +40,13 @@ def exec_on_host(host: str, words: Sequence[str], *, ssh: str | None = None, pyt
 def make_command(ssh: Sequence[str], options: Sequence[str], destination: str, words: Sequence[str]) -> list[str]:
     """Return the ssh command that runs `words`, which begin with a Python, under any login shell (bash, fish, tcsh).
 
-    Shells disagree on quotes, so the words are encoded, and sh decodes them. The user's own options come first.
+    Shells differ in quoting, so the words are encoded, and sh decodes them. The options in `ssh` come first.
     """
     python = shlex.quote(words[0])
     missing = f"phalanx: {words[0]}: not found on this host. Name the Python that has Phalanx: --remote-python"
     script = (
         f"cd / && command -v {python} >/dev/null || {{ echo {shlex.quote(missing)} >&2; exit 127; }}; "
-        f"exec {shlex.join(words)}"  # in /, so that Python imports no module from the home folder
+        f"exec {shlex.join(words)}"  # in /, so that Python imports no module from the home directory
     )
     digits = "".join(f"\\0{byte:03o}" for byte in os.fsencode(script))
     return [*ssh, *options, "--", destination, f'exec sh -c \'eval "$(printf %b "{digits}")"\'']

@@ -38,18 +38,18 @@ _NOT_PASSED = (
 
 @dataclass(frozen=True)
 class Request:
-    """A `Request` is the job as requested on this command line.
+    """A `Request` is the job that a command line requests.
 
     Arguments:
-        hosts: the first one leads.
-        words: the command line as it is parsed on each host.
+        hosts: the hosts; the first one leads.
+        words: the command line that each host parses.
         settings: the same words, parsed here.
-        folder: where the job runs, on every host.
+        folder: the job's working directory, on every host.
         env: the variables of --env, with this host's values.
         passed: this host's variables, as defaults for hosts that lack them.
         ssh: the words of the ssh command.
         python: the interpreter on the other hosts, a path or a name.
-        address, port: where the first host listens, if the user sets it.
+        address, port: where the first host listens, if the user has set this.
         detach: whether the job outlives the terminal.
     """
 
@@ -73,10 +73,10 @@ class Request:
 
 
 def read_request(words: Sequence[str], environ: Mapping[str, str], folder: str) -> Request | None:
-    """Return the job that `words` request, started in `folder`; None if they ask for help.
+    """Return the job that `words` request, started in `folder`; None if the words ask for help.
 
     Raises:
-        LaunchError: with every problem of the command line.
+        LaunchError: the command line is invalid; the message lists every problem.
     """
     problems: list[str] = []
     taken, rest = split_options(words, (*SSH_OPTIONS, *_PLACE))
@@ -179,7 +179,7 @@ def _is_passed(name: str) -> bool:
 def make_check(request: Request, entry: HostEntry, secret: str) -> dict[str, Any]:
     """Return the first message to the host `entry`: the whole job except the key and the endpoint.
 
-    `secret` is for the first host, which answers hosts that have the secret.
+    `secret` is for the first host, which answers the reachability tests of hosts that have the secret.
     """
     return {
         "phalanx": phalanx.__version__,

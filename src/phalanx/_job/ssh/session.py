@@ -1,4 +1,4 @@
-"""A `Session` is the host's end of a connection: it checks the host, runs the agent, and ends with the connection.
+"""A `Session` is the host's end of an ssh connection: it checks the host, and runs the agent until the connection ends.
 
 from the terminal                         to the terminal
   check   the job                           facts     the host's facts, and its address if it is the first
@@ -7,8 +7,8 @@ from the terminal                         to the terminal
   signal, size, alive                       ended     the agent's exit code; alive
   detach  continue without the connection   started, detached
 
-With --detach the agent prints into a file, `host-N.log` in --log-dir. The session stays the agent's parent until the
-agent exits, and writes the exit code as the file's last line.
+With --detach the agent writes its output to a file, `host-N.log` in --log-dir. The session stays the agent's parent
+until the agent exits, and writes the exit code as the file's last line.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ from phalanx._job.ssh.facts import collect_facts
 from phalanx._job.ssh.pipes import AS_TEXT, PipeChannel
 from phalanx.errors import LaunchError
 
-ALIVE_S = 1.0  # between two signs of life of each end
+ALIVE_S = 1.0  # between two "alive" messages from each end
 END_S = 5.0  # for the agent to end its ranks after the connection is lost
 _READ_BYTES = 1 << 16
 _MOST_DESCRIPTORS = 1 << 16
 _FLUSH_S = 5.0
 _CHECK_START_S = 0.1  # between two checks whether all ranks have started
-_ANSWER_S = 0.2  # for the agent to report it
-_LAST_BYTES = 1 << 16  # of the log are shown if the job ends before it has detached
-_CHECK_S = 60.0  # a terminal that is silent for this long before the start counts as lost
+_ANSWER_S = 0.2  # for the agent to answer such a check
+_LAST_BYTES = 1 << 16  # how much of the log is shown if the job ends before it has detached
+_CHECK_S = 60.0  # before the start, a terminal that is silent for this long counts as lost
 _CAUGHT = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
 
 
 def main() -> int:
-    """Serve the connection on stdin and stdout until it or the job has ended."""
+    """Serve the connection on stdin and stdout until the connection or the job has ended."""
     channel = PipeChannel(os.dup(0), os.dup(1), marks=True)
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
@@ -71,7 +71,7 @@ def main() -> int:
 
 
 class Session:
-    """A `Session` runs the agent as a child process, and so serves the connection whatever the agent does."""
+    """A `Session` runs the agent as a child process, so that it serves the connection whatever the agent does."""
 
     def __init__(self, channel: PipeChannel, signals: int) -> None:
         self._channel = channel
@@ -102,11 +102,11 @@ class Session:
         )
 
     def run(self) -> None:
-        """Run until the job or the connection has ended, and no process of the job is left here."""
+        """Run until the job or the connection has ended, and no process of the job is left on this host."""
         while not (self._code is not None or (self._is_ending and not self._agent)):
             self._loop.turn()
-        kill_descendants()  # daemons of ranks would keep their output open
-        while self._outputs and not (self._is_ending and self._channel.is_waiting):  # a cut connection waits for ever
+        kill_descendants()  # daemons of ranks would keep the output pipes open
+        while self._outputs and not (self._is_ending and self._channel.is_waiting):  # a broken connection never drains
             self._loop.turn()
         if self._code is not None:
             if self._log >= 0:
@@ -171,7 +171,7 @@ class Session:
     # -- the agent -------------------------------------------------------------------------------------------------
 
     def _start(self, message: Mapping[str, Any]) -> None:
-        """Fork the agent: everything it needs is loaded already, and no file holds job data."""
+        """Fork the agent, which inherits all code and data that it needs; the job's data is in no file."""
         plan = self._plan
         assert plan is not None, "a host whose check has failed is not started"
         if self._responder is not None:  # the coordinator may need its port
@@ -200,13 +200,13 @@ class Session:
         self._outputs = {ours: stream for stream, (ours, _) in reversed(ends.items())}
 
     def _watch_start(self, ready: set[int]) -> None:
-        """Report when all ranks of this host have started; ask the agent for its ranks, as `phalanx top` does."""
+        """Report when all ranks of this host have started; query the agent for its ranks, as `phalanx top` does."""
         if self._check_start_at is None or time.monotonic() < self._check_start_at:
             return
         self._check_start_at = time.monotonic() + _CHECK_START_S
         assert self._plan is not None
         for job in find_jobs() if self._agent else ():
-            with contextlib.suppress(LaunchError):  # the agent has no ranks yet, and serves no client
+            with contextlib.suppress(LaunchError):  # the agent has no ranks yet, and answers no client
                 if job.pid == self._agent:
                     with ask(job.name, job.pid, _ANSWER_S, stacks=False) as answer:
                         if len(answer.snapshot.ranks) + len(answer.snapshot.ended) >= self._plan.num_ranks:
@@ -214,7 +214,7 @@ class Session:
                             self._channel.put("started", agent=self._agent)
 
     def _end_log(self, code: int) -> None:
-        """Write the exit code; show the end of the file to a terminal that waits for the start."""
+        """Write the exit code to the log; send the end of the log to a terminal that is still waiting for the start."""
         with contextlib.suppress(OSError):  # the disk is full
             os.write(self._log, b"phalanx run: ended with exit code %d\n" % code)
         if not self._is_detached:
@@ -264,10 +264,10 @@ class Session:
             self._end()
         if self._kill_at is not None and now >= self._kill_at and self._agent:
             self._kill_at = None
-            os.kill(self._agent, signal.SIGKILL)  # its ranks die with it
+            os.kill(self._agent, signal.SIGKILL)  # the ranks die with the agent
 
     def _end(self) -> None:
-        """End the job here: the connection is lost, or this process has received a signal."""
+        """End the job on this host, because the connection is lost or this process has received a signal."""
         if self._is_ending:
             return
         self._is_ending = True
@@ -288,13 +288,13 @@ def _place(rendezvous: Rendezvous, message: Mapping[str, Any]) -> Rendezvous:
 
 
 def _open_outputs(terminal: Mapping[str, Any] | None) -> dict[int, tuple[int, int]]:
-    """Return, by stream, our end and the agent's end of its output; both streams may share one terminal."""
+    """Return, by stream, our end and the agent's end of a pipe or terminal; both streams may share one terminal."""
     if terminal is None:
         return {1: os.pipe(), 2: os.pipe()}
     ours, theirs = os.openpty()
     _set_size(ours, terminal["size"])
     attributes = termios.tcgetattr(theirs)
-    attributes[1] &= ~termios.OPOST  # the user's terminal does that
+    attributes[1] &= ~termios.OPOST  # the user's terminal processes the output
     termios.tcsetattr(theirs, termios.TCSANOW, attributes)
     return {1: (ours, theirs), 2: (ours, theirs) if terminal["has_stderr"] else os.pipe()}
 
@@ -308,7 +308,7 @@ def _become_agent(plan: JobPlan, parent: int, outputs: Mapping[int, int], enviro
     """Run the agent in this process, a fork of the session, and end it with the job's exit code."""
     code = 1
     try:
-        os.setsid()  # the ranks receive no signal of the session's group
+        os.setsid()  # signals to the session's process group must not reach the ranks
         for stream, fd in outputs.items():
             os.dup2(fd, stream)
         os.closerange(3, _MOST_DESCRIPTORS)

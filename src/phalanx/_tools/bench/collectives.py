@@ -1,4 +1,4 @@
-"""Measure the time of collectives between ranks of this host, on the CPU or on GPUs, which ranks may share."""
+"""Measure the time of collectives between ranks on this host, on the CPU or on GPUs, which ranks may share."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def refuse(device: str, cuda: bool, gpus: int) -> str:
 
 
 def measure(world_size: int, device: str, rounds: int) -> Seconds:
-    """Return the median seconds of each collective, by its name and the bytes of its tensor, on the slowest rank.
+    """Return the median seconds of each collective on the slowest rank, by the collective's name and tensor bytes.
 
     Raises:
         RankFailed: a rank failed.
@@ -55,7 +55,7 @@ def _rank(rank: int, world_size: int, device: str, rounds: int) -> Seconds:
 
 
 def _call(name: str, size: int, device: torch.device, world_size: int) -> Callable[[], Any]:
-    """Return a function that calls the collective, with about `size` bytes in the parts of all ranks together."""
+    """Return a function that calls the collective on a tensor, or on parts of a tensor, of about `size` bytes."""
     whole = torch.zeros(size // 4 // world_size * world_size, device=device)
     part = torch.zeros(whole.numel() // world_size, device=device)
     parts: list[Tensor] = list(whole.chunk(world_size))
@@ -90,7 +90,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def as_text(seconds: Seconds, world_size: int, where: str) -> list[str]:
-    """Return a line for each collective; milliseconds by size, and GB/s of the largest."""
+    """Return a line for each collective: milliseconds by size, and GB/s for the largest size."""
     lines = [f"{world_size} ranks on {where}: milliseconds a call, by the bytes of the whole tensor"]
     sizes: Sequence[int] = SIZES
     lines.append(" " * 16 + "".join(f"{f'{size >> 10} KiB':>12}" for size in sizes) + "        GB/s")

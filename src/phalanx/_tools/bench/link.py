@@ -1,7 +1,7 @@
 """Measure the time of messages between hosts, and fit the `Link` from which Phalanx chooses algorithms.
 
-The pairs of hosts are measured in turn. A rank of each host sends to and receives from its peer at the same time, as in
-a step of a collective, while all other ranks wait.
+The pairs of hosts are measured one after another. One rank on each of the two hosts sends to and receives from its peer
+at the same time, as in a step of a collective, while all other ranks wait.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _TAG = 0
 
 @dataclass(frozen=True)
 class LinkMeasurement:
-    """A `LinkMeasurement` has the link between two hosts, and the median seconds of an exchange by its bytes."""
+    """A `LinkMeasurement` has the link between two hosts, and the median seconds of an exchange by message size."""
 
     hosts: tuple[str, str]
     link: Link
@@ -57,14 +57,14 @@ def measure(transport: HierarchicalTransport, names: Sequence[str], rounds: int)
         mine = _exchange(transport, pair, rounds) if transport.rank in pair else {}
         everybody: list[dict[int, float]] = [{} for _ in range(transport.world_size)]
         dist.all_gather_object(everybody, mine)
-        # The exchange takes as long as on its slower side.
+        # An exchange takes as long as on its slower side.
         seconds = {size: max(everybody[r][size] for r in pair) for size in SIZES}
         measured.append(LinkMeasurement((names[pair[0]], names[pair[1]]), find_link(seconds), seconds))
     return measured
 
 
 def find_link(seconds: Mapping[int, float]) -> Link:
-    """Return the link that fits the seconds of exchanges by bytes; there must be at least two sizes.
+    """Return the link that fits the seconds of exchanges by message size; at least two sizes are needed.
 
     The smallest size determines the latency. The difference between the two largest sizes determines the bandwidth:
     switches and clouds forward an initial burst faster.
@@ -96,24 +96,24 @@ def _exchange(transport: HierarchicalTransport, pair: tuple[int, int], rounds: i
 
 
 def slowest(measured: Sequence[LinkMeasurement]) -> Link:
-    """Return the worst latency and bandwidth of all links: a collective is as slow as its slowest link."""
+    """Return a link with the worst latency and bandwidth of all: a collective is as slow as its slowest link."""
     latency_s = max(one.link.latency_s for one in measured)
     return Link(latency_s, min(one.link.bytes_per_s for one in measured))
 
 
 def is_slow(one: LinkMeasurement, measured: Sequence[LinkMeasurement]) -> bool:
-    """Return whether a link has less than half of the fastest link's throughput."""
+    """Return whether a link has less than half of the fastest link's bandwidth."""
     return one.link.bytes_per_s < max(each.link.bytes_per_s for each in measured) / 2
 
 
 def as_option(link: Link) -> str:
-    """Return the command-line option for a link, with as many digits as the measurement supports."""
+    """Return the `pg_options` expression for a link, with as many digits as the measurement supports."""
     numbers = f"latency_s={link.latency_s:.2g}, bytes_per_s={link.bytes_per_s:.3g}"
     return f"phalanx.Options(link=phalanx.collectives.Link({numbers}))"
 
 
 def _own_name() -> str:
-    """Return 'node3 (10.0.0.3)': hosts may have equal names."""
+    """Return this host's name and address, as in 'node3 (10.0.0.3)', because hosts may have identical names."""
     addresses = [of_one[0] for name, of_one in interface_addresses().items() if name != "lo"]
     return f"{os.uname().nodename} ({addresses[0]})" if addresses else os.uname().nodename
 

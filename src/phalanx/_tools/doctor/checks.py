@@ -1,4 +1,4 @@
-"""Check the facts: one pure function per topic returns a finding with advice."""
+"""Check the facts: each topic has a pure function that returns a finding with advice."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from phalanx._tools.doctor.facts import DoctorFacts, Driver, Probe, Torch
 
 
 class CheckStatus(enum.Enum):
-    """`PROBLEM`: training would fail. `WARNING`: it would work, but slower or with less information."""
+    """`PROBLEM`: training would fail. `WARNING`: training would work, but slower or with less information."""
 
     OK = "ok"
     WARNING = "warning"
@@ -32,9 +32,9 @@ class CheckResult:
 
 _oldest = ".".join(map(str, OLDEST))
 _GIB = 1 << 30
-# The memory of a rank that has imported torch and trains a small model; most of it is torch itself.
+# The memory of a rank that has imported torch and trains a small model; most of this memory is torch itself.
 _BYTES_PER_RANK = 512 << 20
-# DataLoader workers pass batches in /dev/shm; Docker's default of 64 MiB is too little for images.
+# DataLoader workers pass batches through /dev/shm; Docker's default of 64 MiB is too small for batches of images.
 _SHM_BYTES = 256 << 20
 _OPEN_FILES = 1024
 _PROCESSES_PER_CORE = 16
@@ -42,7 +42,7 @@ _SLOW_CLOCKS = ("hpet", "acpi_pm", "jiffies", "refined-jiffies")
 
 
 def check_cores(facts: DoctorFacts) -> CheckResult:
-    """Return whether each rank can have a core of its own."""
+    """Check whether each rank can have a core of its own."""
     host = facts.host
     fact = f"{host.usable_cores} of {host.cores} usable"
     if host.cpu_quota is not None and host.cpu_quota < host.usable_cores:
@@ -71,7 +71,7 @@ def check_cores(facts: DoctorFacts) -> CheckResult:
 
 
 def check_memory(facts: DoctorFacts) -> CheckResult:
-    """Return whether memory suffices for one rank per core."""
+    """Check whether the memory suffices for one rank per core."""
     host = facts.host
     if host.available_bytes is None:
         return CheckResult("memory", CheckStatus.OK, "not reported by this platform")
@@ -98,7 +98,7 @@ def check_memory(facts: DoctorFacts) -> CheckResult:
 
 
 def check_shm(facts: DoctorFacts) -> CheckResult:
-    """Return whether DataLoader workers have room; Phalanx itself needs none."""
+    """Check whether DataLoader workers have room in /dev/shm; Phalanx itself needs none."""
     size = facts.host.shm_bytes
     if size is None:
         return CheckResult("/dev/shm", CheckStatus.OK, "none; Phalanx needs none")
@@ -115,7 +115,7 @@ def check_shm(facts: DoctorFacts) -> CheckResult:
 
 
 def check_core(facts: DoctorFacts) -> CheckResult:
-    """Return whether the C core exists."""
+    """Check whether the C core can be imported."""
     core = facts.kernel.core
     if core.works:
         return CheckResult("C core", CheckStatus.OK, core.detail)
@@ -136,7 +136,7 @@ def check_core(facts: DoctorFacts) -> CheckResult:
 
 
 def check_kernel(facts: DoctorFacts) -> CheckResult:
-    """Return whether the kernel has the calls that the core needs."""
+    """Check whether the kernel has the features that the C core needs."""
     kernel = facts.kernel
     if kernel.proc is not None and not kernel.proc.works:
         return CheckResult(
@@ -177,7 +177,7 @@ _WITHOUT = {
 
 
 def check_containers(facts: DoctorFacts) -> CheckResult:
-    """Return whether this is a container, and what that means for ranks in several containers."""
+    """Report whether this is a container, and what that means for ranks in several containers."""
     own = facts.kernel.namespaces
     if not own:
         return CheckResult("container", CheckStatus.OK, "none: the machine's own pids and users")
@@ -191,7 +191,7 @@ def check_containers(facts: DoctorFacts) -> CheckResult:
 
 
 def check_torch(facts: DoctorFacts) -> CheckResult:
-    """Return whether PyTorch imports, is new enough, and can be distributed."""
+    """Check whether PyTorch can be imported, is new enough, and has the backends `phalanx` and `gloo`."""
     torch = facts.torch
     if not isinstance(torch, Torch):
         return CheckResult(
@@ -234,7 +234,7 @@ def check_torch(facts: DoctorFacts) -> CheckResult:
 
 
 def check_gpus(facts: DoctorFacts) -> CheckResult:
-    """Return whether PyTorch sees the GPUs that the driver sees."""
+    """Check whether PyTorch sees the GPUs that the driver sees."""
     gpus, torch = facts.driver.gpus, facts.torch
     if not gpus:
         usable = isinstance(torch, Torch) and torch.cuda.works
@@ -258,7 +258,7 @@ def check_gpus(facts: DoctorFacts) -> CheckResult:
 
 
 def check_name(facts: DoctorFacts) -> CheckResult:
-    """Return whether this machine's own name resolves to it: Gloo and many launchers rely on that."""
+    """Check whether this machine's own name resolves: Gloo and many launchers rely on that."""
     host = facts.host
     if host.name_resolves.works:
         return CheckResult("host name", CheckStatus.OK, f"{host.name} is {host.name_resolves.detail}")
@@ -272,7 +272,7 @@ def check_name(facts: DoctorFacts) -> CheckResult:
 
 
 def check_network(facts: DoctorFacts) -> CheckResult:
-    """Return whether strangers could read or send messages between ranks of several hosts."""
+    """Check whether strangers could read or send messages between ranks on several hosts."""
     if facts.host.addresses is None:
         return CheckResult(
             "network",
@@ -302,7 +302,7 @@ def check_network(facts: DoctorFacts) -> CheckResult:
 
 
 def check_limits(facts: DoctorFacts) -> CheckResult:
-    """Return whether enough files can be opened and enough processes started."""
+    """Check whether enough files can be opened and enough processes started."""
     host = facts.host
     needed = _PROCESSES_PER_CORE * host.usable_cores
     if host.open_files is not None and host.open_files < _OPEN_FILES:
@@ -348,7 +348,7 @@ def _check_open_files(soft: int, hard: int | None, cores: int) -> CheckResult:
 
 
 def check_folder(facts: DoctorFacts) -> CheckResult:
-    """Return whether the current folder exists: PyTorch cannot be loaded in a removed one."""
+    """Check whether the working directory exists: PyTorch cannot be loaded in a removed directory."""
     folder = facts.host.folder
     if folder is not None:
         return CheckResult("folder", CheckStatus.OK, folder)
@@ -356,7 +356,7 @@ def check_folder(facts: DoctorFacts) -> CheckResult:
 
 
 def check_clock(facts: DoctorFacts) -> CheckResult:
-    """Return whether reading the time is cheap."""
+    """Check whether reading the clock is cheap."""
     source = facts.host.clock_source
     if source in _SLOW_CLOCKS:
         return CheckResult(
@@ -369,7 +369,7 @@ def check_clock(facts: DoctorFacts) -> CheckResult:
 
 
 def check_variables(facts: DoctorFacts) -> CheckResult:
-    """Return whether variables of this shell make scripts assume that they are ranks."""
+    """Check whether variables of this shell make scripts assume that they are ranks."""
     variables = facts.host.variables
     if left := {name: variables[name] for name in ("RANK", "WORLD_SIZE") if name in variables}:
         return CheckResult(
@@ -384,7 +384,7 @@ def check_variables(facts: DoctorFacts) -> CheckResult:
 
 
 def check_scheduler(facts: DoctorFacts) -> CheckResult:
-    """Return whether a scheduler started this command, and as which node, or whether allocated hosts stay unused."""
+    """Check whether a scheduler has started this command, as which node, and whether allocated hosts stay unused."""
     scheduler, unused = facts.host.scheduler, facts.host.unused_hosts
     if not scheduler.works:
         return CheckResult(
@@ -403,7 +403,7 @@ def check_scheduler(facts: DoctorFacts) -> CheckResult:
 
 
 def check_training(facts: DoctorFacts) -> CheckResult:
-    """Return whether two ranks could train for one step, the purpose of all other checks."""
+    """Check whether two ranks could train for one step, the purpose of all other checks."""
     training: Probe = facts.training
     if training.works:
         return CheckResult("training", CheckStatus.OK, training.detail)
@@ -415,11 +415,11 @@ def check_training(facts: DoctorFacts) -> CheckResult:
     )
 
 
-# The checks on GPUs, from the driver and PyTorch; used only if there are GPUs.
+# The checks of GPUs, with facts from the driver and PyTorch; used only if there are GPUs.
 
 
 def check_driver(facts: DoctorFacts) -> CheckResult:
-    """Return the driver's version, and whether it answers."""
+    """Check whether the driver answers; report its version."""
     driver = facts.driver
     if not driver.nvml.works:
         return CheckResult(
@@ -435,7 +435,7 @@ def check_driver(facts: DoctorFacts) -> CheckResult:
 
 
 def check_nccl(facts: DoctorFacts) -> CheckResult:
-    """Return whether GPUs exchange tensors without a copy through host memory."""
+    """Check whether PyTorch has NCCL, with which GPUs exchange tensors."""
     torch = facts.torch
     if isinstance(torch, Torch) and torch.cuda.works and not torch.nccl:
         return CheckResult(
@@ -448,7 +448,7 @@ def check_nccl(facts: DoctorFacts) -> CheckResult:
 
 
 def check_peers(facts: DoctorFacts) -> CheckResult:
-    """Return whether each GPU reads the others' memory."""
+    """Check whether each GPU can read the memory of every other GPU."""
     gpus, apart = facts.driver.gpus, facts.driver.apart
     if not apart:
         return CheckResult(
@@ -465,7 +465,7 @@ def check_peers(facts: DoctorFacts) -> CheckResult:
 
 
 def check_mig(facts: DoctorFacts) -> CheckResult:
-    """Return whether GPUs are partitioned, or accept only one process each."""
+    """Check whether GPUs are partitioned, or accept only one process each."""
     cut = [str(i) for i, gpu in enumerate(facts.driver.gpus) if gpu.mig]
     closed = [str(i) for i, gpu in enumerate(facts.driver.gpus) if gpu.exclusive]
     if cut:
@@ -487,7 +487,7 @@ def check_mig(facts: DoctorFacts) -> CheckResult:
 
 
 def check_host_copies(facts: DoctorFacts) -> CheckResult:
-    """Return whether the host's memory can be page-locked, which ranks need to exchange data through a shared GPU."""
+    """Check whether host memory can be page-locked, which fast copies to and from a GPU need."""
     return _check_probe(
         "page-locked",
         facts.torch.pinned if isinstance(facts.torch, Torch) else None,
@@ -496,7 +496,7 @@ def check_host_copies(facts: DoctorFacts) -> CheckResult:
 
 
 def _check_probe(name: str, probe: Probe | None, advice: str) -> CheckResult:
-    """Return the finding on a probe; `advice` is for a failure."""
+    """Return the finding for a probe; `advice` is what to do about a failure."""
     if probe is None:
         return CheckResult(name, CheckStatus.OK, "not tried: PyTorch uses no GPU here")
     if probe.works:
@@ -505,7 +505,7 @@ def _check_probe(name: str, probe: Probe | None, advice: str) -> CheckResult:
 
 
 def check_gpu_clocks(facts: DoctorFacts) -> CheckResult:
-    """Return whether the GPUs run as fast as they can."""
+    """Check whether the GPUs run at full speed."""
     gpus = facts.driver.gpus
     slowed = [f"GPU {i} is slowed down by {' and '.join(gpu.slowed_by)}" for i, gpu in enumerate(gpus) if gpu.slowed_by]
     if slowed:
@@ -530,7 +530,7 @@ GPU_CHECKS: tuple[Callable[[DoctorFacts], CheckResult], ...] = (
 
 
 def run_gpu_checks(facts: DoctorFacts) -> list[CheckResult]:
-    """Return every finding on GPUs; only the driver's if it does not answer; none without a driver."""
+    """Return all findings on GPUs; only that on the driver if it does not answer; none without a driver."""
     driver = facts.driver
     if driver.gpus:
         return [check(facts) for check in GPU_CHECKS]
@@ -558,7 +558,7 @@ CHECKS: tuple[Callable[[DoctorFacts], CheckResult], ...] = (
 
 
 def run_checks(facts: DoctorFacts) -> list[CheckResult]:
-    """Return the findings of all checks, in the order of CHECKS, with those on GPUs before the last, on training."""
+    """Return the findings of all checks, in the order of CHECKS, with those on GPUs before the last one (training)."""
     findings = [check(facts) for check in CHECKS]
     return [*findings[:-1], *run_gpu_checks(facts), findings[-1]]
 

@@ -1,6 +1,6 @@
-"""Query NVIDIA's driver through its library, in a separate process: a stuck driver never answers.
+"""Query NVIDIA's driver through NVML, in a separate process, because a stuck driver never answers.
 
-The process prints the answer in one line of JSON.
+The process prints the answer as one line of JSON.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from phalanx._tools.doctor.facts import Driver, Gpu, Probe
 
 _TIMEOUT_S = 10.0
 _SM, _P2P_READ, _EXCLUSIVE, _PROHIBITED = 1, 0, 3, 2
-# Reasons that slow a GPU down against its owner's will; idleness and the owner's settings do not count.
+# Reasons for unintended throttling of a GPU; idleness and the owner's settings do not count.
 _SLOWED = {0x4: "its power limit", 0x8: "hardware", 0x20: "heat", 0x40: "heat (hardware)", 0x80: "the power supply"}
 
 
 def query_driver(python: str = sys.executable) -> Driver:
-    """Return information on the driver and its GPUs; `Driver()` on a host without the driver's library."""
+    """Return information on the driver and its GPUs; `Driver()` on a host without NVML."""
     try:
         ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:

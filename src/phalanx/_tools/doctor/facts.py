@@ -1,4 +1,4 @@
-"""Hold the facts of a host as plain data, gathered once."""
+"""Define the facts of a host, which are gathered once, as plain data."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Probe:
-    """A `Probe` is the result of trying a feature. `detail` is the output, or the reason of the failure."""
+    """A `Probe` is the result of trying a feature. `detail` is the output, or the reason for the failure."""
 
     works: bool
     detail: str = ""
@@ -38,7 +38,7 @@ class MachineFacts:
     clock_source: str | None = None
     variables: dict[str, str] = field(default_factory=dict)
     scheduler: Probe = field(default_factory=lambda: Probe(True))  # what started this command; "" if unknown
-    addresses: dict[str, tuple[str, ...]] | None = field(default_factory=dict)  # by interface; None: could not ask
+    addresses: dict[str, tuple[str, ...]] | None = field(default_factory=dict)  # by interface; None: query failed
     unused_hosts: int = 0  # hosts of the scheduler's allocation that the job leaves unused
     folder: str | None = "."
 
@@ -74,7 +74,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Driver:
-    """`Driver` is NVIDIA's driver, queried through NVML. `apart` has pairs of GPUs without peer access."""
+    """`Driver` is NVIDIA's driver, queried through NVML. `apart` lists the pairs of GPUs without peer access."""
 
     nvml: Probe = field(default_factory=lambda: Probe(False, "there is no libnvidia-ml.so.1"))
     version: str = ""
@@ -85,7 +85,7 @@ class Driver:
 
 @dataclass(frozen=True)
 class Torch:
-    """`Torch` describes the installed PyTorch. `cuda` is whether it can use a GPU now, or why not."""
+    """`Torch` describes the installed PyTorch. `cuda` is whether PyTorch can use a GPU now, or why not."""
 
     version: str
     backends: tuple[str, ...]
@@ -93,14 +93,14 @@ class Torch:
     cuda_version: str | None = None
     cuda: Probe = field(default_factory=lambda: Probe(False, "built without CUDA"))
     nccl: str = ""
-    pinned: Probe | None = None  # page-locked memory of the host, tried; None without a GPU
+    pinned: Probe | None = None  # a copy from page-locked host memory; None without a GPU
 
 
 @dataclass(frozen=True)
 class DoctorFacts:
     """`DoctorFacts` are the facts for all checks, and the version of Phalanx.
 
-    `torch` is the reason as text if PyTorch could not be imported.
+    If PyTorch could not be imported, `torch` is the reason as text.
     """
 
     phalanx: str

@@ -1,7 +1,7 @@
-"""Gather the facts of this host, and change nothing.
+"""Gather the facts of this host without changing anything.
 
 Facts come from the operating system's files and settings. Features that shared memory needs (the C core, /proc, futex,
-memfd, pidfd, Unix sockets, namespaces) are used once: each may be missing on an old kernel, in a sandbox such as
+memfd, pidfd, Unix sockets, namespaces) are tried, because each may be missing on an old kernel, in a sandbox such as
 gVisor, or behind a seccomp filter, and a version number does not show that.
 """
 
@@ -33,13 +33,13 @@ from phalanx._tools.doctor.trial import try_training
 from phalanx.errors import LaunchError
 
 _TIMEOUT_S = 10
-# If a shell still has these variables, programs assume that they are ranks of a job, or connect to wrong addresses.
+# If a shell still sets these variables, programs assume that they are ranks of a job, or use the wrong network.
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS")
 _RESOLVE = "import socket; print(*sorted({entry[4][0] for entry in socket.getaddrinfo(socket.gethostname(), None)}))"
 
 
 def examine() -> DoctorFacts:
-    """Return all facts that the checks need. This imports PyTorch in another process, which takes seconds."""
+    """Return all facts that the checks need. Takes seconds, because another process imports PyTorch and trains."""
     torch, training = try_training()
     return DoctorFacts(phalanx.__version__, examine_host(), examine_kernel(), torch, training, query_driver())
 
@@ -116,13 +116,13 @@ def _available_memory(root: Path, groups: list[str]) -> tuple[int | None, bool]:
 
 
 def _cache_bytes(group: str, name: str) -> int:
-    """Return the bytes that the kernel uses to cache files for a control group, and frees on demand."""
+    """Return how many bytes of a control group's page cache the kernel can free on demand."""
     lines = (_read(Path(group, "memory.stat")) or "").splitlines()
     return next((int(line.split()[1]) for line in lines if line.split()[:1] == [name]), 0)
 
 
 def _commit_headroom(root: Path) -> int | None:
-    """Return the bytes that may still be committed, if the kernel does not overcommit; else None."""
+    """Return how many bytes may still be committed; None if the kernel overcommits."""
     if read_number(str(root), "proc/sys/vm/overcommit_memory") != 2:
         return None
     memory = _meminfo(root)
@@ -135,7 +135,10 @@ def _meminfo(root: Path) -> dict[str, int]:
 
 
 def _processes(groups: list[str]) -> tuple[int | None, int | None]:
-    """Return the limit on processes and threads, and their number: of the tightest control group, else RLIMIT_NPROC."""
+    """Return the limit on processes and threads, and how many exist, in the tightest control group.
+
+    Without such a group: RLIMIT_NPROC and None.
+    """
     found = [(read_number(group, "pids.max"), read_number(group, "pids.current")) for group in groups]
     limits = [(limit, used or 0) for limit, used in found if limit is not None]
     if limits:
@@ -170,12 +173,12 @@ def _read(path: Path) -> str | None:
 
 _FUTEX_NUMBER = {"x86_64": 202, "aarch64": 98, "ppc64le": 221, "s390x": 238, "riscv64": 98}
 _FUTEX_WAKE = 1
-# The machine's own namespaces have the same numbers everywhere (include/linux/proc_ns.h), except the network's.
+# The initial namespaces have fixed inode numbers (include/linux/proc_ns.h), except the network namespace.
 _FIRST_NAMESPACES = {"pid": "pid:[4026531836]", "user": "user:[4026531837]"}
 
 
 def examine_kernel() -> Kernel:
-    """Try each feature on this host."""
+    """Return a probe of each kernel feature that shared memory needs."""
     core = _try(_use_core)
     if sys.platform != "linux":
         return Kernel(core=core)

@@ -27,7 +27,7 @@ def as_json(facts: DoctorFacts, findings: Sequence[CheckResult]) -> str:
 
 
 def as_text(findings: Sequence[CheckResult]) -> str:
-    """Return plain lines: status, topic and fact; the advice, indented, below."""
+    """Return plain lines: status, topic and fact, with the advice indented below."""
     lines = []
     for finding in findings:
         first, *rest = finding.fact.splitlines() or [""]
@@ -57,7 +57,7 @@ def print_table(findings: Sequence[CheckResult]) -> None:
 
 
 def conclude(findings: Sequence[CheckResult]) -> str:
-    """Return one sentence that sums the findings up."""
+    """Return one sentence that summarizes the findings."""
     problems = sum(finding.status is CheckStatus.PROBLEM for finding in findings)
     warnings = sum(finding.status is CheckStatus.WARNING for finding in findings)
     if problems:

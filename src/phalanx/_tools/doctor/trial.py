@@ -1,6 +1,6 @@
-"""Import PyTorch and train for one step, in a separate process: either may crash, and the doctor must report it.
+"""Import PyTorch and train for one step in a separate process, because either may crash the process.
 
-The process prints a line of JSON for each completed stage; if it dies, the stage in which it died has no line.
+The process prints a line of JSON for each completed stage; if the process dies, the current stage has no line.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _COPIED_BYTES = 64 << 20
 
 
 def try_training() -> tuple[Torch | str, Probe]:
-    """Return information on PyTorch, or why it could not be imported, and the result of a step on two ranks."""
+    """Return information on PyTorch (or why it could not be imported), and the result of a step on two ranks."""
     try:
         run = subprocess.run(
             [sys.executable, "-m", __name__],
@@ -57,7 +57,7 @@ def try_training() -> tuple[Torch | str, Probe]:
 
 
 def main() -> None:
-    """Run as the process that tries PyTorch: print a line for PyTorch, for the training, and for a GPU in use."""
+    """Run as the separate process: print a line for PyTorch, one for the training, and one for the GPU if usable."""
     _print_facts(torch=_examine_torch())
     _print_facts(training=_train())
     import torch
@@ -93,7 +93,7 @@ def _examine_torch() -> dict[str, Any]:
 
 
 def _try_gpu() -> dict[str, Any]:
-    """Try each requirement of exchanging a GPU's tensors on the first GPU."""
+    """Try what the exchange of CUDA tensors requires, on the first GPU."""
     import torch
 
     nccl: Any = getattr(torch.cuda, "nccl", None)
@@ -144,7 +144,7 @@ def _train() -> dict[str, Any]:
         total = time.perf_counter() - begin
     except RankFailed as failure:
         return {"works": False, "detail": _summarise(failure)}
-    # as in `try_training`: this interpreter may open one descriptor more than another version
+    # as in `try_training`; how many descriptors are free by now depends on the Python version
     except OSError as error:
         return {"works": False, "detail": f"no process could be started for a rank: {error.strerror or error}"}
     return {
@@ -154,7 +154,7 @@ def _train() -> dict[str, Any]:
 
 
 def _step(rank: int, world_size: int) -> float:
-    """Fit w in y = w x, each rank on its own x, for one step; return the median seconds of an all_reduce."""
+    """Run one training step of y = w x, each rank on its own x; return the median seconds of an all_reduce."""
     import torch
     import torch.distributed as dist
 
@@ -177,12 +177,12 @@ def _seconds(call: Callable[..., Any], *args: Any) -> float:
 
 
 def _summarise(failure: RankFailed) -> str:
-    """Return one line if all ranks report the same error, else all details."""
+    """Return one line if all ranks report the same error, otherwise all details."""
     texts = {f"{type(error).__name__}: {error}" for error in failure.errors.values()}
     if len(failure.errors) == 2 and len(texts) == 1:
         return f"every rank raised {texts.pop()}"
     if len(failure.errors) == 2 and all(isinstance(error, PhalanxError) for error in failure.errors.values()):
-        # The messages contain everything; their tracebacks would add twenty of our own frames each.
+        # The messages say everything; each traceback would add twenty of our own frames.
         return "\n".join(f"rank {rank}: {type(error).__name__}: {error}" for rank, error in failure.errors.items())
     return str(failure)
 

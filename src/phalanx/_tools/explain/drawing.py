@@ -1,7 +1,7 @@
 """Draw a schedule as one picture: a column for each rank, a row for each step, an arrow for each transfer.
 
-A box is a rank's value of a chunk. The ticks at its foot are the ranks, and dark for ranks whose part is included. The
-box is filled when the value is final.
+A box is a rank's value of a chunk. A filled box is a final value. The ticks at the foot of a box stand for the ranks:
+in an unfilled box, the ticks of ranks whose contribution is included are dark.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class _Page:
         self.rank_width = self.box * schedule.num_chunks
         width = _LEFT + _RIGHT + schedule.world_size * (self.rank_width + _BETWEEN_RANKS) - _BETWEEN_RANKS
         title, order = headline(schedule)
-        # Roughly the width of the letters at their size: no font can be measured here.
+        # Estimate the width of the text, because no font can be measured here.
         width = max(width, 680.0, 48 + 10.4 * len(title))
         lines = textwrap.wrap(order, int((width - 48) / 6.8))
         self.top = _TOP + 16 * (len(lines) - 1)

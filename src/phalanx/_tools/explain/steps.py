@@ -15,17 +15,18 @@ from phalanx._comm.schedules.symbolic import Snapshot, State, Value, trace
 
 MOST_RANKS = 64
 
-# A longer text is summarised unless requested: eight ranks around a ring take 280 lines.
+# Longer output is summarised unless --all is given; eight ranks in a ring take 280 lines.
 MOST_LINES = 300
 _MOVES_SHOWN = 3
 
-# The values of a wider transfer do not fit on a line: the line names the chunks, and the state shows the values.
+# The values of a transfer with more chunks do not fit on a line: the line names the chunks, and the table below shows
+# the values.
 _VALUES_SHOWN = 3
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A `Cell` is a rank's value of a chunk, in symbols; whether the step wrote it, and whether it is final."""
+    """A `Cell` is a rank's value of a chunk, in symbols: whether the step wrote the value, and whether it is final."""
 
     text: str
     written: bool
@@ -34,7 +35,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class StepView:
-    """A `StepView` is one step: its title, a line for each transfer, and cells[rank][chunk] after it."""
+    """A `StepView` is one step: its title, a line for each transfer, and cells[rank][chunk] after the step."""
 
     title: str
     moves: tuple[str, ...]
@@ -42,7 +43,7 @@ class StepView:
 
 
 def walk_steps(schedule: Schedule) -> Iterator[StepView]:
-    """Yield the state before the schedule, then each step. Raises ValueError for more ranks than are readable."""
+    """Yield the state before the schedule, then each step. Raises ValueError for more than `MOST_RANKS` ranks."""
     require_readable(schedule)
     before: State = ()
     for snapshot in trace(schedule):
@@ -55,7 +56,7 @@ def walk_steps(schedule: Schedule) -> Iterator[StepView]:
 
 
 def require_readable(schedule: Schedule) -> None:
-    """Raise ValueError for more ranks than are readable."""
+    """Raise ValueError for more than `MOST_RANKS` ranks."""
     if schedule.world_size > MOST_RANKS:
         raise ValueError(f"at most {MOST_RANKS} ranks can be shown step by step, got {schedule.world_size}")
 
@@ -88,7 +89,7 @@ def plain(schedule: Schedule) -> Iterator[str]:
 
 
 def count_lines(schedule: Schedule) -> int:
-    """Return the number of lines of `plain`, without creating them."""
+    """Return how many lines `plain` would yield, without creating them."""
     moves = sum(1 for step in schedule.steps() for _ in step.phase.transfers(step.within))
     return len(headline(schedule)) + 1 + moves + (schedule.num_steps + 1) * (schedule.world_size + 3)
 
@@ -113,7 +114,7 @@ def summary(schedule: Schedule) -> Iterator[str]:
 
 
 def show(schedule: Schedule, console: Console) -> None:
-    """Print the steps on a terminal: values written by a step are bold, final ones green."""
+    """Print the steps on a terminal: values that the step wrote are bold, final values are green."""
     for line in headline(schedule):
         console.print(escape(line), style="bold" if line.startswith(schedule.algorithm) else "", highlight=False)
     key = "a0+a1 is chunk a, the parts of ranks 0 and 1 combined; [bold]bold[/]: written; [green]green[/]: final."
@@ -168,7 +169,7 @@ def _count(number: int, noun: str) -> str:
 
 # Write chunks and values in letters and numbers: a0+a1 is chunk a, the contributions of ranks 0 and 1 combined.
 
-# The most contributions written out, so that five ranks fit 80 columns; more become Σa (all ranks) or a[0-3,6].
+# How many contributions are written out, so that five ranks fit 80 columns; more become Σa (all ranks) or a[0-3,6].
 _WRITTEN_OUT = 4
 
 
@@ -188,7 +189,7 @@ def _chunks_name(start: int, stop: int) -> str:
 
 
 def value_text(value: Value | None, chunk: int, world_size: int) -> str:
-    """Return a rank's value of `chunk`: a0+a1, a[0-5], Σa for all of more than four ranks, · for nothing."""
+    """Return a rank's value of `chunk`: a0+a1, a[0-5], Σa for all of more than four ranks, · for no value."""
     if value is None:
         return "·"
     name, ranks = chunk_name(chunk), sorted(value.contributors)

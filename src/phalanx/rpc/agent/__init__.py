@@ -1,4 +1,4 @@
-"""The agent makes this process a worker. Threads and locks of rpc live in this package.
+"""The agent makes this process a worker: it sends calls, runs the calls of other workers, and owns the threads.
 
 agent.py          the agent, its parts, and which thread reads what
 state.py          the states of an agent
@@ -8,7 +8,7 @@ answer.py         the answer to a call: a future, or a line that the waiting thr
 calls.py          calls that wait for an answer, and their timeouts
 answer_reader.py  from a received answer to the result of its call
 incoming_call.py  a call of another worker
-answer_sender.py  controls of other workers, and all answers to them
-interrupts.py     Ctrl-C and handlers that raise, where a thread must not be interrupted
+answer_sender.py  controls and orders of other workers, and all answers to other workers
+interrupts.py     Ctrl-C and signal handlers that raise, where a thread must not be interrupted
 connections.py    the other workers, and the connection to each
 """

@@ -2,8 +2,8 @@
 
 Which thread reads what:
 
-    The reader, one thread of each worker, reads all its connections. It sets the futures of `rpc_async` itself; threads
-    of a pool run the functions that others call, and the callbacks of answers.
+    The reader, one thread per worker, reads all connections. It sets the futures of `rpc_async` itself; pool threads
+    run the functions that other workers call, and the callbacks of answers.
     A thread that waits at once, as in `rpc_sync`, acquires a line of its own to the callee, and reads its answer there.
     At the other end of the line one thread reads the calls, runs them, and answers.
 
@@ -18,8 +18,8 @@ Which thread reads what:
     the thread reads it    <== REPLY or ERROR ==        pickles the result, sends
 
 A call that finds no idle line uses the connection, and a line is opened for later calls. The connection also carries
-calls to another host or to this worker itself, and calls of a thread that must not read its answer: a mode of torch
-would change the answer, or a signal handler that raises would interrupt the reading.
+calls to another host or to this worker itself, and calls of a thread that must not read its answer, because a torch
+mode would change the answer or a signal handler that raises would interrupt the read.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class Agent:
         return self.state is AgentState.LEAVING or self.closed
 
     def open_for_calls(self) -> None:
-        """Serve requests from now on, first those received earlier. Call this once `current` has this agent."""
+        """Serve requests from now on, first those received earlier. Call this after `current.set_agent`."""
         self.reader.put(self._open)
 
     # -- calling -------------------------------------------------------------------------------------------------------
@@ -133,7 +133,7 @@ class Agent:
     ) -> Any:
         """Send `obj` to a worker in a frame of `kind`; return the `Answer`.
 
-        With `is_awaited`, the answer may be a `LineAnswer`: this thread must wait for it at once, only with `wait`.
+        With `is_awaited`, the answer may be a `LineAnswer`: this thread must then call its `wait` at once.
 
         Raises:
             ClosedError: this worker was shut down.
@@ -219,26 +219,26 @@ class Agent:
             connection.send(kind, number, data, extras, buffers)
 
     def control(self, to: WorkerAddress, name: str, argument: Any, timeout_s: float = UNSET_RPC_TIMEOUT) -> Answer[Any]:
-        """Call a control of a worker, and return its answer."""
+        """Call the control `name` of a worker, and return the future of its result."""
         return self.invoke(  # type: ignore[no-any-return]
             to, "rpc", name, (name, argument), timeout_s, kind=wire.CONTROL
         )
 
     def notify(self, to: WorkerAddress, name: str, argument: Any) -> None:
-        """Call a control of a worker without an answer; do nothing for a lost worker."""
+        """Call the control `name` of a worker without an answer; do nothing for a lost worker."""
         connection = self._connect(to)
         if connection is not None:
             payload = serialize((name, argument), to)
             connection.send(wire.CONTROL, 0, payload.data, b"", payload.buffers)
 
     def watch(self, members: Iterable[WorkerAddress]) -> None:
-        """Connect to these workers: otherwise the end of a worker that has not connected would go unnoticed."""
+        """Connect to these workers: the exit of a worker without a connection would go unnoticed."""
         for one in members:
             if self.peer(one).connection is None:
                 self.notify(one, "watch", None)
 
     def _connect(self, to: WorkerAddress) -> Any:
-        """Return the connection to a worker; None if it is lost, or was never called and this worker is closed."""
+        """Return the connection to a worker; None if the worker is lost, or not connected and this agent is closed."""
         peer = self.peer(to)
         return peer.connection or (None if self.closed else self.connections.connect(peer))
 
@@ -252,7 +252,7 @@ class Agent:
         *,
         read: Callable[[Frame], Any] | None = None,
     ) -> Answer[Any] | LineAnswer:
-        """Send an order in bytes. This thread must wait for the answer; `read` converts its frame to the result."""
+        """Send an order in bytes. This thread must wait for the answer; `read` converts the answer to the result."""
         if self.closed:
             raise ClosedError(f"{what} to {to}: this worker was shut down.")
         call = Call("rpc", what, seconds_of(timeout_s, self.default_timeout_s))
@@ -273,7 +273,7 @@ class Agent:
     # -- receiving -----------------------------------------------------------------------------------------------------
 
     def _open(self) -> None:
-        """Handle the frames that were received before this agent was open, in their order, before all later ones."""
+        """Handle the frames that were received before this agent was open, in order of arrival, before later ones."""
         if self.state is AgentState.STARTING:
             self.become(AgentState.RUNNING)
         while self._early_frames:
@@ -324,7 +324,7 @@ class Agent:
         return self._answers.receive(connection, frame, call)
 
     def abandon_answer(self, line: CallerLine, call: Call) -> None:
-        """Transfer to the reader an answer for which no thread waits any more."""
+        """Transfer to the reader an answer that no thread waits for any longer."""
         self.reader.put(_LateAnswer(self, line, call).begin)
 
     def drop_late(self, connection: Any, frame: Frame) -> None:
@@ -401,12 +401,12 @@ class Agent:
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def open_network(self, address: str, key: Key) -> None:
-        """Accept workers of other hosts that have the key, and add the network address to `me`."""
+        """Accept workers on other hosts that have the key, and add the network address to `me`."""
         self.connections.open_network(address, key)
         self.me = self.connections.me
 
     def abandon(self) -> None:
-        """Close the sockets in a fork of this worker, without effect on the parent."""
+        """Close the sockets in a forked child of this worker, without effect on the parent."""
         self.state = AgentState.CLOSED
         self.connections.abandon()
 
@@ -438,7 +438,7 @@ class Agent:
 
 
 class _LateAnswer:
-    """A `_LateAnswer` is an answer for which no thread waits any more: the reader reads it and releases the line."""
+    """A `_LateAnswer` is an answer that no thread waits for any longer: the reader reads it and releases the line."""
 
     def __init__(self, agent: Agent, line: CallerLine, call: Call) -> None:
         self._agent = agent

@@ -34,7 +34,7 @@ class Answer(Future[T]):
         set_error(self, make)
 
     def on_done(self, callback: Callable[[Any], Any]) -> None:
-        """Add a callback of rpc's own, which may run in the reader: it must not wait."""
+        """Add an internal callback, which may run in the reader and must not wait."""
         _Future.add_done_callback(self, callback)
 
     def then(self, callback: Any) -> Any:
@@ -67,7 +67,7 @@ def _run_or_defer(callback: Callable[[Any], Any], done: Any) -> None:
 def wait_interruptibly(future: Any) -> Any:
     """Wait for the future and return its value; in the main thread, unlike torch's `Future.wait`, handle signals."""
     if not _Future.done(future):
-        if this_thread.read_more is not None:  # a finalizer runs in the reader
+        if this_thread.read_more is not None:  # this thread is the reader, and a finalizer waits in it
             while not _Future.done(future):
                 this_thread.read_more()
         elif threading.current_thread() is threading.main_thread():
@@ -78,7 +78,7 @@ def wait_interruptibly(future: Any) -> Any:
     return _Future.wait(future)
 
 
-_POLL_MS = 1000  # the longest sleep: a signal may arrive just before it begins
+_POLL_MS = 1000  # the longest sleep: a signal that arrives just before the sleep does not interrupt it
 _failing = threading.RLock()  # while a thread owns it, the line of a failing call is not closed
 
 
@@ -89,14 +89,14 @@ class Caller(Protocol):
         """Return the result in an answer, or the function that makes its error."""
 
     def abandon_answer(self, line: CallerLine, call: Any) -> None:
-        """Transfer to the reader an answer for which no thread waits any more."""
+        """Transfer to the reader an answer that no thread waits for any longer."""
 
 
 class LineAnswer:
     """A `LineAnswer` is the answer of a call over a line. The thread that waits for it reads the line itself.
 
-    The thread that claims the call (`Call.claim`) completes it. Any thread but the waiting thread does so with `fail`:
-    the waiting thread then raises that error, and the reader reads a late answer.
+    The thread that claims the call (`Call.claim`) completes it. A thread other than the waiting one does so with
+    `fail`: the waiting thread then raises that error, and the reader reads the late answer.
     """
 
     __slots__ = ("_call", "_callback", "_caller", "_line", "_make_error", "_result")
@@ -128,7 +128,7 @@ class LineAnswer:
         return self._result
 
     def on_done(self, callback: Callable[[Any], Any]) -> None:
-        """Set the callback, which may run in the reader and must not wait. Call this once, just after sending."""
+        """Set the callback, which may run in the reader and must not wait. Call this once, right after sending."""
         self._callback = callback
         if self._make_error is not None and self._callback is not None:
             self._call_back()
@@ -140,7 +140,7 @@ class LineAnswer:
             callback(self)
 
     def fail(self, make: Callable[[], BaseException]) -> None:
-        """Set the error that `make` returns; an answer read meanwhile replaces it. This thread has claimed the call."""
+        """Set the error that `make` returns; an answer read meanwhile replaces the error. First claim the call."""
         with _failing:
             self._make_error = make
             if self._line is not None:
@@ -156,7 +156,7 @@ class LineAnswer:
                 line.bell.ring()
 
     def read_until(self, is_ready: Callable[[], bool]) -> None:
-        """Read the line until the call is complete or `is_ready()` is true; each `ring` checks again."""
+        """Read the line until the call is complete or `is_ready()` is true; `ring` makes this check again."""
         while (line := self._line) is not None and not is_ready():
             ready = line.wait(line.bell.fileno(), _POLL_MS)
             interrupts.check()
@@ -233,7 +233,7 @@ def _never() -> bool:
 
 
 def read_any(answers: Sequence[LineAnswer]) -> None:
-    """Wait until a line can be read or `ring` is called for one, for at most a second; read the ready lines."""
+    """Wait up to a second until some line can be read or some bell rings, then read the lines that are ready."""
     poll = select.poll()
     lines = [(one, line) for one in answers if (line := one._line) is not None]
     for _, line in lines:

@@ -35,9 +35,9 @@ class AnswerReader:
     def complete(self, connection: Any, frame: Frame, call: Call | None, *, may_wait: bool = False) -> None:
         """Set the future of a call.
 
-        If unpickling the answer may run the user's code, queue it for a thread that `may_wait`.
+        If unpickling may run the user's code, queue the answer for another thread, which `may_wait`.
         """
-        if call is None:  # the answer is too late; the references in it belong to this worker, and are released
+        if call is None:  # the answer is late; this worker owns the references in the answer, and releases them
             if frame.extras:
                 self._drop_forks(frame)
             return

@@ -1,4 +1,4 @@
-"""An `AnswerSender` runs the controls and orders of other workers, and sends all answers to them."""
+"""An `AnswerSender` runs the controls and orders that other workers send, and sends all answers to other workers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class AnswerSender:
     `controls` are functions that agents call by name. Each gets the caller and one argument, runs in the reader, and
     must not wait. Its result is the answer; if it is a Future, the answer is sent when the Future completes.
 
-    `orders` are handlers of messages in bytes, by the first byte. Each gets the connection and the frame, and sends the
+    `orders` are the handlers of binary messages, by first byte. Each gets the connection and the frame, and sends the
     answer itself. If no answer is expected, the handler runs in the reader, and must not wait.
     """
 
@@ -135,7 +135,7 @@ class AnswerSender:
         else:
             try:
                 connection.send(wire.REPLY, number, data, b"", buffers)
-            except BaseException as problem:  # otherwise the caller would wait for ever
+            except BaseException as problem:  # otherwise the caller would wait forever
                 self.answer(connection, number, error=problem)
 
     def send_later(self, connection: Any) -> None:

@@ -19,7 +19,7 @@ _BIG_BYTES = 1 << 16  # smaller calls do not count towards the bytes in flight
 
 
 class Call:
-    """A `Call` is a call that this worker makes, from before it is sent. `kept` stays alive until the answer."""
+    """A `Call` is an outgoing call, created before it is sent. It keeps `kept` alive until the answer arrives."""
 
     __slots__ = (
         "deadline", "future", "kept", "line_answer", "name", "nbytes", "number", "on_answer", "peer", "read",
@@ -31,14 +31,14 @@ class Call:
         self.name = name  # the name of the function
         self.timeout_s = timeout_s
         self.deadline = math.inf
-        self.line_answer: LineAnswer | None = None  # if it is sent over a line
-        self.future: Answer[Any] | None = None  # otherwise
+        self.line_answer: LineAnswer | None = None  # for a call over a line
+        self.future: Answer[Any] | None = None  # for a call over the connection
         self.peer: Callee
         self.kept = kept
         self.nbytes = 0
         self.number = 0
         self.on_answer: Any = None  # converts the answer to the result of the future
-        self.read: Callable[[Any], Any] | None = None  # reads an answer that is not a pickle from its frame
+        self.read: Callable[[Any], Any] | None = None  # decodes the frame of an answer that is not pickled
 
     def fail(self, make: Callable[[], BaseException]) -> None:
         """Set the error that `make` returns instead of an answer."""
@@ -61,7 +61,7 @@ class Call:
 
 
 class Callee:
-    """A `Callee` is a worker that this worker calls, with the calls that the callee has not answered yet.
+    """A `Callee` is a worker that this worker calls, and the calls that the callee has not answered yet.
 
     There is no connection before the first call, and none once the callee is lost.
     """
@@ -70,9 +70,9 @@ class Callee:
         self.member = member
         self.calls: dict[int, Call] = {}
         self.connection: Any = None
-        self.calls_us: Any = None  # the connection over which it calls this worker
+        self.calls_us: Any = None  # the connection over which the callee calls this worker
         self.connecting = threading.Lock()
-        self.lost = ""  # why it is lost
+        self.lost = ""  # why the callee is lost; empty while it is not
         self._most_calls = most_calls
         self._most_bytes = most_bytes
         self._nbytes = 0
@@ -129,7 +129,7 @@ class Callee:
         return call
 
     def remove_all(self) -> list[Call]:
-        """Remove all calls and return them. For a lost worker, also free the table, which has grown with the calls."""
+        """Remove all calls and return them. For a lost worker, also free the table, whose size never shrinks."""
         removed = [call for number in list(self.calls) if (call := self.remove(number)) is not None]
         if self.lost:
             old, self.calls = self.calls, {}
@@ -137,7 +137,7 @@ class Callee:
         return removed
 
     def expire(self, now: float) -> tuple[list[Call], float]:
-        """Remove and return the calls that have timed out; also return when the next call will."""
+        """Remove and return the calls that have timed out; also return the earliest deadline of the others."""
         late, due = [], math.inf
         for number, call in list(self.calls.items()):
             if call.deadline <= now:
@@ -162,7 +162,7 @@ def describe_timeout(what: str, name: str, timeout_s: float, member: WorkerAddre
 
 
 def why_failed(peer: Callee, call: Call) -> Callable[[], BaseException]:
-    """Return a function that makes the error of a call to a lost worker, or of this worker after its shutdown."""
+    """Return a function that makes the error of a call whose callee is lost, or whose caller was shut down."""
     if not peer.lost:
         text = f"{call.what}({call.name}) to {peer.member}: this worker was shut down before the answer came."
         return partial(ClosedError, text)

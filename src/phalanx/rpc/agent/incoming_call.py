@@ -1,4 +1,4 @@
-"""An `IncomingCall` is a call of another worker, from the frame to the answer."""
+"""An `IncomingCall` is a call from another worker, from its received frame to the answer."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Worker(Protocol):
 
 
 class IncomingCall:
-    """An `IncomingCall` is made in order of arrival by the thread that reads it; a REMOTE call registers its object."""
+    """An `IncomingCall` is created by the reading thread, in order of arrival; a REMOTE call registers its object."""
 
     __slots__ = (
         "_agent",
@@ -123,7 +123,7 @@ class IncomingCall:
 
     def _call(self) -> Any:
         for one in self._unconfirmed:  # the function may need its references confirmed by their owners
-            with contextlib.suppress(Exception):  # the first use of the reference raises it
+            with contextlib.suppress(Exception):  # the first use of the reference raises the error
                 one.wait()
         function, args, kwargs = self._work[:3]
         hook = call_hook()
@@ -171,7 +171,7 @@ class IncomingCall:
 
 @dataclass(frozen=True)
 class RemoteEvent:
-    """A `RemoteEvent` is a profiled event. Times are since its profile began; `fields` are those of `FunctionEvent`."""
+    """A `RemoteEvent` is a profiled event, timed from the start of its profile; `fields` are for `FunctionEvent`."""
 
     node_id: int
     start_us: float
@@ -208,7 +208,7 @@ def _is_async(function: Callable[..., Any], args: tuple[Any, ...]) -> bool:
 
 
 def _is_of_pickle(error: AttributeError) -> bool:
-    """Return whether pickle or a module without the name raised the error, not code that rebuilds an object."""
+    """Return whether the error was raised by pickle's lookup of a name, and not by code that rebuilds an object."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next

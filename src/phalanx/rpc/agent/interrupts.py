@@ -1,11 +1,11 @@
-"""Defer Ctrl-C while the main thread sends or reads, where it would lose a message or leave a lock acquired.
+"""Defer Ctrl-C while the main thread sends or reads, where an exception would lose a message or leave a lock acquired.
 
     main thread    send | wait in C .. Ctrl-C .. | KeyboardInterrupt
     main thread    send | read .. Ctrl-C .. | make the result | KeyboardInterrupt
 
-Python raises KeyboardInterrupt between any two steps of the main thread. While a worker is open, its handler of SIGINT
-replaces Python's own handler and defers the exception until the main thread may be interrupted. The user's handlers
-stay: while one may raise at any time (a timeout by SIGALRM), the reader sends and reads for the main thread.
+Python raises KeyboardInterrupt between any two bytecodes of the main thread. While this process is a worker, our SIGINT
+handler replaces Python's own and defers the exception until the main thread may be interrupted. The user's handlers
+stay: while a handler may raise at any time (a SIGALRM timeout), the reader sends and reads for the main thread.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from types import FrameType
 from typing import Any
 
 _main = threading.main_thread().ident
-# Numbers, looked up by `_signal`: every call does this, and `signal` would make an enum of each. A handler of SIGTERM
-# is not looked up, because it usually ends the process.
+# Plain integers, looked up with `_signal`, because every call does so, and `signal.getsignal` would create an enum each
+# time. A handler of SIGTERM is not looked up, because it usually ends the process.
 _ALARM, _INTERRUPT, _USER_1, _USER_2 = map(int, (signal.SIGALRM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2))
 _handler_of: Callable[[int], Any] = _signal.getsignal
 
 
 class _Deferral:
-    """The `_Deferral` of the main thread. `depth` is the number of nested parts that must not be interrupted."""
+    """A `_Deferral` is the main thread's state. `depth` counts the nested sections that must not be interrupted."""
 
     __slots__ = ("depth", "is_pending")
 
@@ -54,14 +54,14 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Restore the handler of SIGINT."""
+    """Restore Python's handler of SIGINT."""
     with contextlib.suppress(ValueError):
         if signal.getsignal(signal.SIGINT) is _handle:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def may_raise() -> bool:
-    """Return whether a handler of the user may raise in this thread at any moment, which cannot be deferred."""
+    """Return whether a signal handler of the user may raise in this thread; its exception could not be deferred."""
     if get_ident() != _main:
         return False
     if callable(_handler_of(_ALARM)) or callable(_handler_of(_USER_1)) or callable(_handler_of(_USER_2)):
@@ -71,20 +71,20 @@ def may_raise() -> bool:
 
 
 def reset() -> None:
-    """Reset the state in a fork: its only thread becomes its main thread, and defers nothing."""
+    """Reset the state in a forked child: its only thread becomes the main thread, and defers nothing."""
     global _main, _state
     _main, _state = get_ident(), _Deferral()
 
 
 def defer() -> None:
-    """Begin a part in which this thread must not be interrupted."""
+    """Begin a section in which this thread must not be interrupted."""
     if get_ident() == _main:
         _state.depth += 1
 
 
 def allow(*, may_raise: bool = True) -> None:
-    """End the part that `defer` began. With `may_raise`, raise a deferred KeyboardInterrupt; else `check` raises it."""
-    if get_ident() == _main and _state.depth:  # in a fork it is 0, even inside a part of the parent
+    """End the section. With `may_raise`, raise a deferred KeyboardInterrupt; otherwise a later `check` raises it."""
+    if get_ident() == _main and _state.depth:  # 0 in a forked child, even if the parent forked inside a section
         _state.depth -= 1
         if _state.is_pending and may_raise and not _state.depth:
             _state.is_pending = False
@@ -99,7 +99,7 @@ def check() -> None:
 
 
 def wait(until: Callable[[], object]) -> None:
-    """Call `until`, which waits and may be interrupted at any time."""
+    """Call `until`, a wait that may be interrupted at any time."""
     if get_ident() != _main:
         until()
         return

@@ -1,11 +1,11 @@
-"""Run user code in threads: one thread at first, and twice as many each time that work has waited for a millisecond.
+"""Run user code in threads: one at first, and twice as many whenever no queued work has begun for a millisecond.
 
     put                f | g | h | ..
     first thread       f | g: blocks .............. | park
-    reader             |     1 ms: nothing has begun: wake one more
+    reader             |     1 ms: no work has begun: wake one more
     second thread      parked                       | h | ..
 
-So a queue of short work costs one thread switch, and work that blocks delays the rest by a millisecond.
+So a queue of short tasks costs one thread switch, and a task that blocks delays the others by about a millisecond.
 """
 
 from __future__ import annotations
@@ -60,7 +60,10 @@ class ThreadPool:
             thread.start()
 
     def relieve(self) -> bool:
-        """Wake more threads if no work has begun since the last call; return whether work waits. Call it every ms."""
+        """Wake more threads if no work has begun since the last call; return whether work is queued.
+
+        Call this every millisecond.
+        """
         if not self._work:
             return False
         with self._lock:
@@ -93,7 +96,7 @@ class ThreadPool:
             gate.acquire()
 
     def finish(self, timeout_s: float) -> None:
-        """Wait until all work is done, at most `timeout_s`. It calls `relieve`, as the reader has ended."""
+        """Wait up to `timeout_s` until all work is done. This calls `relieve`, because the reader has ended."""
         deadline = Deadline.after(timeout_s)
         while len(self._threads) > len(self._parked) + self._is_ours() and not deadline.passed:
             self.relieve()
@@ -103,7 +106,7 @@ class ThreadPool:
         return threading.current_thread() in self._threads
 
     def close(self, timeout_s: float = 0.2) -> None:
-        """End the threads: drop work that has not begun, and wait up to `timeout_s` for work that runs."""
+        """End the threads: drop work that has not begun, and wait up to `timeout_s` for running work."""
         with self._lock:
             self._closed = True
             self._work.clear()

@@ -1,10 +1,10 @@
-"""The reader is the thread of a worker that reads its connections. It runs no user code and never waits for a thread.
+"""The reader is the thread that reads a worker's connections. It runs no user code and never waits for another thread.
 
     reader      | poll | read | call: to a thread | answer: set its future | callback: to a thread | poll
     thread             ............................ | run the function, answer ..
 
-The reader runs the tasks that other threads queue, in order, between two reads. It also keeps the time: it calls `tick`
-when it is due, and `relieve` every millisecond while work waits for threads that are stuck.
+Between two reads, the reader runs the tasks that other threads have queued, in order. It is also the timer: it calls
+`tick` when it is due, and `relieve` every millisecond while work or answers are queued.
 
 A finalizer of the user may run in any thread and wait for a call. In the reader, such a wait continues reading.
 """
@@ -42,7 +42,7 @@ class Readable(Protocol):
 
 
 class _ThisThread(threading.local):
-    """`_ThisThread` is set only in the reader: the callbacks for other threads, and how to continue reading."""
+    """`_ThisThread` is set only in the reader: the callbacks for other threads, and the function that reads more."""
 
     callbacks: deque[Task] | None = None
     read_more: Callable[[], None] | None = None
@@ -54,13 +54,13 @@ this_thread = _ThisThread()
 class ConnectionReader:
     """A `ConnectionReader` is the reader of one agent.
 
-    None of these functions may raise or wait.
+    None of the functions below may raise or wait.
 
     Arguments:
-        handle: called with the connection and each frame.
-        run: runs the callbacks of the answers in another thread.
+        handle: called with each frame and its connection.
+        run: runs the callbacks of answers in another thread.
         relieve: returns whether to call it again in a millisecond.
-        tick: called with the time; returns when to call it next.
+        tick: called with the monotonic time; returns the time of the next call.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class ConnectionReader:
         self._incoming: deque[tuple[Any, Frame] | Task] = deque()
         self._wakeup = Wakeup()
         self._due = math.inf  # when the reader ticks next
-        self._wanted: deque[float] = deque()  # earlier ticks that other threads need
+        self._wanted: deque[float] = deque()  # earlier ticks that other threads have requested
         self._relieve_at = math.inf
         self._spin = SpinWait()
         self._closed = False
@@ -149,7 +149,7 @@ class ConnectionReader:
         while self._wanted:
             self._due = min(self._due, self._wanted.popleft())
         if now >= self._due:
-            self._due = math.inf  # before the tick: another thread may need an earlier one from now on
+            self._due = math.inf  # reset before the tick, because another thread may request an earlier tick meanwhile
             self._incoming.append(self._tick_now)
             return
         if now >= self._relieve_at:
@@ -174,13 +174,13 @@ class ConnectionReader:
             while self._incoming:
                 try:
                     item = self._incoming.popleft()
-                except IndexError:  # at the end several threads may be here
+                except IndexError:  # after the reader has ended, several threads may be here
                     return
                 if isinstance(item, tuple):
                     self._handle(*item)
                 else:
                     item()
-                del item  # the tensors of a frame
+                del item  # releases the frame's tensors
                 if callbacks:
                     self._run(_in_order(callbacks))
         finally:
@@ -212,7 +212,7 @@ def _in_order(callbacks: deque[Task]) -> Task:
         for one in queued:
             try:
                 one()
-            except BaseException as error:  # torch also reports the error and continues
+            except BaseException as error:  # torch, too, reports the error and continues
                 _logger.error("rpc: a callback of a future raised %s: %s", type(error).__name__, message_of(error))
 
     return run

@@ -1,7 +1,7 @@
-"""Wait until a socket can be read; spin first, as long as that succeeds.
+"""Wait until a socket can be read; spin first, as long as spinning succeeds.
 
-The core polls for some microseconds before it sleeps: an answer that arrives meanwhile costs no thread switch.
-Without the core (no compiler at installation) the kernel's poll sleeps at once: calls are slower.
+The C core polls for up to 120 µs before it sleeps: an answer that arrives meanwhile costs no thread switch.
+Without the core (no compiler at installation) the kernel's poll sleeps at once, and calls are slower.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import threading
 try:
     from phalanx._core import wait_ready as wait_ready
 except ImportError:
-    # after a signal Python resumes the poll, but an interrupted thread must check whether it may stop
+    # Python resumes the poll after a signal, but the thread must first check whether the signal interrupts it
     _MOST_MS = 100
 
     def wait_ready(fd: int, bell: int, spin_ns: int, timeout_ms: int, /) -> int:
-        """Return 1 if `fd` can be read or is at its end, plus 2 for `bell`, which may be -1; 0 if neither can be read.
+        """Return 1 if `fd` is readable or at end of file, plus 2 if `bell` is (-1 for none); 0 if neither is.
 
         It may return 0 before `timeout_ms` has passed; a negative `timeout_ms` sets no bound.
         """
@@ -34,7 +34,7 @@ _spinning = threading.Lock()  # one thread of a process spins at a time
 
 
 class SpinWait:
-    """A `SpinWait` lets one thread spin before it sleeps; after several misses, only now and then."""
+    """A `SpinWait` spins before it sleeps, if no other thread of the process does; after several misses, rarely."""
 
     def __init__(self) -> None:
         self._has_spun = False

@@ -1,4 +1,4 @@
-"""Run backward across remote calls, with the names of `torch.distributed.autograd`.
+"""Run the backward pass across remote calls, with the API of `torch.distributed.autograd`.
 
     with rpc.autograd.context() as context_id:
         y = rpc.rpc_sync("server", embed, (ids, w))
@@ -36,9 +36,9 @@ __all__ = ["BackwardError", "backward", "context", "get_gradients"]
 
 @contextmanager
 def context() -> Iterator[int]:
-    """Record what this thread's calls, and their calls, compute; yield the context's number for `backward`.
+    """Record the graph of this thread's calls, and of the calls that they make; yield the context's id for `backward`.
 
-    At the end all workers release the records and the gradients.
+    At the end all workers release the recorded graph and the gradients.
 
     Raises:
         RuntimeError: this thread is in a context already.
@@ -58,16 +58,16 @@ def context() -> Iterator[int]:
 def backward(context_id: int, roots: Sequence[Tensor], retain_graph: bool = False) -> None:
     """Run the backward pass from `roots` through all workers of the context, and gather gradients in the context.
 
-    It returns when the pass has ended on all workers. The context adds up the gradients of all its passes. Any worker
-    of the context can call it, and several workers at a time.
+    It returns when the pass has ended on all workers. Gradients accumulate over all passes of the context. Any worker
+    of the context can call it, also several workers at the same time.
 
-    Numerics: as in one process; where a tensor has several uses, the order in which gradients are added may differ.
+    Numerics: as in one process, but the gradients of a tensor with several uses may be added in another order.
 
     Raises:
         TypeError: an argument has the wrong type.
         RuntimeError: this worker has no such context, or a root is not a scalar, or has no graph.
         BackwardError: some worker's part raised; the message names the worker and the error.
-        PeerLostError: a worker of the pass is lost. After the last two errors the context's gradients are undefined.
+        PeerLostError: a worker of the pass is lost. After this or `BackwardError` the gradients are undefined.
     """
     if not isinstance(context_id, int) or not isinstance(roots, list | tuple):
         raise TypeError(

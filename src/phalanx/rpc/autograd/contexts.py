@@ -1,4 +1,4 @@
-"""A context is a worker's record of a forward and its backward, until the worker that opened the context closes it."""
+"""A context is a worker's record of a forward pass and its backward passes, until its opener closes the context."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class Context:
         self.gradients: dict[Tensor, Tensor] = {}
 
     def accumulate(self, found: Sequence[tuple[Tensor, Tensor]], *, is_shared: bool = False) -> None:
-        """Add gradients to the context's. The first gradient of a variable is kept without a copy if possible.
+        """Add gradients to those of the context. A variable's first gradient is kept without a copy if possible.
 
-        With `is_shared`, tensors outside of `found` may share the gradients' memory.
+        With `is_shared`, tensors that are not in `found` may share the gradients' memory.
         """
         counts = Counter(_memory(gradient) for _, gradient in found) if len(found) > 1 else _ONCE
         with self.lock:
@@ -51,7 +51,7 @@ class Context:
                     gradient = gradient.clone()
                 self.gradients[variable] = gradient
 
-    # methods of PyTorch's contexts
+    # the methods that PyTorch's contexts have
 
     def _context_id(self) -> int:
         return self.id
@@ -86,12 +86,12 @@ def _is_plain(gradient: Tensor, variable: Tensor) -> bool:
 
 
 class Contexts:
-    """`Contexts` are all contexts of this worker, and the current one of each thread."""
+    """`Contexts` are all contexts of this worker, and the current context of each thread."""
 
     def __init__(self, rank: int, uid: int) -> None:
         self._uid = uid
         self._first = rank << _NUMBER_BITS
-        start = int.from_bytes(os.urandom(5), "little")  # a worker that joins again begins at another number
+        start = int.from_bytes(os.urandom(5), "little")  # a worker that joins again must not reuse an id
         self._numbers = itertools.count(start)
         self._lock = threading.Lock()
         self._by_id: dict[int, Context] = {}
@@ -100,7 +100,7 @@ class Contexts:
 
     @property
     def max_id(self) -> int:
-        """Return the largest number for a context of this worker."""
+        """Return the largest possible id of a context that this worker opens."""
         return self._first + (1 << _NUMBER_BITS) - 1
 
     @property
@@ -118,7 +118,7 @@ class Contexts:
         return ContextScope(self._thread, context)
 
     def find(self, context_id: int) -> Context:
-        """Return the context with this number.
+        """Return the context with this id.
 
         Raises:
             PhalanxError: there is no such context.
@@ -132,7 +132,7 @@ class Contexts:
         return context
 
     def find_open(self, context_id: int) -> Context | None:
-        """Return the context with this number; None if no call in it has reached this worker.
+        """Return the context with this id; None if no call in the context has reached this worker.
 
         Raises:
             PhalanxError: the context has ended.
@@ -140,11 +140,11 @@ class Contexts:
         return self.find(context_id) if context_id in self._released else self._by_id.get(context_id)
 
     def get(self, context_id: int) -> Context | None:
-        """Return the context with this number; None if there is none."""
+        """Return the context with this id; None if there is none."""
         return self._by_id.get(context_id)
 
     def find_or_open(self, context_id: int, origin: int) -> Context | None:
-        """Return the context of a message; open it if it is new here. Return None if it has ended meanwhile."""
+        """Return the context of a message, opened if it is new on this worker; None if it has ended meanwhile."""
         context = self._by_id.get(context_id)
         if context is not None:
             return context

@@ -1,4 +1,4 @@
-"""Join the local graphs of autograd where tensors were sent to another worker, and where they were received.
+"""Join the workers' local autograd graphs where tensors were sent to another worker, and where they were received.
 
     caller                                        callee
     x ─► SendRpc ┄┄┄┄┄┄┄┄┄ message ┄┄┄┄┄┄┄┄┄► RecvRpc ─► f
@@ -6,8 +6,8 @@
     y ◄─ RecvRpc ◄┄┄┄┄┄┄┄┄ message ┄┄┄┄┄┄┄┄┄ SendRpc ◄────┘
 
 A message is a call's arguments, or its result, with tensors that require grad. With each of these tensors it carries
-the tensor's ancestors: all messages, and which of their tensors, from which it was computed. So the worker that begins
-a backward knows all workers of the pass, and no gradient is sent where one process would have none: a tensor that was
+the tensor's ancestors: all messages, and which of their tensors, from which it was computed. So the worker that calls
+backward knows all workers of the pass, and no gradient is sent where one process would have none: a tensor that was
 sent but not used is not in the graph, its hooks are not called, and no worker waits for its gradient.
 """
 
@@ -31,18 +31,18 @@ _engine: Any = find(
     "torch.autograd.Variable._execution_engine", loses="distributed backwards of phalanx.rpc do not work"
 )
 
-# The depth: the length of the longest chain of messages that ends with this message; the uid of its sender; its number
-# there. In backward, deeper messages come first: all workers wait in this order, so no two wait for each other.
+# The depth: the length of the longest chain of messages that ends with this message; the uid of its sender; its serial
+# number there. In backward, deeper messages come first: all workers wait in this order, so no two wait for each other.
 MessageId = tuple[int, int, int]
 Ancestors = Mapping[MessageId, int]  # the tensors of each message: bit n for tensor n, or ALL
 ALL = -1
 
-# sequence numbers: of the nodes that are ready, the engine runs the node with the highest number first
+# sequence numbers: of the nodes that are ready, the engine runs the one with the highest sequence number first
 _FIRST, _LAST = 1 << 62, 0
 
 
 class BackwardPass(Protocol):
-    """A `BackwardPass` is the interface of a pass for the nodes of its graph."""
+    """A `BackwardPass` is the interface of a pass that the nodes of its graph use."""
 
     context_id: int
 
@@ -87,11 +87,11 @@ class SendRpc(torch.autograd.Function):
 
 
 class RecvRpc(torch.autograd.Function):
-    """A `RecvRpc` is the node of received tensors, an in-place operation. Its backward sends their gradients."""
+    """A `RecvRpc` is the node of a message's received tensors. Its backward sends their gradients."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, *tensors: Tensor) -> Any:
-        """Return the tensors themselves; the anchor makes the engine run this node."""
+        """Return the tensors themselves, as in-place operations do; the anchor makes the engine run this node."""
         ctx.set_materialize_grads(False)
         ctx.mark_dirty(*tensors)
         return tensors
@@ -126,7 +126,7 @@ class Gate(torch.autograd.Function):
 
 
 def check_context(node: Any, context_id: int) -> None:
-    """Check that a RecvRpc's context is the one whose gradients are computed."""
+    """Check that a RecvRpc belongs to the context whose gradients are computed."""
     if node.context_id != context_id:
         raise PhalanxError(
             f"backward of context {context_id} has reached a tensor that arrived in context {node.context_id}: a graph "
@@ -143,7 +143,7 @@ def _current_pass() -> BackwardPass:
     return current.run
 
 
-# An input of every RecvRpc, so that the engine runs it.
+# An input of every RecvRpc, so that the engine runs the node.
 _anchor = torch.zeros((), requires_grad=True, device="cpu")
 _anchor_edge = get_gradient_edge(_anchor)
 _LEAF: type = type(_anchor_edge.node)
@@ -152,7 +152,7 @@ _HOOKED = "_phalanx_hooked"
 
 
 def _noting(register: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that registers a hook of a node as `register` does, and marks the node."""
+    """Return a function that registers a node's hook as `register` does, and marks the node."""
 
     def register_and_note(node: Any, hook: Callable[..., Any]) -> Any:
         handle = register(node, hook)
@@ -171,10 +171,10 @@ class GraphEnds:
     """`GraphEnds` are the ends of a local graph: its leaves, and the tensors received from other workers."""
 
     leaves: list[Any]
-    received: dict[Any, int]  # by node: which of its message's tensors, bit n for tensor n
+    received: dict[Any, int]  # by RecvRpc node: which of its message's tensors, bit n for tensor n
 
     def has_hooks(self) -> bool:
-        """Return whether hooks require that the engine runs to these ends, as `run_engine` does.
+        """Return whether hooks require that the engine runs the nodes at these ends, as `run_engine` does.
 
         Hooks of leaves may need gradients in `.grad` until the pass ends. Hooks of received tensors' nodes are called
         only if the nodes run.
@@ -200,7 +200,7 @@ class GraphEnds:
 
 @dataclass(frozen=True)
 class SentMessage:
-    """A `SentMessage` is a message of this worker, or some of its tensors. `stubs` keep the graph alive."""
+    """A `SentMessage` is a message that this worker sent, or some of its tensors. `stubs` keep the graph alive."""
 
     message: MessageId
     to: int  # the uid of its receiver
@@ -208,7 +208,7 @@ class SentMessage:
     reached: GraphEnds
 
     def part(self, mask: int) -> SentMessage:
-        """Return the part of the message with these tensors alone."""
+        """Return the message reduced to the tensors in `mask`."""
         stubs = [stub for number, stub in enumerate(self.stubs) if mask >> number & 1]
         if len(stubs) == len(self.stubs):
             return self
@@ -233,7 +233,7 @@ def reach(edges: Iterable[tuple[Any, int]]) -> GraphEnds:
                 if kind is _LEAF:
                     leaves.append(node)
                     continue
-                # the first node of a thread has this number: a gate could run before it
+                # the first node that a thread creates has this sequence number, and a gate could run before it
                 if node._sequence_nr() == _LAST:
                     node._set_sequence_nr(1)
                 stack.append(node.next_functions)
@@ -242,7 +242,7 @@ def reach(edges: Iterable[tuple[Any, int]]) -> GraphEnds:
 
 def _ancestors_of_each(nodes: Sequence[Any], context_id: int) -> list[Ancestors]:
     """Return the ancestors of each of these nodes. Cost: two visits of each node behind them."""
-    places: dict[tuple[Any, int], int] = {}  # by received tensor: its bit in the numbers below
+    places: dict[tuple[Any, int], int] = {}  # by received tensor: its bit in the bit masks below
     found: dict[Any, int] = {}
     stack = list(nodes)
     while stack:
@@ -292,7 +292,7 @@ def make_send(
 
 
 def make_recv(tensors: Sequence[Tensor], context_id: int, message: MessageId, ancestors: Sequence[Ancestors]) -> Any:
-    """Attach received tensors to the graph; return the node. `ancestors` are as `make_send` returns them."""
+    """Attach received tensors to the graph; return the node. `ancestors` has the form that `make_send` returns."""
     with torch.enable_grad():
         RecvRpc.apply(_anchor, *tensors)  # type: ignore[no-untyped-call]
     node: Any = tensors[0].grad_fn
@@ -326,9 +326,9 @@ def run_engine(
 ) -> list[tuple[Tensor, Tensor]]:
     """Run autograd from `outputs` in this thread; return the leaves' gradients that `run` has not gathered.
 
-    `.grad` changes only while hooks for it run. The hooks of AccumulateGrad nodes are called as if these nodes ran. If
-    hooks need gradients in `.grad` until the pass ends (DistributedDataParallel combines them there), the gradients
-    stay there until the pass ends; then `.grad` is restored. Only one such run is active at a time.
+    `.grad` changes only while hooks that need it run. The hooks of AccumulateGrad nodes are called as if these nodes
+    ran. If hooks need gradients in `.grad` until the pass ends (DistributedDataParallel reduces them there), the
+    gradients stay there until the pass ends; then `.grad` is restored. Only one such run is active at a time.
     """
     leaves: dict[Any, None] = {}
     has_received = False
@@ -347,8 +347,7 @@ def run_engine_from(
 ) -> tuple[list[tuple[Tensor, Tensor]], list[tuple[MessageId, Sequence[Tensor | None]]]]:
     """Run the engine from one message alone; return the leaves' gradients, and the gradients to send, by message.
 
-    No gradient in `arrived` may be None. No SendRpc, RecvRpc or Gate runs; the caller sends the gradients after the
-    run.
+    No gradient of a stub may be None. No SendRpc, RecvRpc or Gate runs; the caller sends the gradients after the run.
     """
     leaves, received = send.reached.leaves, send.reached.received
     outputs: list[Any] = []
@@ -417,7 +416,7 @@ def _run_through_grad(
             for one in variables:
                 one.grad = None
             torch.autograd.backward(outputs, gradients, retain_graph=retain_graph)
-            # Copy them, because code that combines gradients may reuse their memory.
+            # Copy the gradients, because code that reduces them (DDP) may reuse their memory.
             return [(one, one.grad.clone()) for one in variables if one.grad is not None]
         finally:
             for one, gradient in zip(variables, before, strict=True):

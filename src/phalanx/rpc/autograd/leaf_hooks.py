@@ -4,14 +4,15 @@
     node.register_prehook(before)  # before((gradient,)): may replace the gradient
     node.register_hook(after)      # after((), (gradient,)): the context has the gradient by then
 
-The engine does not run these nodes: it captures their inputs. But just before, it calls the hooks of the leaf itself
-(`Tensor.register_hook`). So each leaf has one more such hook during a run, after the user's own. This hook does the
-same as PyTorch's distributed engine: it calls the node's prehooks, gathers the gradient, and calls the node's hooks.
-Prehooks and hooks are also called with a gradient of None.
+The engine does not run these nodes: it captures their inputs. But just before that, it calls the hooks of the leaf
+itself (`Tensor.register_hook`). So each leaf gets one more such hook during a run, after the user's own. This hook does
+the same as PyTorch's distributed engine: it calls the node's prehooks, gathers the gradient, and calls the node's
+hooks. Prehooks and hooks are also called with a gradient of None.
 
 Hooks that need the gradient in `.grad` (`register_post_accumulate_grad_hook`) find it there, and the gradient that they
-leave there is gathered. `.grad` is set only while they run, so that a pass that waits for other workers blocks no other
-pass. Hooks that need `.grad` until the pass ends, as DistributedDataParallel's do, have an attribute `keeps_grad`.
+leave there is gathered. `.grad` is set only while these hooks run, so that a pass that waits for other workers blocks
+no other pass. Hooks that need `.grad` until the pass ends, as in DistributedDataParallel, have an attribute
+`keeps_grad`.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _register_hook_lock = threading.Lock()
 
 
 class Begin(torch.autograd.Function):
-    """`Begin` is the node that the engine runs first: it reports the number of the engine's run."""
+    """`Begin` is the node that the engine runs first: it reports the id of the engine's graph task."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor) -> Tensor:
@@ -54,10 +55,10 @@ class Begin(torch.autograd.Function):
 
 
 def node_hooks(node: Any) -> tuple[Hooks, Hooks]:
-    """Return the dictionaries of the hooks before and after an AccumulateGrad node; later hooks appear in them.
+    """Return the dictionaries of an AccumulateGrad node's prehooks and hooks; hooks registered later appear in them.
 
-    PyTorch gives no access to them: this registers a hook, takes the dictionary from its handle, and removes the hook.
-    Cost: 4 µs the first time for a node, and nothing later.
+    PyTorch has no API for this: register a hook, get the dictionary from the hook's handle, and remove the hook.
+    Cost: 4 µs for the first call on a node, almost nothing later.
     """
     found: tuple[Hooks, Hooks] | None = node.metadata.get(_KEY)
     if found is None:
@@ -80,7 +81,7 @@ def _ignore(*_: Any) -> None:
 
 
 class _Leaf:
-    """A `_Leaf` is a leaf during one run, with the hooks of its node and those for its `.grad`."""
+    """A `_Leaf` is a leaf during one run, with the hooks of its AccumulateGrad node and the hooks that need `.grad`."""
 
     def __init__(self, node: Any, hooks: tuple[Hooks, Hooks]) -> None:
         self.variable: Tensor = node.variable
@@ -90,7 +91,7 @@ class _Leaf:
 
 
 class LeafHooks:
-    """`LeafHooks` are the hooks of the leaves in `nodes`, in one run of the engine; false if there are none.
+    """`LeafHooks` are the hooks of the leaves in `nodes`, for one run of the engine; falsy if there are none.
 
     `gather(leaf, gradient)` is called for each leaf. `gather` and the hooks run in the context manager `inside()`.
     """
@@ -126,7 +127,7 @@ class LeafHooks:
             one.remove()
 
     def begin(self, first: int) -> tuple[Tensor, GradientEdge]:
-        """Return one more root for the run, and its input; the sequence number `first` makes the root run first."""
+        """Return an extra root for the run, and its input's edge; the sequence number `first` makes it run first."""
         anchor = torch.zeros((), requires_grad=True, device="cpu")
         with torch.enable_grad():
             root: Tensor = Begin.apply(anchor)  # type: ignore[no-untyped-call]
@@ -140,8 +141,8 @@ class LeafHooks:
 
     def _listen(self, leaf: _Leaf) -> Callable[[Tensor], None]:
         def on_gradient(gradient: Tensor) -> None:
-            # Another run may reach the same leaf: in another thread, or inside this run (a checkpoint's). A device's
-            # thread may reach the leaf before the number is known; `rest` calls those hooks after the run.
+            # Another run may reach the same leaf: in another thread, or inside this run (activation checkpointing). A
+            # device's thread may reach the leaf before the number is known; `rest` then calls the hooks after the run.
             if not leaf.is_done and _backward_number() == self._number:
                 self._run(leaf, gradient)
 
@@ -179,7 +180,7 @@ def _call_on_grad(leaf: _Leaf, gradient: Tensor) -> Tensor | None:
     variable = leaf.variable
     with grads_are_ours:
         before = variable.grad
-        variable.grad = gradient.clone()  # a hook may change it, and others may have the same memory
+        variable.grad = gradient.clone()  # a hook may modify it in place, but other tensors may share the memory
         try:
             for hook in list(leaf.on_grad.values()):
                 hook(variable)

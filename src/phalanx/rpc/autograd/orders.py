@@ -1,11 +1,11 @@
-"""Write and read the messages of a backward pass in bytes: "run your part", "gradients of your message".
+"""Encode and decode the messages of a backward pass: "run your part", "gradients of your message".
 
-    order (u8) · flags (u8) · 0 (2 u8) · the plan's messages, or its bytes if it is pickled (u32)
+    order (u8) · flags (u8) · 0 (2 u8) · number of the plan's messages, or of its bytes if it is pickled (u32)
     context · the pass (uid, number) · the message whose gradients these are (3), all u64
-    the plan's messages (3 u64 each) and which of their tensors (bits; -1: all); pickled if it needs more bits than 63
-    formats and shapes of the gradients, pickled once; or a pickle of the gradients, if some are not dense
+    the plan's messages (3 u64 each) and which of their tensors (bits, i64; -1: all); pickled if 63 bits are too few
+    the gradients' formats and shapes, pickled; or a pickle of the gradients, if some are not dense
 
-The gradients' memory is sent beside the message, without a copy.
+The memory of dense gradients is sent out of band.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _BEGIN, _RETAIN_GRAPH, _HAS_GRADIENTS, _IS_PICKLED, _IS_LARGE = 1, 2, 4, 8, 16
 NO_MESSAGE = (0, 0, 0)
 _DTYPES = {"f": torch.float32, "d": torch.float64}  # by the format of a buffer
 _MOST_KNOWN = 4096
-_MOST_COPIED = 1 << 14  # bytes; larger gradients that are not contiguous are pickled
+_MOST_COPIED = 1 << 14  # bytes; larger gradients that are not contiguous are pickled, unless they are expanded
 
-Kinds = tuple[Any, ...]  # the format and shape of each tensor, one after another; None, None for a missing tensor
+Kinds = tuple[Any, ...]  # format and shape of each tensor in turn; None, None for a missing tensor
 _as_bytes: dict[Kinds, bytes] = {}
 _as_kinds: dict[bytes, Kinds] = {}
 
@@ -61,7 +61,7 @@ def write(
     plan: Plan | None = None,
     retain_graph: bool = False,
 ) -> tuple[bytes, Sequence[Any]]:
-    """Return the bytes of a message, and the memory that is sent beside them."""
+    """Return the bytes of a message, and the buffers that are sent out of band."""
     flags, kinds = 0, b""
     buffers: list[Any] = []
     if gradients is not None:
@@ -102,7 +102,7 @@ def _describe(gradients: Sequence[Tensor | None], buffers: list[Any]) -> bytes |
             return None
         if memory.format not in _DTYPES or not memory.nbytes:
             return None
-        if not memory.c_contiguous:  # such as a sum's gradient, one expanded number
+        if not memory.c_contiguous:  # such as the gradient of a sum, one expanded element
             if memory.nbytes >= _MOST_COPIED and 0 not in one.stride():
                 return None
             memory = memoryview(one.contiguous().numpy())  # type: ignore[arg-type]
@@ -118,7 +118,7 @@ def _describe(gradients: Sequence[Tensor | None], buffers: list[Any]) -> bytes |
 
 
 def read_pass(frame: Frame) -> tuple[int, PassId]:
-    """Return the ids of a message's context and pass, even if its tensors cannot be read."""
+    """Return the ids of a message's context and pass, which can be read even if its tensors cannot."""
     _, _, _, context_id, uid, number, *_ = _HEAD.unpack_from(frame.data)
     return context_id, (uid, number)
 

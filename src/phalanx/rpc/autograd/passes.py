@@ -12,11 +12,11 @@
 
 BEGIN lists a worker's messages in the pass. It is sent with the first gradients. But before worker 0 waits for the
 gradients of a message, it sends BEGIN to all workers that may compute them: the senders of deeper messages. A short
-part of one message sends its gradients at its end; its answer to worker 0 carries the gradients for worker 0.
+part that starts from one message sends its gradients when it ends; its answer to worker 0 carries those for worker 0.
 
 Each worker runs the engine once: every node of its graph gets all its gradients before it runs, and runs once. Gates
 with the lowest priority wait for a worker's messages inside the engine, deepest first. All workers wait in the same
-order, so the next gradients in that order are always being computed: no two workers wait for each other.
+order, so some worker is always computing the next gradients in that order: no two workers wait for each other.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ from phalanx.rpc.worker_info import WorkerAddress
 
 
 class BackwardError(PhalanxError):
-    """A worker's part of a backward pass failed; the error's cause shows where."""
+    """A worker's part of a backward pass failed; `__cause__` shows where."""
 
 
 def nothing(message: MessageId) -> None:
-    """Do nothing: there is no part of another worker to begin."""
+    """Do nothing: no other worker's part must begin."""
 
 
-OutgoingGradients = list[tuple[MessageId, Sequence[Tensor | None]]]  # gradients of messages of other workers
+OutgoingGradients = list[tuple[MessageId, Sequence[Tensor | None]]]  # the gradients of other workers' messages
 
 
 class PassWorker(Protocol):
@@ -74,7 +74,7 @@ class PassWorker(Protocol):
 
 
 class Pass:
-    """A `Pass` is the part of one worker. It owns no lock while the engine runs."""
+    """A `Pass` is the part of one worker. A thread that runs the engine does not own the pass's lock meanwhile."""
 
     __slots__ = (
         "_arrived", "_asked", "_caller", "_changed", "_plan", "_retain_graph", "_worker",
@@ -87,12 +87,12 @@ class Pass:
         self.id = pass_id
         self._worker = worker
         self.error: BaseException | None = None
-        self.num_others = 0  # on the caller of backward: the other parts that have not ended
+        self.num_others = 0  # on the caller of backward: how many parts of other workers have not ended
         # a function that begins the parts that a message's gradients may need
         self.begin_others: Callable[[MessageId], None] = nothing
         # the parts that the caller of backward has begun, by worker
         self.begun: dict[int, Answer[Any] | LineAnswer] = {}
-        self._caller = 0  # the thread that has called backward, and reads the lines of `begun`
+        self._caller = 0  # the id of the thread that called backward, which reads the lines of `begun`
         self.send_gradients = worker.send_gradients
         self._changed = threading.Condition(threading.Lock())
         self._arrived: dict[MessageId, list[Tensor | None]] = {}
@@ -114,11 +114,11 @@ class Pass:
 
         `plan` lists this worker's messages; `gradients` are those of `message`.
 
-        The engine starts once the first gradients have arrived: before that it has nothing to do.
+        The engine starts once the gradients of the plan's first message have arrived: before, it has nothing to do.
         """
         with self._changed:
             self._asked.append(asked)
-            if len(self._asked) > 1:  # the caller has repeated BEGIN: Ctrl-C interrupted its first message
+            if len(self._asked) > 1:  # BEGIN was sent twice: Ctrl-C interrupted the caller while it sent the first
                 return
             if gradients is not None:
                 self._arrived[message] = list(gradients)
@@ -188,7 +188,7 @@ class Pass:
             raise self.error
 
     def pop_gradient(self, message: MessageId, number: int) -> Tensor | None:
-        """Remove and return the gradient of one tensor. A gate, or `begin` for the first message, has awaited it."""
+        """Remove and return one tensor's gradient. A gate, or `begin` for the first message, has waited for it."""
         with self._changed:
             arrived = self._arrived[message]
             gradient, arrived[number] = arrived[number], None
@@ -210,7 +210,7 @@ class Pass:
     # -- running -------------------------------------------------------------------------------------------------------
 
     def run(self, roots: Sequence[Tensor], reached: GraphEnds, plan: Plan, retain_graph: bool) -> None:
-        """Run the part of the worker that called backward, in its thread; `reached` has the ends of its graph."""
+        """Run the part of the worker that called backward, in the calling thread; `reached` are its graph's ends."""
         self._caller = get_ident()
         outputs = list(roots)
         gradients = [torch.ones_like(root) for root in roots]
@@ -223,7 +223,7 @@ class Pass:
         self._run_engine(outputs, gradients, all_reached, retain_graph)
 
     def wait_others(self) -> None:
-        """Wait until all other parts have ended, or this one has failed."""
+        """Wait until all other parts have ended, or this part has failed."""
         self._wait_until(lambda: self.error is not None or not self.num_others)
 
     def wait_all_others(self) -> None:
@@ -253,7 +253,7 @@ class Pass:
         return [self.context.sends[message].part(mask) for message, mask in plan]
 
     def _can_start_at(self, send: SentMessage) -> bool:
-        """Return whether `run_engine_from` can run: no gradient is None, and no hook requires more."""
+        """Return whether `run_engine_from` can run: no gradient is None, and no hook requires `run_engine`."""
         arrived = self._arrived[send.message]
         nodes: list[Any] = [stub.grad_fn for stub in send.stubs]
         return all(arrived[node.number] is not None for node in nodes) and not send.reached.has_hooks()

@@ -28,7 +28,7 @@ from phalanx.rpc.wire import Frame, Order
 from phalanx.rpc.worker_info import WorkerAddress
 
 _SHORT_S = 300e-6
-_WEIGHT = 0.2  # the weight of a longer duration in the moving average
+_WEIGHT = 0.2  # of a duration that is longer than the moving average; a shorter one replaces the average
 
 
 class AutogradWorker:
@@ -38,7 +38,7 @@ class AutogradWorker:
         self.agent = agent
         self.me = agent.me
         self.contexts = Contexts(agent.me.info.id, agent.me.uid)
-        self._took_s = math.inf  # the moving average of the durations of parts
+        self._took_s = math.inf  # the moving average of the durations of this worker's parts
         self._numbers = itertools.count()
         agent.orders[Order.GRADIENTS] = self._on_message
         agent.controls["autograd.abort"] = self._abort
@@ -67,7 +67,7 @@ class AutogradWorker:
     # -- a pass of this worker -----------------------------------------------------------------------------------------
 
     def backward(self, context: Context, roots: Sequence[Tensor], reached: GraphEnds, retain_graph: bool) -> None:
-        """Run the backward pass from `roots` on all workers, and raise the first error after all have ended.
+        """Run the backward pass from `roots` on all workers; if it fails, raise the first error after all have ended.
 
         `reached` are the ends of the graph on this worker.
         """
@@ -84,7 +84,7 @@ class AutogradWorker:
         ) -> None:
             to = others[uid]
             data, buffers = orders.write(to, context.id, run.id, first, gradients, plans[uid], retain_graph)
-            # otherwise Ctrl-C could interrupt between sending the message and recording that
+            # otherwise Ctrl-C could interrupt after the message is sent and before `begun` records it
             interrupts.defer()
             try:
                 begun[uid] = self.agent.order(to, "backward", data, buffers, 0.0, read=partial(_read_end, run))
@@ -119,7 +119,7 @@ class AutogradWorker:
                 raise run.error
         finally:
             context.passes.pop(run.id, None)
-            begun.clear()  # break cycles: the calls refer to the pass
+            begun.clear()  # break reference cycles: the calls refer to the pass
             run.error = None
             run.begin_others, run.send_gradients = nothing, self.send_gradients  # these closures refer to the pass
 
@@ -157,7 +157,7 @@ class AutogradWorker:
                 raise
             context_id, pass_id = orders.read_pass(frame)
             context = self.contexts.get(context_id)
-            if context is not None:  # otherwise the pass would wait for these gradients for ever
+            if context is not None:  # fail the pass, which would otherwise wait forever for these gradients
                 run = self._pass(context, pass_id)
                 run.fail(run.explain(error))
             return
@@ -195,14 +195,14 @@ class AutogradWorker:
 
     def _abort(self, sender: WorkerAddress, message: tuple[int, PassId, str]) -> None:
         context = self.contexts.get(message[0])
-        if context is not None:  # the abort may arrive before BEGIN, which takes another path
+        if context is not None:  # the abort may arrive before BEGIN, which may travel on another socket
             run = self._pass(context, message[1])
             run.fail(PhalanxError(f"backward of context {message[0]} was aborted by {sender}: {message[2]}"))
 
     # -- ends ----------------------------------------------------------------------------------------------------------
 
     def _lose(self, member: WorkerAddress) -> None:
-        """Release the contexts of a lost worker, and fail its passes."""
+        """Release the contexts that a lost worker opened, and fail the passes that it began."""
         for context in self.contexts.all():
             for run in list(context.passes.values()):
                 if run.id[0] == member.uid:
@@ -246,9 +246,9 @@ def worker() -> AutogradWorker:
 
 
 class AutogradHook:
-    """An `AutogradHook` adds autograd data to calls: (context, uid of its origin, message or None, tensors' ancestors).
+    """An `AutogradHook` adds a note to calls: (context, uid of its origin, message or None, tensors' ancestors).
 
-    Under `no_grad` the ancestors are None, and the answer has no graph.
+    Under `no_grad` the ancestors are None, and the answer's tensors have no graph.
     """
 
     def __init__(self, contexts: Contexts, me: WorkerAddress) -> None:
@@ -257,13 +257,13 @@ class AutogradHook:
         self._numbers = itertools.count()
 
     def on_request(self, to: WorkerAddress, payload: Payload) -> Any:
-        """Return the data for a call, and add the callee to this thread's context."""
+        """Return the note for a call, and add the callee to this thread's context."""
         context = self._contexts.current
         if context is None:
             return None
         if to.uid not in context.known and to.uid != self._uid:
             context.known[to.uid] = to
-        if context.has_ended:  # check this after adding the callee: the release is sent to all known workers
+        if context.has_ended:  # check after adding the callee: the release is sent to all workers in `known`
             return None
         if not torch.is_grad_enabled():
             return context.id, context.origin, None, None
@@ -278,7 +278,7 @@ class AutogradHook:
         return self._contexts.enter(context)
 
     def on_reply(self, to: WorkerAddress, payload: Payload, note: Any) -> Any:
-        """Return the data for a result; the grad mode of the sending thread has no effect."""
+        """Return the note for a result; the grad mode of the sending thread has no effect."""
         context = None if note[3] is None else self._contexts.find_or_open(note[0], note[1])
         if context is None:
             return None
