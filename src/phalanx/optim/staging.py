@@ -84,7 +84,7 @@ class HostStaging:
         self.queue_after_copies(_nothing)
 
     def queue_after_copies(self, then: Callable[[], object]) -> None:
-        """Call `then`, which queues work after the copies to the device, at the latest in `synchronize`."""
+        """Call `then`, which queues work behind the copies to the device; a subclass may wait until `synchronize`."""
         then()
         if self._stream is not None:
             self._sent = torch.accelerator.current_stream(self.device).record_event()
