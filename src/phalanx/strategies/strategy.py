@@ -163,7 +163,7 @@ class Strategy(ABC):
             made.on_batch = self._note_stream
             return made
         if group is not None and is_joining(group):
-            # A rank that joins later finds the batch divided among fewer: elastic.State gives it the others' share.
+            # A rank that joins later divides by more replicas than the first ranks did; the Trainer sets their share.
             own = max(1, batch_size // self.num_replicas_in_sync)
         else:
             own = divide_batch(batch_size, self.num_replicas_in_sync)
