@@ -1,4 +1,4 @@
-"""Describe, check and run collectives as schedules: ring, tree, halving and doubling, hierarchical."""
+"""Build, check and run schedules of collectives: ring, tree, recursive halving and doubling, hierarchical."""
 
 from phalanx._comm.schedules import ALGORITHMS, Link, Schedule, Topology, Transfer, build, check, play
 

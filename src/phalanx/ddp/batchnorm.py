@@ -13,7 +13,7 @@ from phalanx._base.log import get_logger
 from phalanx.nn.sync_batchnorm import SyncBatchNorm, find_batchnorms
 
 SYNC_BELOW = 16
-"""Samples per rank below which the statistics of one rank's batch count as too noisy.
+"""The batch size per rank below which "auto" considers the statistics of one rank's batch too noisy.
 
 Wu and He (2018), Group Normalization, table 2: ResNet-50's error on ImageNet with BatchNorm is 23.6% with 32 samples
 per worker, 23.7% with 16, and then 24.8% with 8, 27.3% with 4 and 34.7% with 2.
@@ -56,7 +56,7 @@ def sync_if_small(module: nn.Module, inputs: Iterable[Tensor], group: dist.Proce
     """Convert the module's BatchNorm layers if any rank's batch is below `SYNC_BELOW`; log one line on rank 0.
 
     Return whether the layers were converted. All ranks call it, and agree on the smallest batch of any rank. Do nothing
-    without such layers, or in a group of one rank.
+    without BatchNorm layers, or in a group of one rank.
     """
     num_layers = len(find_batchnorms(module))
     if not num_layers or group.size() == 1:

@@ -1,4 +1,4 @@
-"""A bucket is memory for some gradients, with views that serve as gradients.
+"""A bucket is memory for gradients that are reduced together, with views that serve as `.grad`.
 
 buffer    |<- grad of w4 ->|gap|<- grad of b4 ->|gap|       one storage; on backend `phalanx` in symmetric memory
 views      parameter.grad       parameter.grad              same memory, the parameter's shape and strides
@@ -10,9 +10,9 @@ used. While one buffer is kept, the other is not lent: gradients are then copies
 a new buffer is made when needed.
 
 A large gradient has its own bucket. If ranks share memory, autograd writes the gradient directly into a block of a
-pool, and nothing is moved; the bucket's own memory, reserved for the case that the pool has no block, is neither
-touched nor lent. A gradient in the pool is reduced in place if only `.grad` refers to its memory; otherwise a copy
-of it in the pool is reduced.
+pool, and nothing is copied; the bucket's own memory, reserved in case the pool has no free block, is neither touched
+nor lent. A gradient in the pool is reduced in place if only `.grad` refers to its memory; otherwise a copy of it in the
+pool is reduced.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class GradientBuffer:
         self._parameters[position].grad = self.views[position]
 
     def may_overwrite(self) -> bool:
-        """Return whether the bucket may write to the buffer: no code uses a view of it that is no longer a `.grad`.
+        """Return whether the bucket may write to the buffer: no view of it is in use other than as a `.grad`.
 
         Other references to a view in `.grad` do not count: as everywhere in torch, a user who keeps a gradient, or a
         view of it, without setting `.grad` to None sees the gradient change.
@@ -94,10 +94,10 @@ class GradientBuffer:
 def allocate(
     plan: BucketPlan, group: dist.ProcessGroup, *, as_view: bool, pool: SharedPool | None
 ) -> list[tuple[Tensor, ...]]:
-    """Allocate the buffers of each bucket, each in its own storage: two or one, or none for a sparse bucket.
+    """Allocate each bucket's buffers, each in its own storage: two, one, or none for a sparse bucket.
 
-    If ranks share memory, all ranks call it: buffers on the CPU are parts of one block that all ranks can access. An
-    untouched page costs no memory.
+    If ranks share memory, all ranks call it: buffers on the CPU are parts of one block that all ranks can access.
+    Untouched pages take no memory.
     """
     counts = [0 if bucket.sparse else 2 if as_view and not _is_pooled(bucket, pool) else 1 for bucket in plan.buckets]
     shared = shares_memory(group)
@@ -138,8 +138,8 @@ def check_gradient(grad: Tensor, parameter: Tensor, plan: Bucket, slot: Slot) ->
     """Check that autograd's gradient matches the plan of its bucket.
 
     Raises:
-        RuntimeError: it is sparse, was built with create_graph=True, or the parameter's dtype, device or shape has
-            changed since it was wrapped.
+        RuntimeError: the gradient is sparse, was computed with create_graph=True, or does not match because the
+            parameter's dtype, device or shape has changed since it was wrapped.
     """
     if grad.requires_grad:
         raise RuntimeError(
@@ -211,15 +211,15 @@ class DenseBucket:
     def fill(self, scale: float, written: Sequence[bool]) -> None:
         """Put `scale` times each parameter's gradient into its slot; zero for a parameter without a gradient.
 
-        A `.grad` that is the slot already is not moved. `written` marks the gradients that this backward wrote; the
-        others are only read, because they stay unchanged if no other rank wrote them either.
+        A `.grad` that is already a view of the slot is not copied. `written` marks the gradients that this backward
+        wrote; the others are only read, because they stay unchanged if no other rank wrote them either.
 
         A gradient that autograd has just made is copied once, and its memory released. The alternative, zeroing the
         slot and letting autograd add to it, touches each byte of the bucket three times.
 
         Raises:
-            RuntimeError: a gradient does not match the plan: it is sparse, was built with create_graph=True, or the
-                parameter's dtype, device or shape has changed since it was wrapped.
+            RuntimeError: a gradient is sparse, was computed with create_graph=True, or does not match because the
+                parameter's dtype, device or shape has changed since it was wrapped; or it is still a mean of a slice.
         """
         self.in_place = self.needed = None
         if self._pool is not None and self._group is not None:
@@ -249,7 +249,7 @@ class DenseBucket:
     def _use_in_place(self, pool: SharedPool, *, written: bool) -> bool:
         """Set `in_place` to the gradient if it is in the pool and unshared, otherwise to a copy in the pool.
 
-        If the published mean of the last round is still in `.grad`, it may change in place whoever else refers to it:
+        If `.grad` is still the mean that the last round published, it is reduced in place even if others refer to it:
         the user did not call zero_grad, or called it with set_to_none=False. If there is no gradient, or no room in the
         pool, return False and change nothing.
         """
@@ -304,7 +304,8 @@ class DenseBucket:
     def _is_in(self, pool: SharedPool, grad: Tensor) -> bool:
         """Return whether the gradient is in the pool, with the same element at the same place on every rank.
 
-        Its storage must be torch's own: numpy and dlpack create another storage of the memory, with its own count.
+        Its storage must be torch's own: numpy and dlpack create another storage of the same memory, with its own
+        reference count.
         """
         (parameter,) = self.parameters
         return (
@@ -339,11 +340,11 @@ class DenseBucket:
         self._published[position] = weakref.ref(gradient)
 
     def separate(self, position: int) -> None:
-        """Copy a gradient that autograd has made to its own memory if others share its memory."""
+        """Copy the gradient to memory of its own if another tensor shares its memory."""
         separate_gradient(self.parameters[position])
 
     def adopt(self, position: int, grad: Tensor | None) -> None:
-        """Move a gradient from another bucket here, after a new plan."""
+        """Move a gradient from a bucket of the previous plan into this bucket."""
         if grad is None or not self._as_view:
             return
         if self._pool is None:
@@ -384,10 +385,10 @@ class SparseBucket:
         self.parameters[position].grad, self.mean = self.mean, None
 
     def separate(self, position: int) -> None:
-        """Do nothing: autograd adds sparse gradients to new memory."""
+        """Do nothing: autograd does not accumulate sparse gradients in place."""
 
     def adopt(self, position: int, grad: Tensor | None) -> None:
-        """Do nothing: there is no memory to switch to."""
+        """Do nothing: a sparse bucket has no memory."""
 
     def rescale(self, factor: float) -> None:
         """Multiply the gathered mean by `factor`."""

@@ -1,4 +1,4 @@
-"""A `BucketSet` has the buckets of the current plan, their memory, and the exchange that combines them."""
+"""A `BucketSet` owns the reducer's buckets: the current plan, their memory, and the exchange that averages them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # needs the C core, which may be missing
 class BucketSet:
     """A `BucketSet` has buckets for the gradients of `parameters`, which `specs` describe in the same order.
 
-    If ranks share memory, constructing a set and adopting a new plan are collective.
+    If ranks share memory, the constructor and `adopt` are collective calls.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class BucketSet:
         self.plan: BucketPlan
         self.buckets: list[DenseBucket | LocalBucket | SparseBucket]
         self.places: dict[int, tuple[int, int]]
-        """The number of the bucket of each parameter, and the parameter's position there."""
+        """The number of each parameter's bucket, and the parameter's position in the bucket."""
         self.exchange: Exchange
         self.adopt(self.plan_in())
 
@@ -55,7 +55,7 @@ class BucketSet:
         return self._own_exchange is not None
 
     def use_exchange(self, exchange: Exchange) -> None:
-        """Make `exchange` combine the buckets of this plan and later ones, each in one block. All ranks call it."""
+        """Use `exchange` for the buckets of this plan and later plans, each in one block. All ranks call it."""
         self.exchange = self._own_exchange = exchange
         if self.pool is not None:
             self.pool.close()
@@ -65,11 +65,11 @@ class BucketSet:
         self.adopt(self.plan_in())
 
     def plan_in(self, order: Sequence[int] | None = None) -> BucketPlan:
-        """Plan for gradients that become ready in this order; by default in reverse order of the parameters."""
+        """Plan buckets for gradients that become ready in this order; the default is reverse registration order."""
         return plan_buckets(self._specs, self._caps_mb, order, None if self.pool is None else LARGE_BYTES)
 
     def adopt(self, plan: BucketPlan, gradients: Sequence[Tensor | None] | None = None) -> None:
-        """Make buckets for the plan, and move `gradients` into them."""
+        """Replace the buckets by those of `plan`, and move `gradients` into them."""
         self.plan, self.buckets = plan, []
         alone = self.group.size() == 1 and self._own_exchange is None
         nothing: list[tuple[Tensor, ...]] = [()] * len(plan.buckets)
@@ -97,7 +97,7 @@ class BucketSet:
 
 
 def _share_memory_for(specs: Sequence[ParameterSpec], group: dist.ProcessGroup) -> SharedPool | None:
-    """Return memory in which autograd can write large gradients that all ranks can read, or None."""
+    """Return a pool of shared memory into which autograd can write large gradients; None if no pool is of use."""
     sizes = Counter(
         nbytes
         for spec in specs
@@ -113,17 +113,17 @@ def _share_memory_for(specs: Sequence[ParameterSpec], group: dist.ProcessGroup) 
 
 
 def _choose_exchange(group: dist.ProcessGroup, buckets: Sequence[DenseBucket]) -> Exchange:
-    """Return an exchange that reduces buckets in place if all ranks can access them; else a `WorkExchange`."""
+    """Return a `SharedExchange` if all ranks can access the buckets' memory; otherwise a `WorkExchange`."""
     if shares_memory(group) and any(bucket.plan.numel and bucket.plan.device.type == "cpu" for bucket in buckets):
         return SharedExchange(group, buckets)
     return WorkExchange(group)
 
 
 class LocalBucket:
-    """A `LocalBucket` has no memory of its own: gradients stay where autograd wrote them, and nothing is sent.
+    """A `LocalBucket` is a bucket of a single rank: gradients stay where autograd wrote them, and nothing is sent.
 
-    It refuses the same gradients as the buckets of several ranks, so that a model that trains on one rank also trains
-    on several.
+    It refuses the same gradients as the buckets of several ranks do, so that a model that trains on one rank also
+    trains on several.
     """
 
     may_stay_in_place = True
@@ -143,7 +143,7 @@ class LocalBucket:
                 check_gradient(parameter.grad, parameter, self.plan, slot)
 
     def publish(self, position: int) -> None:
-        """Keep the gradient in its own memory; make zeros if there is none, as several ranks would."""
+        """Keep the gradient, in its own memory; create zeros if there is none, as with several ranks."""
         parameter = self.parameters[position]
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
@@ -151,7 +151,7 @@ class LocalBucket:
             self.separate(position)
 
     def separate(self, position: int) -> None:
-        """Copy a gradient that autograd has made to its own memory if others share its memory."""
+        """Copy the gradient to memory of its own if another tensor shares its memory."""
         separate_gradient(self.parameters[position])
 
     def adopt(self, position: int, grad: Tensor | None) -> None:

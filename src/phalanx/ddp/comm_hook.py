@@ -1,4 +1,4 @@
-"""Call communication hooks with PyTorch's interface: the user's function replaces all_reduce."""
+"""Call communication hooks through PyTorch's interface: the user's function replaces all_reduce."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from phalanx._base.torch_names import find
 from phalanx.ddp.bucket import DenseBucket
 
-# The `then` of a work's future returns an object of this class, which is the base class of torch.futures.Future.
+# `Work.get_future().then()` returns an object of this class, which is the base class of torch.futures.Future.
 _Future: Any = find(
     "torch._C.Future", loses="a communication hook must return a torch.futures.Future", instead=torch.futures.Future
 )
@@ -30,7 +30,7 @@ class GradBucket:
         self._is_last = is_last
 
     def index(self) -> int:
-        """Return the bucket's number in the plan, which is the order of launching."""
+        """Return the bucket's number in the plan; buckets are launched in this order."""
         return self._bucket.plan.index
 
     def buffer(self) -> Tensor:
@@ -38,14 +38,14 @@ class GradBucket:
         return self._buffer
 
     def set_buffer(self, buffer: Tensor) -> None:
-        """Replace the tensor of `buffer()` and `gradients()`, for example by a tensor of another dtype."""
+        """Replace the tensor behind `buffer()` and `gradients()`, for example by a tensor of another dtype."""
         self._buffer = buffer
 
     def gradients(self) -> list[Tensor]:
         """Return the gradients, as views of the buffer, each with its parameter's shape.
 
-        As in PyTorch, elements are in memory order; for a channels_last parameter that is not the order of its indices.
-        So a gradient can be viewed as a matrix, as PowerSGD does.
+        As in PyTorch, elements are in memory order, which is not the logical order of a channels_last parameter. A
+        gradient can therefore be viewed as a matrix, as PowerSGD does.
         """
         parts = 2 if self._bucket.buffer.is_complex() else 1
         gradients = []
@@ -66,7 +66,7 @@ def _real(buffer: Tensor) -> Tensor:
     return torch.view_as_real(buffer).view(-1) if buffer.is_complex() else buffer
 
 
-# The state belongs to the user. PyTorch annotates its hooks with its own bucket class, which Python cannot construct.
+# (state, bucket). Any, because the state is the user's, and PyTorch's hooks annotate the bucket with a C++ class.
 Hook = Callable[[Any, Any], "torch.futures.Future[Tensor]"]
 
 
@@ -78,11 +78,11 @@ class HookPending:
         self._future = future
 
     def wait(self) -> None:
-        """Copy the future's value into the bucket, unless the value is the bucket's own memory.
+        """Wait for the future, and copy its value into the bucket unless the value is the bucket's own memory.
 
         Raises:
             TypeError: the future holds no tensor.
-            ValueError: the tensor has another number of elements than the bucket.
+            ValueError: the numbers of elements of the tensor and of the bucket differ.
         """
         value: object = self._future.wait()
         if isinstance(value, (list, tuple)) and len(value) == 1:  # a work's future holds a list of its tensors

@@ -1,13 +1,13 @@
 """Compute a 64-bit digest of each tensor on its device, to compare tensors between ranks.
 
-The bytes are read as 64-bit lanes, in rows of a prime number of lanes (so that rows of a weight never align with them):
+The bytes are read as 64-bit lanes, in rows of a prime number of lanes (so they do not align with rows of a weight):
 
     lanes    a0 a1 ... a1020                   digest = sum over columns of w_j * (column sum), modulo 2^64,
              a1021 ...                                  plus the bytes of an incomplete lane, and the number of bytes
     weights  w0 w1 ... w1020   odd, random and the same on all ranks
 
-A change of one lane always changes the digest. Several changes cancel with a probability near 2^-63. It is a checksum,
-not a cryptographic hash: two tensors with the same digest can be constructed.
+A change of one lane always changes the digest. Several changes cancel each other with a probability near 2^-63. The
+digest is a checksum, not a cryptographic hash: two tensors with the same digest can be constructed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _PIECE_BYTES = 128 * _LANES * _LANE_BYTES
 
 @functools.cache
 def _weights(device: torch.device) -> Tensor:
-    with outside_modes(), torch.inference_mode(False):  # the weights are kept, and must be usable everywhere
+    with outside_modes(), torch.inference_mode(False):  # the weights are cached, so they must be ordinary tensors
         generator = torch.Generator().manual_seed(0x5048414C)
         weights = torch.randint(-(2**63), 2**63 - 1, (_LANES + _LANE_BYTES,), generator=generator, device="cpu")
         return (weights | 1).to(device)
@@ -35,10 +35,10 @@ def _weights(device: torch.device) -> Tensor:
 
 @torch.no_grad()
 def digest(elements: Tensor) -> Tensor:
-    """Return the digest of a one-dimensional tensor of stride 1: a scalar, int64, on its device.
+    """Return the digest of a one-dimensional tensor of stride 1, as an int64 scalar on the tensor's device.
 
-    Cost: reads the tensor once, at memory speed, without a copy; a tensor that begins in the middle of a lane is copied
-    in pieces of one megabyte.
+    Cost: reads the tensor once, at memory speed, without a copy; a tensor whose storage offset is not a multiple of 8
+    bytes is copied in pieces of one megabyte.
     """
     content = elements.view(torch.uint8)
     weights = _weights(content.device)
@@ -56,7 +56,7 @@ def digest(elements: Tensor) -> Tensor:
 
 
 def digests(tensors: Iterable[Tensor | None], device: torch.device) -> Tensor:
-    """Return the digest of each tensor, in order: shape (tensors,), int64, on `device`. The digest of None is 0."""
+    """Return the digests of `tensors`, in order, as an int64 vector on `device`. The digest of None is 0."""
     found = [
         torch.zeros((), dtype=torch.int64, device=device) if elements is None else digest(elements).to(device)
         for elements in tensors
@@ -65,5 +65,5 @@ def digests(tensors: Iterable[Tensor | None], device: torch.device) -> Tensor:
 
 
 def find_differences(rows: Sequence[Sequence[int]]) -> list[int]:
-    """Return the positions, in order, at which the rows (one per rank) differ. A 0 counts as no value."""
+    """Return the positions, in order, at which the rows (one per rank) differ. A 0 is ignored: it means no value."""
     return [position for position, column in enumerate(zip(*rows, strict=True)) if len(set(column) - {0}) > 1]

@@ -13,13 +13,13 @@ from phalanx.ddp.graph import find_tensors
 from phalanx.ddp.invisible import all_elements_of, invisible
 
 NUM_BATCHES = 3
-"""The number of first batches to keep: enough that a repetition in the same order is no accident."""
+"""The number of first batches to keep: enough that a repetition in the same order is no coincidence."""
 
 MOST_STEPS = 1000
 """The number of steps after which the search for the first batches ends."""
 
 MOST_OBJECTS = 1000
-"""The number of objects in forward's inputs after which the search for tensors ends, and inputs are not compared."""
+"""The maximum number of objects in forward's inputs; larger inputs are not compared."""
 
 # About this many elements of each tensor are compared, which takes microseconds for any batch.
 _NUM_ELEMENTS = 256
@@ -34,21 +34,21 @@ Probe = list[Tensor]
 
 
 class EpochOrder:
-    """An `EpochOrder` compares each batch of a rank with the rank's first batches, until these are repeated."""
+    """An `EpochOrder` compares each of a rank's batches with the rank's first batches, until those are repeated."""
 
     def __init__(self) -> None:
         self._first: list[Probe] = []
-        self._position = 0  # how many of the first batches have just been repeated
+        self._position = 0  # how many of the first batches the latest steps have repeated
         self.disabled = False
-        """Whether there is nothing more to compare."""
+        """Whether batches are no longer compared."""
         self.num_steps = 0
 
     @invisible
     def repeats(self, inputs: object) -> bool:
-        """Return whether, with this batch, the first `NUM_BATCHES` were repeated in their order.
+        """Return whether this batch completes a repetition of the first `NUM_BATCHES` batches, in the same order.
 
-        The result is never True if two of the first batches are equal, or if torch cannot compare the tensors, or if
-        they are not on the CPU: comparing them would stall their device.
+        The result is never True if two of the first batches are equal, if torch cannot compare the tensors, or if the
+        tensors are not on the CPU: comparing them would synchronize with their device.
 
         Cost: compares about 256 elements of each tensor, up to the first difference, in at most `MOST_STEPS` steps.
         """
@@ -88,7 +88,7 @@ def _can_be_compared(elements: Tensor) -> bool:
 
 
 def _sample(elements: Tensor) -> Tensor:
-    """Return elements from all over the tensor, as a view: the beginning alone may be the margin of an image."""
+    """Return evenly spaced elements as a view: the first elements alone may be the blank margin of an image."""
     return elements[:: max(1, elements.numel() // _NUM_ELEMENTS)]
 
 

@@ -1,8 +1,8 @@
-"""An exchange replaces a bucket by the mean over all ranks; it is the interface between reducer and communication.
+"""Exchanges replace each bucket by its mean over all ranks: the interface between the reducer and communication.
 
 The reducer calls `launch` for each bucket, in the plan's order on every rank, from autograd's thread during backward,
-and `PendingBucket.wait` for each, in the same order, at the end of backward. This module has an exchange for any
-backend and an exchange for buckets in the shared heap; `comm_hook` has an exchange for users' hooks.
+and `PendingBucket.wait` for each, in the same order, at the end of backward. `WorkExchange` works on any backend,
+`SharedExchange` on buckets in the shared heap; `comm_hook` has an exchange for users' hooks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class PendingBucket(Protocol):
 
 
 class Exchange(Protocol):
-    """An `Exchange` replaces buckets of local gradients by their mean, with the same bits on every rank."""
+    """An `Exchange` replaces buckets of local gradients by their mean, bitwise identical on every rank."""
 
     scale: float
     """The factor by which each gradient is multiplied when it is copied into the bucket."""
@@ -39,8 +39,8 @@ class Exchange(Protocol):
 class WorkExchange:
     """A `WorkExchange` averages with the group's `all_reduce(async_op=True)`, on any backend.
 
-    Numerics: if the backend has no AVG, each gradient is divided before the sum, as in PyTorch: half types do not
-    overflow, and the bits are PyTorch's.
+    Numerics: if the backend has no AVG, each gradient is divided before the sum, as in PyTorch, so half-precision sums
+    do not overflow, and the result is bitwise identical to PyTorch's.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -59,14 +59,14 @@ class WorkExchange:
 class SharedExchange:
     """A `SharedExchange` averages gradients in place, in the ranks' shared heap, without a thread, queue or copy.
 
-    All ranks build it together.
+    Construction is collective.
 
     Each rank marks its complete buckets. At each launch a rank looks for buckets that are complete on all ranks, and
     reduces its own slice of them, reading and writing all ranks' memory directly. csrc/reducer.h has a picture and
     the proof.
 
     Every round reduces every bucket once, in any order; a round ends with the first `wait`.
-    Numerics: the sum in the order of the ranks, divided by their number; half types accumulate in float32.
+    Numerics: the sum in rank order, divided by the number of ranks; half types accumulate in float32.
     """
 
     scale = 1.0
@@ -98,7 +98,7 @@ class SharedExchange:
 
 
 def _content(bucket: DenseBucket) -> Tensor:
-    """Return the bucket's memory; for a single gradient without the gap, since a gradient in the pool has no gap."""
+    """Return the bucket's memory, without the gap after a single gradient, since gradients in the pool have no gap."""
     (first, *others) = bucket.plan.slots
     return bucket.buffer if others else bucket.buffer[: first.numel]
 
@@ -112,15 +112,15 @@ def _needed(bucket: DenseBucket) -> tuple[int, int] | None:
 
 
 def _real(buffer: Tensor) -> Tensor:
-    """Return complex numbers as real ones; their mean is the mean of the parts."""
+    """Return a complex buffer as a real one: the mean of complex numbers is the mean of their parts."""
     return torch.view_as_real(buffer) if buffer.is_complex() else buffer
 
 
 class SparsePending:
     """A `SparsePending` averages one sparse gradient by gathering all ranks' indices and values.
 
-    Cost: every rank receives P times the largest number of entries, so it pays only for really sparse gradients.
-    Numerics: summed in the order of ranks; bitwise equal on all ranks.
+    Cost: each of the P ranks receives P times the largest number of entries: worthwhile only for very sparse gradients.
+    Numerics: summed in rank order; bitwise identical on all ranks.
     """
 
     def __init__(self, bucket: SparseBucket, grad: Tensor | None, group: dist.ProcessGroup) -> None:
@@ -136,7 +136,7 @@ class SparsePending:
                 check_invariants=False,
             )
         self._grad = grad.coalesce()
-        # With shared memory `wait` does the exchange: the program waits there anyway, and a thread would cost a switch.
+        # With shared memory, `wait` runs the exchange: the program waits there anyway, and a thread would add a switch.
         self._direct = parameter.is_cpu and shares_memory(group)
         if self._direct:
             return

@@ -1,4 +1,4 @@
-"""Watch the first steps for mistakes that show only when ranks are compared, and log them on rank 0.
+"""Watch the first steps for mistakes that only a comparison of ranks reveals, and log them on rank 0.
 
     forward     digest of the inputs, state of the generator before and after, NaN in the outputs
     backward    NaN in each gradient, before it is averaged
@@ -6,7 +6,7 @@
 
 A rank that cannot observe something raises no error: it joins the all_gather with its other observations.
 
-The all_gather is at the end of a backward, the only place that all ranks are sure to reach together: they have just
+The all_gather runs at the end of a backward, the only point that all ranks are sure to reach together: they have just
 averaged the same gradients.
 """
 
@@ -47,7 +47,7 @@ _SUMMED = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64
 
 
 class FirstSteps:
-    """`FirstSteps` holds this rank's observations in the first `NUM_STEPS` rounds. All ranks have one, or no rank has.
+    """`FirstSteps` holds this rank's observations in the first `NUM_STEPS` rounds. Either all ranks have one or none.
 
     `names` are the names of `parameters`, in the same order.
 
@@ -63,8 +63,8 @@ class FirstSteps:
         """Whether an error has ended the watch on this rank."""
         self._steps: list[StepObservations] = []
         self._reported: set[str] = set()
-        self._unconfirmed: list[Mistake] = []  # found in the last backward; the optimizer step after it decides
-        self._restores_parameters = False  # the program changes parameters for a backward, and restores them
+        self._unconfirmed: list[Mistake] = []  # found in the last backward, to be confirmed by an optimizer's step
+        self._restores_parameters = False  # whether the program changes parameters for a backward and restores them
         self._optimizers = OptimizerWatch(parameters)
         self._begin_step()
 
@@ -74,13 +74,13 @@ class FirstSteps:
         self._generator: Tensor | None = None
         self._draws: bool | None = None
         self._digests = [0] * len(self._parameters)
-        self._scaled = False  # half precision with a scaled loss, whose first gradients may overflow
+        self._scaled = False  # float16, usually with a scaled loss, whose first gradients may overflow
         self._nan_outputs: list[Tensor] = []
         self._nan_gradients: dict[int, Tensor] = {}
 
     @invisible
     def before_forward(self, inputs: object) -> None:
-        """Observe the inputs of the step's first forward, unless a part of them cannot be read."""
+        """Observe the inputs of the step's first forward, unless some of them cannot be read."""
         if self._has_forward:
             return
         self._has_forward = True
@@ -96,7 +96,7 @@ class FirstSteps:
 
     @invisible
     def after_forward(self, outputs: Iterable[Tensor]) -> None:
-        """Observe a forward's outputs, and whether it drew random numbers."""
+        """Observe a forward's outputs, and whether the step's first forward drew random numbers."""
         if self._draws is None and self._generator is not None:  # this follows the first forward
             self._draws = not torch.equal(self._generator, self._generator_state())
         self._nan_outputs += _nans(outputs)
@@ -131,7 +131,7 @@ class FirstSteps:
         return False
 
     def _select_confirmed(self, found: list[Mistake]) -> list[Mistake]:
-        """Return the warnings to log now. Hold back differing parameters until an optimizer has stepped from them."""
+        """Return the warnings to log now. Hold back one about parameters until an optimizer steps with their values."""
         if self._unconfirmed and were_restored(self._steps[-1]):
             self._restores_parameters = True
         confirmed = [] if self._restores_parameters else self._unconfirmed
@@ -184,7 +184,7 @@ def _digest_each(parameters: Sequence[Tensor]) -> Tensor:
 def _nans(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
     """Yield, for each tensor that can hold a NaN, whether its sum is NaN: faster than testing its elements.
 
-    Infinities of both signs in one tensor also count.
+    The sum of infinities of both signs is NaN, too.
     """
     for tensor in tensors:
         elements = elements_of(tensor)
@@ -196,9 +196,9 @@ Forms = Counter[tuple[torch.Size, torch.dtype]]
 
 
 class OptimizerWatch:
-    """An `OptimizerWatch` detects an optimizer of another copy of the model, which steps without effect.
+    """An `OptimizerWatch` detects an optimizer over another copy of the model, whose steps have no effect on this one.
 
-    It observes every optimizer's step in this process, through torch's hook, until it is closed.
+    Until it is closed, it observes the steps of all optimizers in this process through torch's hook.
     """
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
@@ -216,15 +216,15 @@ class OptimizerWatch:
 
     @property
     def stale(self) -> bool:
-        """Return whether an optimizer stepped over similar parameters without gradients, and none over these."""
+        """Return whether an optimizer stepped similar parameters without gradients, and none stepped these."""
         return self._found_lookalikes and not self._found_ours
 
     def expect_step(self) -> None:
-        """Compute the digest of the parameters at the next step only, so that other steps cost nothing."""
+        """Request the digest of the parameters at the next step; other steps cost nothing."""
         self._is_expected = True
 
     def pop_step_digest(self) -> int:
-        """Return the digest at the expected step; 0 if no optimizer has stepped."""
+        """Return and clear the digest at the expected step; 0 if no optimizer has stepped."""
         stepped, self._stepped, self._is_expected = self._stepped, 0, False
         return stepped
 
@@ -249,7 +249,7 @@ _watches: weakref.WeakSet[OptimizerWatch] = weakref.WeakSet()
 
 @functools.cache
 def _register_hook() -> None:
-    """Register torch's hook once per process; it stays, as in `late_parameters`."""
+    """Register torch's hook once per process. It is never removed, for the reason given in `late_parameters`."""
     register_optimizer_step_pre_hook(_before_step)
 
 

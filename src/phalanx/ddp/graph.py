@@ -1,4 +1,4 @@
-"""Find the leaves that a backward from given outputs can reach, in autograd's graph."""
+"""Walk autograd's graph from forward's outputs to find the leaves that a backward can reach."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from torch import Tensor
 
-# Reentrant checkpointing runs a second backward inside this node; its leaves cannot be found from outside.
+# Reentrant checkpointing runs a nested backward inside this node, whose leaves cannot be found from outside.
 _OPAQUE_NODES = frozenset({"CheckpointFunctionBackward"})
 
 MOST_OBJECTS = 10_000
@@ -29,7 +29,7 @@ _SCALARS = frozenset({int, float, str, bool, type(None), bytes})
 
 @dataclass(frozen=True)
 class Reach:
-    """A `Reach` has the leaves (by `id`) that outputs depend on; `complete` is False if part of the graph is hidden."""
+    """A `Reach` is the set of leaf ids that outputs depend on; `complete` is False if part of the graph is hidden."""
 
     leaves: frozenset[int]
     complete: bool
@@ -41,18 +41,18 @@ class Reach:
 def tensors_in(value: object) -> list[Tensor]:
     """Return the tensors in a structure of lists, tuples, sets, dictionaries and dataclasses, however nested.
 
-    Tensors after the first `MOST_OBJECTS` objects count as hidden, like those in objects of other classes.
+    Tensors beyond the first `MOST_OBJECTS` objects, and those inside objects of other classes, are not found.
     """
     return find_tensors(value)[0]
 
 
 def find_tensors(value: object, most: int = MOST_OBJECTS) -> tuple[list[Tensor], bool]:
-    """Return the tensors among the first `most` objects of a structure, in order, and whether these are all.
+    """Return the tensors among the first `most` objects of a structure, in order, and whether the search was complete.
 
     Containers may contain each other: each is visited once. No class's own iterator, `__getattr__` or `__class__` is
-    called, and a dataclass field that cannot be read is left out.
+    called, and a dataclass field that cannot be read is skipped.
 
-    Cost: some 0.1 µs per object.
+    Cost: about 0.1 µs per object.
     """
     tensors: list[Tensor] = []
     entered: set[int] = set()
@@ -87,15 +87,15 @@ def _items_of(value: object) -> Iterator[object] | None:
 
 def _fields_of(value: Any) -> Iterator[object]:
     for field in dataclasses.fields(value):
-        with contextlib.suppress(Exception):  # not set, or a property of the user's
+        with contextlib.suppress(Exception):  # the field is not set, or is a user's property that raises
             yield object.__getattribute__(value, field.name)
 
 
 def find_reach(outputs: Iterable[Tensor]) -> Reach:
     """Walk autograd's graph from `outputs` to its leaves.
 
-    If no output requires a gradient, the result is incomplete: a later backward starts from a tensor that was not found
-    among the outputs.
+    If no output requires a gradient, the result is incomplete: a later backward starts from a tensor that is not among
+    `outputs`.
 
     Cost: visits each node once, in Python: about half a microsecond per node.
     """

@@ -3,7 +3,7 @@
 can_observe     no functorch level, no trace, no fake tensors: operators compute real values
 outside_modes   no dispatch mode, function mode or subclass sees our operators
 elements_of     only plain, strided, dense tensors with memory, as a view
-invisible       a decorator for methods of a watch, with all of this; an error disables the watch, and is not raised
+invisible       a decorator that runs a watch's methods this way; an error disables the watch, and is not raised
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def can_observe() -> bool:
 
 @contextmanager
 def outside_modes() -> Iterator[None]:
-    """Hide the block's operators from modes, subclasses and autograd."""
+    """Hide the operators inside the `with` block from modes, subclasses and autograd."""
     with _DisableTorchDispatch(), _DisableTorchFunction(), torch.no_grad():
         yield
 

@@ -8,7 +8,7 @@
  ...
 post_hook        all leave: all ranks get the parameters and buffers of the last rank
 
-It works over any group.
+Groups of any backend are supported.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class JoinStatus:
     active: bool
     """Whether this rank is in the context; a rank that has left it shadows the others."""
     syncs: bool = False
-    """Whether the backward that follows averages."""
+    """Whether the backward of this forward averages gradients."""
     decides: bool = False
     """Whether sync_batchnorm="auto" decides in this forward."""
 
@@ -68,7 +68,7 @@ class JoinState:
 
     @property
     def decides(self) -> bool:
-        """Return whether ranks agree on the smallest batch."""
+        """Return whether ranks agree on their smallest batch in this forward, for sync_batchnorm="auto"."""
         return any(status.decides for status in self.statuses)
 
 
@@ -93,7 +93,7 @@ def refuse_join_shadow(module: nn.Module, group: dist.ProcessGroup) -> None:
     """Refuse to shadow ranks whose forward or update needs this rank's own batch.
 
     Raises:
-        RuntimeError: batch statistics are over all ranks, or each rank updates a part of the parameters.
+        RuntimeError: BatchNorm layers span all ranks, or each rank updates only a part of the parameters.
     """
     here = f"Join on rank {group.rank()}"
     if any(isinstance(layer, (SyncBatchNorm, nn.SyncBatchNorm)) for layer in module.modules()):
@@ -101,7 +101,7 @@ def refuse_join_shadow(module: nn.Module, group: dist.ProcessGroup) -> None:
             f"{here}: the model has SyncBatchNorm layers, whose collectives in forward need a batch of every "
             "rank. Pass throw_on_early_termination=True, or give every rank the same number of batches."
         )
-    sharing = sharing_group(group)  # its ranks share parameters under ZeroRedundancyOptimizer, or master parameters
+    sharing = sharing_group(group)  # ZeroRedundancyOptimizer moves parameters, or master parameters, into its memory
     if any(
         has_shared_update(parameter) or (sharing is not None and sharing.symm_mem.contains(parameter.data_ptr()))
         for parameter in module.parameters()
@@ -113,7 +113,7 @@ def refuse_join_shadow(module: nn.Module, group: dist.ProcessGroup) -> None:
 
 
 class JoinShadow(JoinHook):
-    """`Join` calls a `JoinShadow` on a rank that left: `shadow_step` per step of the others, then `end(is_last)`."""
+    """A `JoinShadow` runs on a rank that left `Join`: `shadow_step` per step of the others, then `end(is_last)`."""
 
     def __init__(self, shadow_step: Callable[[], None], end: Callable[[bool], None]) -> None:
         self._shadow_step = shadow_step
@@ -123,7 +123,7 @@ class JoinShadow(JoinHook):
         self._shadow_step()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Copy the model of a rank that left last to all ranks, once all ranks have left."""
+        """Broadcast the model of a rank that left last, once all ranks have left."""
         self._end(is_last_joiner)
 
 
@@ -149,13 +149,13 @@ class JoinInterface(nn.Module, Joinable):
         enable: bool = True,
         throw_on_early_termination: bool = False,
     ) -> Join:
-        """Return PyTorch's context for uneven inputs, on any backend: ranks that have left it shadow the others.
+        """Return PyTorch's context manager for uneven inputs, on any backend: ranks that left shadow the others.
 
         Arguments:
             divide_by_initial_world_size: divide the sum of gradients by the group's size, that is, count the ranks that
                 have left as zeros. False divides by the number of ranks that still train.
             enable: False does nothing.
-            throw_on_early_termination: raise RuntimeError on all ranks when the first one has left.
+            throw_on_early_termination: raise RuntimeError on all ranks when the first rank has left.
         """
         return Join(
             [self], enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size
@@ -208,7 +208,7 @@ class JoinInterface(nn.Module, Joinable):
             self._reducer.shadow_step()
 
     def _broadcast_last(self, is_last: bool) -> None:
-        """Overwrite the model on all ranks, at the end of a Join context, with the model of a rank that left last."""
+        """Broadcast the model of a rank that left last, at the end of a Join context."""
         source = find_last(is_last, self.process_group, self.device)
         broadcast_tensors(self._state(), self.process_group, source)
         self._reducer.rescale = 1.0

@@ -1,4 +1,4 @@
-"""Detect parameters that were added to a model after it was wrapped: they have no bucket, and are not averaged."""
+"""Detect parameters that were added or unfrozen after the model was wrapped: their gradients have no bucket."""
 
 from __future__ import annotations
 
@@ -19,22 +19,23 @@ class LateParameters:
     Torch's registration hooks report additions. Tensors that replace parameters during a call
     (`torch.func.functional_call`) are not registered, and do not count as added.
 
-    Cost: a check of each frozen parameter per call of `find_newcomers`. The module tree is walked only after a
-    parameter or module was registered somewhere in this process.
+    Cost: a check of each frozen parameter per call of `find_newcomers`. The module tree is walked only if a parameter
+    was unfrozen, or a parameter or module was registered in this process since the last call.
     """
 
     def __init__(self, module: nn.Module, trained: Iterable[Tensor], ignored: Collection[str]) -> None:
         self._module = module
-        self._trained = {id(parameter) for parameter in trained}  # they live as long as the buckets
+        self._trained = {id(parameter) for parameter in trained}  # the reducer keeps these parameters alive
         self._ignored = ignored
         self._frozen = [p for name, p in module.named_parameters() if name not in ignored and not p.requires_grad]
-        # anywhere in the process, since the last call; by id, as a process that never trains may register for ever
+        # Registered anywhere in this process since the last call. Ids are reused, which bounds the dictionary in a
+        # process that registers modules for ever and never trains.
         self._arrived: dict[int, weakref.ref[Tensor | nn.Module]] = {}
         _register_hooks()
         _all.add(self)
 
     def find_newcomers(self) -> list[str]:
-        """Return the names of the parameters that require a gradient now and did not when `module` was wrapped."""
+        """Return the names of parameters that require a gradient, but were missing or frozen at construction."""
         if not self._arrived and not any(parameter.requires_grad for parameter in self._frozen):
             return []
         # Trained parameters are registered again when the model becomes a part of another, or is compiled.
@@ -65,7 +66,7 @@ class LateParameters:
 
 
 def _parameters_in(module: nn.Module) -> Iterator[Tensor]:
-    """Yield the parameters of a module without calling its methods, which `RemoteModule`, for example, refuses."""
+    """Yield a module's parameters without calling its methods, some of which `RemoteModule`, for example, refuses."""
     waiting = [module]
     while waiting:
         one = waiting.pop()
@@ -89,9 +90,9 @@ _all: weakref.WeakSet[LateParameters] = weakref.WeakSet()
 
 @functools.cache
 def _register_hooks() -> None:
-    """Register a hook of each kind, once per process.
+    """Register torch's hooks for parameters and for modules, once per process.
 
-    The hooks are never removed: a wrapper may be collected while torch iterates over the hooks.
+    The hooks are never removed: a wrapper may be garbage-collected while torch iterates over the hooks.
     """
     for register in (register_module_parameter_registration_hook, register_module_module_registration_hook):
         register(_on_registration)

@@ -12,7 +12,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 NUM_STEPS = 3
-"""The number of steps watched: enough that equal batches are no accident, and few enough to cost nothing."""
+"""The number of steps to watch: enough that equal batches are no coincidence, and few enough to cost little."""
 
 
 DIFFERING_PARAMETERS = "differing parameters"
@@ -20,10 +20,10 @@ DIFFERING_PARAMETERS = "differing parameters"
 
 @dataclass(frozen=True)
 class Observation:
-    """An `Observation` has the observations of a rank in a step, as numbers to gather: digests, flags, positions."""
+    """An `Observation` has what a rank observed in a step, as integers for an all_gather: digests, flags, positions."""
 
     has_inputs: int = 0
-    """1 if an input tensor of forward has an element."""
+    """1 if forward's input tensors could be read, and are not all empty."""
     inputs: int = 0
     """The digest of forward's input tensors."""
     draws: int = 0
@@ -37,9 +37,9 @@ class Observation:
     nan_gradient: int = 0
     """The position, from 1, of the first parameter whose own gradient was NaN; 0 if there was none."""
     stale_optimizer: int = 0
-    """1 if an optimizer stepped over similar parameters, and none over the wrapped ones."""
+    """1 if an optimizer stepped similar parameters, and none stepped the wrapped parameters."""
     stepped: int = 0
-    """The digest of all parameters at the step after a backward with differing parameters; 0 if none was expected."""
+    """The digest of all parameters at the optimizer step after a backward with differing parameters; otherwise 0."""
 
     def row(self) -> list[int]:
         """Return the numbers, in the order of the fields."""
@@ -61,10 +61,10 @@ class Mistake:
 def decide_warnings(
     steps: Sequence[StepObservations], names: Sequence[str], differing: Sequence[int] = ()
 ) -> list[Mistake]:
-    """Return the warnings to log after the latest of `steps`, which is the last.
+    """Return the warnings to log after the last of `steps`.
 
     Arguments:
-        names: the parameters' names, in the order that `Observation.nan_gradient` counts.
+        names: the parameters' names; `Observation.nan_gradient` is a position in this list.
         differing: positions of the parameters whose values differ between ranks in the latest step.
     """
     latest, number = steps[-1], len(steps)
@@ -81,7 +81,7 @@ def decide_warnings(
 
 
 def were_restored(latest: StepObservations) -> bool:
-    """Return whether all ranks stepped from the same parameters, even if their last backwards used different ones.
+    """Return whether all ranks stepped from the same parameters, although their backwards used different parameters.
 
     Some methods change the parameters for one backward and then restore them, such as sharpness-aware minimization.
     """

@@ -44,37 +44,37 @@ _PREFIX = "module."
 
 
 class DistributedDataParallel(JoinInterface, TorchInterface):
-    """Train one model on many ranks: each rank computes its own batch's gradients, and backward averages them.
+    """Train one model on many ranks: each rank computes gradients on its own batch, and backward averages them.
 
-    Replaces `torch.nn.parallel.DistributedDataParallel`, over any backend of `torch.distributed`. On `"phalanx"`
-    gradients are in memory that the ranks share, and are reduced there. Construction is collective: all ranks pass the
-    same model, and get rank 0's parameters and buffers.
+    Replaces `torch.nn.parallel.DistributedDataParallel` on any backend of `torch.distributed`. On the backend
+    `"phalanx"`, ranks that share memory reduce gradients in place. Construction is collective: all ranks pass the same
+    model, and receive rank 0's parameters and buffers.
 
-    Arguments are PyTorch's, with these differences. `gradient_as_bucket_view` defaults to True: `.grad` is a view of a
-    bucket. The view replaces a `.grad` that you assigned. The next backward overwrites the view, unless you keep a
-    reference to it and set `.grad` to None. `batched_grad_copy`, `lazy_bucket_allocation` and `dim` have no effect. An
-    unsupported argument is an error that names it. Gradients are averaged once per backward, not once per forward: two
-    forwards followed by their two backwards give the correct mean.
+    The arguments are PyTorch's, with these differences. `gradient_as_bucket_view` defaults to True: backward makes
+    `.grad` a view of a bucket, even if you had assigned another tensor. The next backward writes to that view, unless
+    you keep a reference to it and set `.grad` to None. `batched_grad_copy`, `lazy_bucket_allocation` and `dim` have no
+    effect. An unsupported argument raises an error that names it. Gradients are averaged once per backward, not once
+    per forward: two forwards followed by their two backwards give the correct mean.
 
-    A forked process shares `.grad` with its parent (no copy on write). Before the fork, clone the gradients that the
-    child reads.
+    A forked child shares the memory of `.grad` with its parent (no copy-on-write). Before the fork, clone the gradients
+    that the child will read.
 
     Phalanx adds two arguments. With `sync_batchnorm=True` BatchNorm layers normalize over all ranks' batches
-    (`phalanx.SyncBatchNorm`); with "auto" they do so if a rank's first batch has fewer than 16 samples, and rank 0 logs
-    the choice. With `check` the wrapper detects common mistakes in the first 3 steps (for example, that every rank
-    reads the same batch), and logs one warning for each on rank 0; `phalanx docs mistakes` lists them. False turns this
-    off.
+    (`phalanx.SyncBatchNorm`); with "auto" they do so if any rank's first batch has fewer than 16 samples, and rank 0
+    logs the choice. With `check=True`, the default, the wrapper detects common mistakes in the first 3 steps (for
+    example, that every rank reads the same batch), and an unchanged order of batches in the first 1000. Rank 0 logs one
+    warning for each; `phalanx docs mistakes` lists them.
 
     Names follow the module tree, as in PyTorch: the wrapped module is the child `module`, and the keys of
     `state_dict()` begin with `module.`; the keys of `ddp.module.state_dict()` do not. `load_state_dict` accepts both.
 
-    Numerics: all ranks have the same bits, in every run; two ranks with half a batch each train like one process with
-    the whole batch, up to rounding, if the loss is a mean over samples.
+    Numerics: parameters are bitwise identical on all ranks, in every run; two ranks with half a batch each train like
+    one process with the whole batch, up to rounding, if the loss is a mean over samples.
 
     Raises:
         ValueError: an argument is not supported, or disagrees with the module's devices.
         RuntimeError: there is no process group, or no parameter requires a gradient. In forward: a parameter was added
-            or unfrozen since construction, or got no gradient in backward. In an optimizer's step: gradients
+            or unfrozen since construction, or got no gradient in the last backward. In an optimizer's step: gradients
             were not averaged, because no forward of the wrapper preceded their backward.
         MismatchError: the ranks' models or settings differ; raised on all ranks.
 
@@ -109,7 +109,7 @@ class DistributedDataParallel(JoinInterface, TorchInterface):
         check: bool = True,
     ) -> None:
         super().__init__()
-        Joinable.__init__(self)  # disables the actions inside Join's context
+        Joinable.__init__(self)  # Join actions stay disabled until a Join context enables them
         refuse(
             delay_all_reduce_named_params=delay_all_reduce_named_params,
             param_to_hook_all_reduce=param_to_hook_all_reduce,
@@ -131,7 +131,7 @@ class DistributedDataParallel(JoinInterface, TorchInterface):
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.static_graph = static_graph
         self.require_backward_grad_sync = True
-        # PyTorch has two names for one setting, which differ only if False, and only at construction.
+        # PyTorch has two names for this setting. Only forward_sync_buffers=False still broadcasts at construction.
         given = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
         self.broadcast_buffers = True if given is None else given
         self._divide_by_initial_world_size = True
@@ -151,7 +151,7 @@ class DistributedDataParallel(JoinInterface, TorchInterface):
                 "static_graph": static_graph,
                 "broadcast_buffers": self.broadcast_buffers,
                 "sync_batchnorm": sync_batchnorm,
-                "BatchNorm layers": len(find_batchnorms(module)),  # some have no parameter or buffer
+                "BatchNorm layers": len(find_batchnorms(module)),  # `describe` misses those without any tensor
                 "check": check,
             }
             verify_same(describe(module, self._ignored), settings, self.process_group, device)
@@ -164,7 +164,7 @@ class DistributedDataParallel(JoinInterface, TorchInterface):
         if sync_batchnorm is True:
             span_ranks(module, self.process_group)
         self._batchnorm_undecided = sync_batchnorm == "auto"
-        self._batchnorm_synced = False  # whether "auto" has decided to sync them
+        self._batchnorm_synced = False  # whether "auto" has converted the BatchNorm layers
         self._inputs_to = decide_device({parameter.device for _, parameter in named}, device_ids, output_device)
         self.device = device
         if init_sync:
@@ -202,9 +202,9 @@ class DistributedDataParallel(JoinInterface, TorchInterface):
         """Move the wrapper to another group, and drop all gradients. All ranks of `process_group` call this.
 
         The next backward records the order of gradients and the static graph again, since new ranks do not know them.
-        The caller synchronises parameters and buffers. In a comm hook's state only `process_group` changes.
+        The caller synchronizes parameters and buffers. In a comm hook's state, only `process_group` is updated.
 
-        Cost: as the constructor, without its broadcast.
+        Cost: that of the constructor, without its broadcast.
         """
         old, self.process_group = self.process_group, process_group
         self._reducer.close()
@@ -225,7 +225,7 @@ class DistributedDataParallel(JoinInterface, TorchInterface):
 
     @property
     def plan(self) -> BucketPlan:
-        """Return the plan of gradients in buckets; `print` draws it. The first backward replaces it."""
+        """Return the assignment of gradients to buckets; `print` shows it. The first backward may replace it."""
         return self._reducer.plan
 
     @skipped  # torch.compile should compile the module, not this method
@@ -240,7 +240,7 @@ class DistributedDataParallel(JoinInterface, TorchInterface):
 
     @untraced
     def _before_forward(self, inputs: object) -> bool | None:
-        """Return whether the backward after this forward averages gradients; None if this forward does not decide."""
+        """Return whether the backward of this forward averages gradients; None if this forward does not decide that."""
         reducer = self._reducer
         if reducer.in_backward and _backward_number() != -1:
             return None  # checkpointing runs the forward again during its backward
@@ -260,12 +260,12 @@ class DistributedDataParallel(JoinInterface, TorchInterface):
                 broadcast_tensors(self._synced_buffers(), self.process_group, source)
             else:
                 self._buffer_broadcast.from_first(self._synced_buffers(), reducer.num_rounds)
-        # As in PyTorch, the forward after a training forward starts from rank 0's buffers, also in evaluation.
+        # As in PyTorch, the forward after a training forward starts from rank 0's buffers, even in eval mode.
         self._buffers_stale = sync
         return sync if grad_enabled else None
 
     def _inspect_batch(self, inputs: object) -> None:
-        """Make the decisions that depend on the batch, and watch for mistakes."""
+        """Decide sync_batchnorm="auto" from the first training batch, and watch the inputs for mistakes."""
         if self._batchnorm_undecided and self.training:
             self._batchnorm_undecided = False
             self._batchnorm_synced = sync_if_small(self.module, tensors_in(inputs), self.process_group, self.device)
@@ -296,7 +296,7 @@ class DistributedDataParallel(JoinInterface, TorchInterface):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients on this rank only, without averaging; the first backward outside averages the sums.
+        """Accumulate local gradients without averaging; the first backward outside the context averages the sums.
 
         Call the forward inside the context, too: the forward decides whether its backward averages.
         """
@@ -320,16 +320,16 @@ class DistributedDataParallel(JoinInterface, TorchInterface):
         self._batchnorm_undecided, self._batchnorm_synced = bool(undecided), bool(synced)
 
     def _state(self) -> list[Tensor]:
-        """Return the tensors that ranks synchronise: parameters, and buffers unless each rank has its own."""
+        """Return the tensors that ranks synchronize: parameters, and buffers unless each rank has its own."""
         named = [(name, parameter) for name, parameter in self.module.named_parameters() if name not in self._ignored]
         tensors: list[Tensor] = [parameter for _, parameter in named]
         return tensors + self._synced_buffers() if self.broadcast_buffers else tensors
 
     def register_comm_hook(self, state: object, hook: Hook) -> None:
-        """Make `hook(state, bucket)` combine each bucket instead of all_reduce; it returns a future of a tensor.
+        """Reduce each bucket with `hook(state, bucket)` instead of all_reduce; the hook returns a future of a tensor.
 
-        This is PyTorch's interface, and most hooks of torch.distributed.algorithms.ddp_comm_hooks work. Gradients are
-        not divided by the number of ranks before the hook sees them. Call this once per module, before the first
+        This is PyTorch's interface, and most hooks of torch.distributed.algorithms.ddp_comm_hooks work. The hook
+        receives gradients that are not yet divided by the number of ranks. Call this once per module, before the first
         backward.
 
         Raises:
@@ -347,7 +347,7 @@ class DistributedDataParallel(JoinInterface, TorchInterface):
         self._reducer.use_exchange(HookExchange(state, hook, lambda: len(self.plan.buckets)))
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load a state with the wrapped module's keys, either all with PyTorch's prefix `module.` or all without it.
+        """Load a state dict of the wrapped module, whose keys all have PyTorch's prefix `module.`, or all lack it.
 
         Raises:
             ValueError: `assign=True`, which would replace the parameters whose gradients are in buckets.
@@ -358,7 +358,7 @@ class DistributedDataParallel(JoinInterface, TorchInterface):
                 "the module first, then wrap it"
             )
         if _is_bare(self.module.state_dict().keys(), state_dict.keys()):
-            return self.module.load_state_dict(state_dict, strict=strict)  # the state's versions have its names
+            return self.module.load_state_dict(state_dict, strict=strict)  # `_metadata` has the same names as the keys
         return super().load_state_dict(state_dict, strict=strict)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -374,7 +374,7 @@ def _accumulates(ddp: weakref.ref[DistributedDataParallel]) -> bool:
 
 
 def _is_bare(own: Collection[str], keys: Collection[str], prefix: str = "") -> bool:
-    """Return whether a state's keys after `prefix` are the module's `own` keys, without `module.` in front.
+    """Return whether a state dict's keys after `prefix` are the module's `own` keys, without `module.` in front.
 
     A wrapped module may have its own child named `module`, so one key alone does not decide.
     """
@@ -383,7 +383,7 @@ def _is_bare(own: Collection[str], keys: Collection[str], prefix: str = "") -> b
 
 
 def _restore_prefix(ddp: DistributedDataParallel, state_dict: dict[str, Any], prefix: str, *_unused: Any) -> None:
-    """Accept keys with and without `module.` when a module that contains the wrapper loads a state."""
+    """Accept keys with and without `module.` when a module that contains the wrapper loads a state dict."""
     own = ddp.module.state_dict().keys()
     if _is_bare(own, state_dict.keys(), prefix):
         bare = {key: state_dict.pop(prefix + key) for key in own if prefix + key in state_dict}
@@ -438,10 +438,10 @@ def refuse_hook(hook: Callable[..., Any], backend: str) -> None:
 
 
 def refuse(**given: object) -> None:
-    """Refuse all arguments that were `given` a value, in one message.
+    """Refuse the unsupported arguments in `given` that are set, all in one message.
 
     Raises:
-        ValueError: at least one was given.
+        ValueError: at least one argument is set.
     """
     reasons = [f"{name}: {_REFUSED[name]}" for name, value in given.items() if value]
     if reasons:
@@ -449,7 +449,7 @@ def refuse(**given: object) -> None:
 
 
 def decide_caps(bucket_cap_mb: float | None, bucket_cap_mb_list: Sequence[float] | None) -> tuple[float, ...]:
-    """Return the caps of the first, second, ... bucket in MiB; the last cap holds for all later buckets.
+    """Return the caps of the first, second, ... bucket in MiB; the last cap applies to all later buckets.
 
     Raises:
         ValueError: a cap is not above zero.
@@ -470,8 +470,8 @@ def decide_group(process_group: dist.ProcessGroup | None, device_mesh: DeviceMes
     """Return the group to average over: the given one, the mesh's, or the default group.
 
     Raises:
-        ValueError: both are given, or the mesh does not have exactly one axis.
-        RuntimeError: there is no default group.
+        ValueError: both a group and a mesh are given, or the mesh does not have exactly one axis.
+        RuntimeError: neither is given, and there is no default group.
     """
     if process_group is not None and device_mesh is not None:
         raise ValueError("DistributedDataParallel takes process_group or device_mesh, not both")
@@ -483,9 +483,9 @@ def decide_group(process_group: dist.ProcessGroup | None, device_mesh: DeviceMes
 
 
 def localize(module: nn.Module, device_mesh: DeviceMesh) -> None:
-    """Replace parameters that are DTensors by their local parts between forwards, as PyTorch's wrapper does.
+    """Replace DTensor parameters by their local tensors outside of forward, as PyTorch's wrapper does.
 
-    Do this only if the mesh is one axis of a larger mesh, whose other axes are for tensor parallelism.
+    Do nothing unless the mesh is one axis of a larger mesh, whose other axes are for tensor parallelism.
     """
     if device_mesh._get_root_mesh() != device_mesh:
         transform: Any = find(
@@ -503,7 +503,7 @@ def decide_device(
     """Return the device to which the wrapper moves inputs, or None to leave inputs where they are.
 
     Raises:
-        ValueError: the module spans devices, or `device_ids` disagrees with the parameters.
+        ValueError: the module spans devices, or `device_ids` or `output_device` disagrees with its device.
     """
     if len(devices) > 1:
         where = ", ".join(sorted(map(str, devices)))

@@ -1,4 +1,4 @@
-"""Assign gradients to buckets; a plan is plain data.
+"""Assign gradients to buckets. The resulting plan is plain data.
 
     order in which gradients become ready  ->   w4 b4 w3 b3 ... w1 b1
     bucket 0 (small: it is sent early)          [w4 |b4 ]
@@ -6,7 +6,7 @@
     bucket 2                                                                       [w1      |b1 ]
 
 A plan is the same on every rank, because it is computed from common data: the parameters in order of registration, or
-an order of readiness that rank 0 has sent.
+the order in which rank 0's gradients became ready, which rank 0 broadcasts.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class ParameterSpec:
 
 @dataclass(frozen=True)
 class Slot:
-    """A `Slot` is a gradient's place in a bucket. `parameter` is its registration number, `offset` is in elements."""
+    """A `Slot` is a gradient's place in a bucket. `parameter` is the parameter's index, `offset` is in elements."""
 
     parameter: int
     name: str
@@ -92,9 +92,9 @@ def plan_buckets(
     """Assign the gradients of `parameters` to buckets, in the `order` in which they become ready.
 
     `order` lists positions in `parameters`; the default is the reverse of registration, the usual order of backward.
-    The parameter that reaches the cap completes a bucket; the k-th bucket of a dtype and device has the k-th of
-    `caps_mb` (MiB), and the last cap holds for all later buckets. A gradient of `alone_bytes` or more has its own
-    bucket. Buckets are numbered in the order in which their last gradients become ready.
+    A bucket is closed once it reaches its cap: the k-th bucket of a dtype and device has the k-th of `caps_mb` (MiB),
+    and the last cap applies to all later buckets. A gradient of `alone_bytes` or more has its own bucket. Buckets are
+    numbered in the order in which their last gradients become ready.
 
     Raises:
         ValueError: a cap is not a positive number, or `order` is not a permutation of the parameters.

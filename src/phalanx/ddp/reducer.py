@@ -9,11 +9,11 @@ order on every rank: a complete bucket waits for those before it, because collec
 on every rank.
 
 A bucket of copied gradients is filled and launched by the gradient that completes it, unless the user has hooks that
-run after ours. A bucket that is reduced where autograd wrote it waits for the next gradient, or for the end: while
-autograd calls a gradient's hook it still refers to the gradient, so that other references can be counted only later
-(`reference_counts`).
+run after ours. A bucket that is reduced where autograd wrote it is launched at the next gradient, or at the end of
+backward: inside a gradient's hook, autograd itself still refers to the gradient, so other references can be counted
+only later (`reference_counts`).
 
-Everything runs in autograd's thread for the module's one device, so there is no lock.
+Everything runs in autograd's thread for the module's device, so there is no lock.
 
     phase          backward in progress   round          next
     IDLE           none                   not started    ACCUMULATING, SYNCING
@@ -21,7 +21,7 @@ Everything runs in autograd's thread for the module's one device, so there is no
     SYNCING        averages               either         IDLE: the round has ended; INCOMPLETE
     INCOMPLETE     none                   started        SYNCING: another backward produces the missing gradients
 
-An exception may end a backward in any phase. The next forward starts again, or raises if buckets were sent.
+An exception may end a backward in any phase. The next forward then discards the round, or raises if buckets were sent.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _engine: Any = find(
 
 
 class ReducerPhase(Enum):
-    """A `ReducerPhase` limits the next transitions, as the module's table shows."""
+    """A `ReducerPhase` is a state of the table in the module's docstring, which lists the possible next states."""
 
     IDLE = "idle"
     ACCUMULATING = "accumulating"
@@ -86,7 +86,7 @@ class Backward:
 
 @dataclass
 class Forwards:
-    """`Forwards` summarises the forwards since the last round.
+    """`Forwards` summarizes the forwards since the last round.
 
     Arguments:
         latest_syncs: whether the latest forward syncs; kept after the round.
@@ -113,9 +113,8 @@ class Forwards:
 class Reducer:
     """A `Reducer` averages the gradients of `parameters` over the ranks of `group`, once per backward.
 
-    `specs` describe `parameters`, in the same order. `watch` observes the first rounds; all ranks have one, or no rank
-    has. `accumulates` returns whether this rank only accumulates, for now. If ranks share memory, all ranks construct
-    their reducers together.
+    `specs` describe `parameters`, in the same order. `watch` observes the first rounds; either all ranks have one or
+    none. `accumulates` returns whether this rank is in `no_sync`. If ranks share memory, construction is collective.
     """
 
     def __init__(
@@ -146,9 +145,9 @@ class Reducer:
         self._strays = StrayGradients([spec.name for spec in specs], self._parameters, group.rank())
         self._forwards = Forwards()
         self._backward: Backward | None = None
-        self._used = [False] * len(self._parameters)  # whether each was used since the last round
+        self._used = [False] * len(self._parameters)  # whether each parameter was used since the last round
         self._num_rounds = 0
-        self.rescale = 1.0  # a factor for the mean
+        self.rescale = 1.0  # the mean is multiplied by this factor
         self._round: Round
         self._begin_round()
         hooks = [
@@ -161,7 +160,7 @@ class Reducer:
             weakref.finalize(self, self._set.pool.close).atexit = False  # tensors may outlive the exit hooks
 
     def close(self) -> None:
-        """Detach from the gradients, so that another wrapper may use them."""
+        """Remove the hooks and release the shared memory, so that another reducer can take over the parameters."""
         for finalizer in self._finalizers:
             finalizer()
         self._strays.close()
@@ -170,13 +169,13 @@ class Reducer:
             self._set.pool.close()
 
     def set_static_graph(self) -> None:
-        """Continue as with static_graph=True; raise RuntimeError if a round has begun."""
+        """Switch to static_graph=True; raise RuntimeError if a round has begun."""
         if self._num_rounds or self._round.started:
             raise RuntimeError("_set_static_graph() should be called before training loop starts")
         self._find_unused, self._learning, self.rebuild_pending = False, True, True
 
     def use_exchange(self, exchange: Exchange) -> None:
-        """Make `exchange` combine the buckets of all plans. All ranks call it before the first backward.
+        """Use `exchange` for the buckets of all plans. All ranks call it before the first backward.
 
         Buckets are then as in PyTorch: each is one block of memory, with as many gradients as the caps allow.
         """
@@ -220,7 +219,7 @@ class Reducer:
         """Check that the round before this forward has ended.
 
         Raises:
-            RuntimeError: some parameters got no gradient, or backward was interrupted by an exception.
+            RuntimeError: some parameters got no gradient, or an exception ended a backward that had sent buckets.
         """
         self.end_interrupted_backward()
         if self._round.is_interrupted:
@@ -229,7 +228,7 @@ class Reducer:
             raise self._missing_gradients()
 
     def end_interrupted_backward(self) -> None:
-        """End the latest backward if an exception has ended it: its gradients are not averaged."""
+        """Clean up after a backward that an exception ended: its gradients are not averaged."""
         if self._backward is not None:  # its last callback did not run, or failed
             self._end_backward()
             if self._round.num_launched and (self._group.size() > 1 or self._set.has_own_exchange):
@@ -252,8 +251,8 @@ class Reducer:
         for node in nodes:
             node.register_prehook(announce)
         forwards.num_hidden += sync and not nodes
-        # Without find_unused the walk serves only for an error message, in the first round: most wrong models fail at
-        # once, and later the backward itself can report the error.
+        # Without find_unused, the walk only lets backward itself report missing gradients, and only in the first round:
+        # most wrong models fail there, and in later rounds the next forward reports them.
         if sync and (self._find_unused or self._num_rounds == 0):
             reach = find_reach(outputs)
             forwards.reach = reach if forwards.reach is None else forwards.reach | reach
@@ -263,7 +262,7 @@ class Reducer:
     def on_begin(self, sync: bool) -> None:
         """Record that a backward reached outputs of a forward that decided `sync`; a forward that syncs prevails."""
         backward = self._enter(syncs=sync)
-        # torch.autograd.grad and backward(inputs=...) pass the same nodes, but write no parameter's gradient.
+        # torch.autograd.grad and backward(inputs=...) visit the same nodes, but write no parameter's `.grad`, or few.
         backward.writes = _engine.is_checkpoint_valid()
         if not backward.syncs and backward.fresh is None:
             backward.fresh = [parameter.grad is None for parameter in self._parameters]
@@ -305,11 +304,11 @@ class Reducer:
         )
 
     def _syncs_unannounced(self) -> bool:
-        """Return whether a backward that passed no observed output syncs.
+        """Return whether a backward that did not pass through an observed output syncs.
 
         A backward from hidden tensors of a forward syncs. A backward that belongs to no forward does not: a penalty on
         the parameters, after the backward of the loss, adds to this rank's gradients, which hold the mean, as in
-        PyTorch. Before the first round it could be either.
+        PyTorch. Between a forward that syncs and its round, either is possible; the backward then syncs.
         """
         if self._round.started:
             return True
@@ -317,7 +316,7 @@ class Reducer:
         return forwards.latest_syncs and (forwards.any_syncs or forwards.num_hidden > 0)
 
     def _enter(self, *, syncs: bool) -> Backward:
-        """Return the current backward, or begin one; a backward that syncs decides for all."""
+        """Return the current backward, or begin one. If any forward that it reaches syncs, the whole backward syncs."""
         if self._backward is None:
             self._backward = Backward(syncs)
             if self._set.pool is not None:
@@ -327,7 +326,7 @@ class Reducer:
         return self._backward
 
     def _skip_unused(self) -> None:
-        """Skip the parameters that this backward cannot reach, at the first gradient, so that no bucket waits."""
+        """Mark parameters that this backward cannot reach as ready, so that no bucket waits for them."""
         if self._learning:
             return
         if any(expected == 0 for expected in self._fires_expected):
@@ -344,7 +343,7 @@ class Reducer:
         self._round.mark_ready(index, bucket=self._set.places[index][0])
 
     def _launch(self) -> None:
-        """Fill the complete buckets, and launch them up to the first that is incomplete."""
+        """Fill the complete buckets, and launch buckets in order up to the first incomplete bucket."""
         complete, self._round.complete = self._round.complete, []
         for number in complete:
             bucket = self._set.buckets[number]
@@ -364,20 +363,20 @@ class Reducer:
     def _leave(self) -> None:
         """End this backward, which autograd has completed, and the round if it is complete."""
         backward = self._backward
-        if backward is None:  # a forward has already ended it
+        if backward is None:  # a forward has already cleaned up this backward
             return
         reached_none = not self._round.started and backward.syncs and backward.writes
         if backward.fresh is not None and not backward.syncs:
             self._separate(backward.fresh)
         self._end_backward()
         if reached_none and (self._find_unused or self._learning or 0 in self._fires_expected):
-            self._round.started = True  # the other ranks still wait for this rank's part
+            self._round.started = True  # the other ranks still wait for this rank's buckets
             self._skip_unused()
-        if not self._round.started:  # it is torch.autograd.grad, or a backward that only accumulates
+        if not self._round.started:  # this is torch.autograd.grad, or a backward that only accumulates
             return
         if self._learning or self._find_unused:
-            # Missing gradients will not come. This is also right for several backwards of one forward: each is a round
-            # of its own, and averages values that are already equal, plus new local ones.
+            # No more gradients will come. This is also correct for several backwards of one forward: each is a round of
+            # its own, and averages gradients that are already equal, plus new local gradients.
             for index, ready in enumerate(self._round.ready):
                 if not ready:
                     self._mark_ready(index)
@@ -393,11 +392,11 @@ class Reducer:
             raise self._missing_gradients()
 
     def _separate(self, fresh: Sequence[bool]) -> None:
-        """Give each gradient that this backward made its own memory, so that the next backward can add to it.
+        """Give each gradient that this backward created its own memory, so that the next backward can add to it.
 
         AccumulateGrad adds in place, and does not check who else uses the memory: in `h + a.unsqueeze(0) +
         b.unsqueeze(0)` with one sample, the first gradients of `a` and `b` share memory, so that additions to one
-        change the other. Torch has this bug without any wrapper.
+        change the other. Plain PyTorch has this bug, too.
         """
         for index, (number, position) in self._set.places.items():
             if fresh[index]:
@@ -419,7 +418,7 @@ class Reducer:
         )
 
     def _is_hopeless(self) -> bool:
-        """Return whether no later backward can produce the missing gradients, if the whole graph is known."""
+        """Return whether the known graph shows that no later backward can produce the missing gradients."""
         reach = self._forwards.reach
         if reach is None or not reach.complete:
             return False
@@ -431,7 +430,7 @@ class Reducer:
         used_by_none = self._agree_on_unused()
         for pending in self._round.pending:
             pending.wait()
-        if self.rescale != 1.0 and not self._set.has_own_exchange:  # hooks divide as they like
+        if self.rescale != 1.0 and not self._set.has_own_exchange:  # a comm hook chooses its own divisor
             for bucket in self._set.buckets:
                 bucket.rescale(self.rescale)
         for bucket in self._set.buckets:
@@ -460,7 +459,7 @@ class Reducer:
         """Run a round of zeros while the others reduce their gradients; keep this rank's own gradients.
 
         Raises:
-            RuntimeError: it would be the first round with static_graph=True, which every rank must train.
+            RuntimeError: this is the first round with static_graph=True, for which every rank needs a batch.
         """
         if self._learning:
             raise no_batch_for_graph(self._group.rank())
@@ -492,8 +491,8 @@ class Reducer:
     def _rebuild(self, order: list[int]) -> None:
         """Plan again, in the order in which the first round's gradients became ready on rank 0.
 
-        Called at the end of a backward: all ranks are in step there, and old and new buckets together need less memory
-        than the activations did.
+        Called at the end of a backward: all ranks are in step there, and activations have been freed, which leaves room
+        for the old and the new buckets together.
         """
         shared = torch.tensor(order, dtype=torch.int64, device=self._parameters[0].device)
         dist.broadcast(shared, group=self._group, group_src=0)
@@ -514,9 +513,9 @@ _Argument = TypeVar("_Argument")
 def weak_hook(
     owner: weakref.ref[_Owner], call: Callable[[_Owner, _Argument], None], argument: _Argument
 ) -> Callable[[object], None]:
-    """Return a hook that calls `call(owner, argument)` while the owner lives, and keeps nothing alive.
+    """Return a hook that calls `call(owner, argument)` while the owner lives, and does not keep the owner alive.
 
-    Because of its attribute `keeps_grad`, a distributed backward of `phalanx.rpc` leaves the gradient in `.grad` until
+    The hook's attribute `keeps_grad` makes a distributed backward of `phalanx.rpc` leave the gradient in `.grad` until
     that backward ends.
     """
 
@@ -539,7 +538,7 @@ def is_last_hook(parameter: Tensor, hook_id: int) -> bool:
 def register_gradient_hook(parameter: Tensor, hook: Callable[..., None]) -> Any:
     """Register a hook for a parameter's gradient, even if the parameter is frozen for now.
 
-    A wrapper that switches to another group keeps its parameters, which may be frozen by then.
+    A wrapper that moves to another group keeps its parameters, some of which may have been frozen since.
     """
     trains = parameter.requires_grad
     parameter.requires_grad_()
@@ -549,11 +548,11 @@ def register_gradient_hook(parameter: Tensor, hook: Callable[..., None]) -> Any:
         parameter.requires_grad_(trains)
 
 
-_SHOWN = 8  # the most parameter names in a message
+_SHOWN = 8  # the maximum number of parameter names in a message
 
 
 def interrupted(rank: int, num_launched: int, num_buckets: int) -> RuntimeError:
-    """Return the error of a forward after an exception ended a backward that had launched buckets."""
+    """Return the error for a forward after an exception ended a backward that had launched buckets."""
     return RuntimeError(
         f"{_here(rank)}: the backward before this forward was interrupted after {num_launched} of {num_buckets} "
         "buckets had been sent, so ranks are out of step. Let the exception that interrupted it end the job, and "
@@ -562,7 +561,7 @@ def interrupted(rank: int, num_launched: int, num_buckets: int) -> RuntimeError:
 
 
 def another_gradient(rank: int, parameter: ParameterSpec) -> RuntimeError:
-    """Return the error of a gradient that was written again after its bucket had been closed."""
+    """Return the error for a gradient that was written again after its bucket had been closed."""
     return RuntimeError(
         f"{_here(rank)}: parameter {parameter} received another gradient in one backward, after its bucket was closed. "
         "Reentrant checkpointing of a module that is used twice does that, and so do two backwards that each reach "
@@ -573,7 +572,7 @@ def another_gradient(rank: int, parameter: ParameterSpec) -> RuntimeError:
 
 
 def no_batch_for_graph(rank: int) -> RuntimeError:
-    """Return the error of a rank without data that must shadow the round in which a static graph is learnt."""
+    """Return the error for a rank without data that must shadow the round in which the static graph is learnt."""
     return RuntimeError(
         f"{_here(rank)}: static_graph=True learns the graph in the first step, and this rank has no batch for it. Give "
         "every rank at least one batch."
@@ -583,7 +582,7 @@ def no_batch_for_graph(rank: int) -> RuntimeError:
 def missing_gradients(
     rank: int, missing: Sequence[ParameterSpec], *, frozen: Sequence[ParameterSpec], num_parameters: int, unsent: str
 ) -> RuntimeError:
-    """Return the error of a backward without gradients of `missing`; `frozen` of them no longer require one."""
+    """Return the error for a backward that left `missing` without gradients; `frozen` is the frozen part of them."""
     shown = ", ".join(map(str, missing[:_SHOWN]))
     more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
     advice = (
@@ -609,7 +608,7 @@ class Round:
         self.started = False
         self.is_interrupted = False  # an exception ended the backward after buckets had been launched
         self.fires = [0] * num_parameters  # how often each gradient was written
-        self.ready = [False] * num_parameters  # no more gradients will be added
+        self.ready = [False] * num_parameters  # whether the gradient is final in this round
         self.order: dict[int, None] = {}  # parameters, in the order of their gradients
         self.num_missing = [len(bucket.slots) for bucket in buckets]
         self.complete: list[int] = []  # buckets with all gradients, which can be filled
@@ -625,7 +624,7 @@ class Round:
 
 
 class ShadowRound:
-    """A `ShadowRound` reduces the buckets of `buckets` with zeros, and restores their content afterwards.
+    """A `ShadowRound` fills a set's buckets with zeros for a round, and restores their content afterwards.
 
     Cost: a copy of the memory of all buckets.
     """

@@ -1,4 +1,4 @@
-"""Find out whether a gradient's memory has other users, by the reference counts of Python and torch.
+"""Determine from the reference counts of Python and torch whether a gradient's memory has other users.
 
     p.grad ---> tensor ---> storage <--- tensor <--- autograd, where the gradient of `h + p.unsqueeze(0)` flows on to h
                   ^                        ^
@@ -6,13 +6,13 @@
 
 AccumulateGrad uses a tensor as `.grad` if nothing else refers to that tensor; it does not check who else uses its
 *storage*. So we may write to the memory only after checking three counts: of the tensor's Python object, of the tensor,
-and of the storage. A count gives a number of references, not the owners; so it is taken at a point where the necessary
-references are known, and compared with the same count of a sample tensor without other users. Python's and torch's ways
-of counting each other's references differ between versions, so the same code counts the sample.
+and of the storage. A count is the number of references, and does not tell their owners; so it is taken where the
+expected references are known, and compared with the same count of a sample tensor without other users. How Python and
+torch count each other's references differs between versions, so the same code counts the sample.
 
 Counts are exact once autograd has finished with the gradient: not inside the gradient's own hook, where the engine's
 reference is still alive and later hooks may keep another, but from the next gradient on. After that, new references can
-arise only through `.grad`.
+be created only through `.grad`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def reference_counts(views: Sequence[Tensor]) -> list[tuple[int, int]]:
 
 
 def is_unshared(parameter: Tensor) -> bool:
-    """Return whether only `parameter.grad` refers to its memory. The caller must hold no reference."""
+    """Return whether only `parameter.grad` refers to its memory. The caller must hold no reference to the gradient."""
     return _count(parameter) == _unshared_count()
 
 

@@ -17,7 +17,7 @@ from phalanx.ddp.replicate import gather_rows
 from phalanx.ddp.structure import describe, verify_same
 from phalanx.errors import MismatchError
 
-_SHOWN = 8  # the most ranks in a message
+_SHOWN = 8  # the maximum number of ranks in a message
 
 
 def check_replicas(model: nn.Module, group: dist.ProcessGroup | None = None, *, buffers: bool | None = None) -> None:
@@ -27,7 +27,7 @@ def check_replicas(model: nn.Module, group: dist.ProcessGroup | None = None, *, 
     over the wrapper's group, without the tensors that the wrapper ignores.
 
     Arguments:
-        group: None for the wrapper's group, or else the default group.
+        group: None means the wrapper's group, or the default group if there is no wrapper.
         buffers: compare buffers. None compares them, unless a wrapper overwrites them with rank 0's at the next
             forward, in which case they normally differ.
 
@@ -37,7 +37,7 @@ def check_replicas(model: nn.Module, group: dist.ProcessGroup | None = None, *, 
 
     Raises:
         MismatchError: tensors differ: the message names the first, the ranks whose values differ from rank 0's, and the
-            difference, unless the tensor is sparse. Or models differ in names, shapes or dtypes.
+            largest difference, unless the tensor is sparse. Or models differ in names, shapes or dtypes.
     """
     ignored: frozenset[str] = frozenset()
     if isinstance(model, (DistributedDataParallel, TorchDistributedDataParallel)):
@@ -103,7 +103,7 @@ def _in_order(tensor: Tensor) -> Tensor:
 
 
 def _compare_with_first(tensor: Tensor, group: dist.ProcessGroup) -> dict[int, str]:
-    """Return how the ranks' tensors differ from rank 0's, by rank. Cost: a broadcast, and 16 bytes a rank."""
+    """Return how tensors differ from rank 0's, by rank. Cost: a broadcast, and an all_gather of 16 bytes per rank."""
     mine = _in_order(tensor.detach())
     reference = mine.clone()
     dist.broadcast(reference.view(torch.uint8), group=group, group_src=0)

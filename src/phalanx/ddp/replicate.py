@@ -1,4 +1,4 @@
-"""Copy one rank's tensors, or a few numbers of every rank, to all ranks."""
+"""Broadcast one rank's parameters and buffers, and gather a few numbers from every rank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from phalanx._comm.backend.shared import sharing_group
 from phalanx._comm.transport.tensors import copy_all
 from phalanx.errors import MismatchError
 
-# torch's own DDP packs with these.
+# PyTorch's DDP packs tensors with these functions.
 _LOSES = "parameters and buffers are not made equal on all ranks"
 _flatten: Any = find("torch._utils._flatten_dense_tensors", loses=_LOSES)
 _unflatten: Any = find("torch._utils._unflatten_dense_tensors", loses=_LOSES)
@@ -25,19 +25,21 @@ _neg_view: Any = find("torch._neg_view", loses="a model with a negative view as 
 
 _MESSAGE_BYTES = 32 * 1024 * 1024  # limits the temporary memory
 _ALIGN = 64
-_SHOWN = 8  # the most tensors in a message
+_SHOWN = 8  # the maximum number of tensors in an error message
 
 
 def broadcast_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup, src: int = 0) -> None:
     """Overwrite `tensors` on every rank with rank `src`'s, bit by bit.
 
-    Tensors are sent as bytes, so one message carries any mixture of dtypes; on the CPU it also has a digest of dtypes
-    and shapes. The widest elements come first, which keeps each tensor in the message aligned for its dtype. Version
-    counters do not change: autograd may have saved a buffer (batch norm in evaluation does) for a later backward.
+    Tensors are sent as bytes, so one message carries any mixture of dtypes; on the CPU it also carries a digest of
+    dtypes and shapes. The widest elements come first, which keeps each tensor in the message aligned for its dtype.
+    Version counters do not change: autograd may have saved a buffer for a later backward, as BatchNorm does in eval
+    mode.
 
     Raises:
-        MismatchError: this rank's tensors have other dtypes or shapes than the source's; they were not changed.
-        RuntimeError: a tensor is sparse or nested; on every rank, before anything is sent.
+        MismatchError: CPU tensors in a message have other dtypes or shapes than the source's; the tensors of that
+            message were not changed.
+        RuntimeError: a tensor is sparse or nested; raised on every rank, before anything is sent.
     """
     by_device: dict[torch.device, list[Tensor]] = {}
     for tensor in _memories(tensors):
@@ -57,7 +59,7 @@ def broadcast_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup, src: 
 
 
 def gather_rows(mine: Tensor, group: dist.ProcessGroup) -> list[list[Any]]:
-    """Gather every rank's `mine`, a small one-dimensional tensor; return its numbers by rank. All ranks call it."""
+    """Gather every rank's `mine`, a small one-dimensional tensor; return one list per rank. All ranks call it."""
     rows = [torch.empty_like(mine) for _ in range(group.size())]
     dist.all_gather(rows, mine, group=group)
     return [row.tolist() for row in rows]
@@ -67,8 +69,8 @@ class BufferBroadcast:
     """A `BufferBroadcast` copies rank 0's buffers to all ranks before a forward: usually the same tensors each time.
 
     If ranks share memory, rank 0 does not wait for the readers, nor do the readers wait for each other; the group's
-    next collective confirms that all ranks have called it. Otherwise, and for tensors that are not on the CPU, it is an
-    ordinary broadcast.
+    next collective confirms that all ranks took part. Otherwise, and for tensors that are not on the CPU, buffers are
+    sent by an ordinary broadcast.
 
     Cost: with shared memory, two copies and no message; all ranks read from rank 0's memory.
     """
@@ -80,13 +82,13 @@ class BufferBroadcast:
         self._forms: list[_Form] = []
         self._digest = 0
         self._packed = torch.empty(0, dtype=torch.uint8, device="cpu")
-        self._places: list[Tensor] = []  # one view of `_packed` for each tensor
+        self._places: list[Tensor] = []  # a view of `_packed` for each tensor
 
     def from_first(self, tensors: Iterable[Tensor], num_rounds: int = 0) -> None:
         """Overwrite `tensors` with rank 0's, bit by bit; version counters do not change, as in `broadcast_tensors`.
 
-        `num_rounds` is the number of gradient rounds so far, the same on all ranks. It detects a forward that only one
-        rank runs: otherwise the other ranks would silently read the previous step's buffers from then on.
+        `num_rounds` is the number of gradient rounds so far. Ranks compare it, which detects a forward that only some
+        of them ran; otherwise ranks would silently read the buffers of an earlier step from then on.
         """
         given = [tensor for tensor in tensors if tensor.numel()]
         members = _memories(given)
@@ -111,7 +113,7 @@ class BufferBroadcast:
 def _memories(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Return views of the tensors' elements in memory, without empty tensors.
 
-    An expanded dimension has size 1, and the views are neither conjugated nor negated.
+    In the views, an expanded dimension has size 1, and the conjugate and negative bits are not set.
 
     Raises:
         RuntimeError: a tensor is sparse or nested.
@@ -133,7 +135,7 @@ def _memories(tensors: Iterable[Tensor]) -> list[Tensor]:
             memory = _neg_view(memory)
         sizes = [size if stride else 1 for size, stride in zip(memory.shape, memory.stride(), strict=True)]
         if sizes != list(memory.shape):
-            strides = [stride or 1 for stride in memory.stride()]  # with 0 there is no view as bytes
+            strides = [stride or 1 for stride in memory.stride()]  # a stride of 0 prevents a view as bytes
             memory = memory.as_strided(sizes, strides)
         memories.append(memory)
     return memories
@@ -143,7 +145,7 @@ _Form = tuple[torch.dtype, torch.Size]
 
 
 def _digest(forms: Sequence[_Form]) -> int:
-    """Return a 64-bit digest of dtypes and shapes, which received bytes do not show."""
+    """Return a 64-bit digest of dtypes and shapes, which the received bytes do not reveal."""
     return int.from_bytes(hashlib.blake2b(repr(forms).encode(), digest_size=8).digest(), "little")
 
 
@@ -164,9 +166,9 @@ def _width(tensor: Tensor) -> tuple[int, str]:
 
 
 def _broadcast(tensors: list[Tensor], group: dist.ProcessGroup, src: int) -> None:
-    runs = [list(run) for _, run in itertools.groupby(tensors, key=_width)]  # torch packs tensors of one dtype at once
+    runs = [list(run) for _, run in itertools.groupby(tensors, key=_width)]  # torch packs tensors of a single dtype
     parts = [_flatten(run).view(torch.uint8) for run in runs]
-    if tensors[0].is_cpu:  # on a device, reading the digest would make the host wait
+    if tensors[0].is_cpu:  # on a GPU, comparing the digest would make the host wait
         forms = [(tensor.dtype, tensor.shape) for tensor in tensors]
         digest = torch.tensor([_digest(forms) >> 1, 0], device="cpu")  # 16 bytes: the rest stays aligned
         parts.insert(0, digest.view(torch.uint8))

@@ -1,4 +1,4 @@
-"""Detect gradients of a backward that bypassed the wrapper's forward, so that they were not averaged."""
+"""Detect gradients that were not averaged because the program did not call the wrapper's forward."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class StrayGradients:
     """`StrayGradients` raises an error when an optimizer is about to step with gradients that were not averaged.
 
     Calling a method of the wrapped module instead of `forward` produces such gradients. If a round has averaged
-    gradients since the last step, other gradients may be added, for example of a penalty on the parameters.
+    gradients since the last step, other gradients may be added, for example those of a penalty on the parameters.
 
     `names` are the names of `parameters`, in the same order.
 
-    Cost: a check of a flag in each step of an optimizer of this process.
+    Cost: a dictionary lookup for each parameter of each optimizer step in this process.
     """
 
     def __init__(self, names: Sequence[str], parameters: Sequence[Tensor], rank: int) -> None:
@@ -33,7 +33,7 @@ class StrayGradients:
         _all.add(self)
 
     def on_gradient(self, index: int) -> None:
-        """Record that a backward which no forward announced has written a parameter's gradient."""
+        """Record that a backward without a preceding forward of the wrapper has written a parameter's gradient."""
         if not (self._averaged or self._has_averaged_elsewhere(index)):
             self._strays.add(index)
 
@@ -43,7 +43,7 @@ class StrayGradients:
         return any(other._averaged and key in other._index_of for other in list(_all))
 
     def on_round(self) -> None:
-        """Record that gradients were averaged, also for other wrappers of the same parameters."""
+        """Record that gradients were averaged, including in other wrappers of the same parameters."""
         self._averaged = True
         self._strays.clear()
         for other in list(_all):
@@ -92,7 +92,7 @@ _all: weakref.WeakSet[StrayGradients] = weakref.WeakSet()
 
 @functools.cache
 def _register_hook() -> None:
-    """Register torch's hook once per process; it stays, as in `late_parameters`."""
+    """Register torch's hook once per process. It is never removed, for the reason given in `late_parameters`."""
     register_optimizer_step_pre_hook(_before_step)
 
 

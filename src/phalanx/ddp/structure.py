@@ -1,4 +1,4 @@
-"""Check that all ranks wrap the same model, before anything else depends on it."""
+"""Check that all ranks wrap the same model, before any other collective depends on it."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from phalanx._comm.transport.tensors import memory_order
 from phalanx.ddp.plan import ParameterSpec
 from phalanx.errors import MismatchError
 
-_SHOWN = 8  # the most differences in a message; more would hide the first
+_SHOWN = 8  # the maximum number of differences in a message; more would hide the first
 
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A `TensorEntry` has those properties of a parameter or buffer that must be equal on all ranks.
+    """A `TensorEntry` has the properties of a parameter or buffer that must be the same on all ranks.
 
-    strides   of its gradient, if it is not contiguous
+    strides   of a parameter's gradient; None if the gradient is contiguous
     beside    names of other parameters in the same memory
     """
 
@@ -46,8 +46,8 @@ Structure = dict[str, TensorEntry]
 def describe(module: nn.Module, ignored: frozenset[str], *, memory: bool = True) -> Structure:
     """Return the parameters and buffers of a module, by dotted name, in order of registration.
 
-    With `memory` the entries also describe the parameters' memory layout, on which the layout of their gradients
-    depends. Buffers are sent in logical order, whatever their strides are.
+    With `memory` the entries also describe the parameters' memory layout, which determines the layout of their
+    gradients. Buffers are sent in logical order, whatever their strides.
     """
     beside = _find_beside(module) if memory else {}
     structure = {}
@@ -78,7 +78,7 @@ def _unusual_strides(tensor: Tensor) -> tuple[int, ...] | None:
 
 
 def _find_beside(module: nn.Module) -> dict[str, tuple[str, ...]]:
-    """Return, for each parameter whose memory overlaps others (or that has several names), the others' names."""
+    """Map each parameter that overlaps others in memory, or that has several names, to the other names."""
     blocks = []
     for name, parameter in module.named_parameters(remove_duplicate=False):
         start = address_of(parameter) if parameter.layout is torch.strided else 0
@@ -128,12 +128,12 @@ def verify_same(
     *,
     caller: str = "DistributedDataParallel",
 ) -> None:
-    """Check that the structures are the same; otherwise raise on every rank, in the name of `caller`.
+    """Check that all ranks have the same structure and settings; otherwise raise on every rank.
 
-    Cost: one all_gather of 32 bytes; descriptions are sent only if they differ.
+    Cost: one all_gather of 32 bytes per rank; descriptions are sent only if they differ.
 
     Raises:
-        MismatchError: models or settings differ; the message has the differences by rank.
+        MismatchError: models or settings differ; the message names `caller` and lists the differences by rank.
     """
     settings_text = {name: repr(value) for name, value in settings.items()}
     digest = hashlib.sha256(repr((structure, settings_text)).encode()).digest()
@@ -169,7 +169,7 @@ def _mismatch(everyone: Sequence[tuple[Structure, dict[str, str]]], caller: str)
 
 
 def specify(module: nn.Module, trained: Sequence[tuple[str, nn.Parameter]]) -> list[ParameterSpec]:
-    """Return the specs of the `trained` parameters for the plan; `nn.Embedding(sparse=True)` has sparse gradients."""
+    """Return the specs of the `trained` parameters for the plan; embeddings with sparse=True have sparse gradients."""
     specs = []
     for name, parameter in trained:
         owner = module.get_submodule(name.rpartition(".")[0])
@@ -189,7 +189,7 @@ def refuse_in_backward(named: Sequence[tuple[str, nn.Parameter]]) -> None:
         RuntimeError: a parameter has an optimizer that steps inside backward.
     """
     stepped = [name for name, parameter in named if hasattr(parameter, "_in_backward_optimizers")]
-    if stepped:  # they would step with this rank's gradient, or not at all
+    if stepped:  # these optimizers would step with this rank's gradient, or not at all
         raise RuntimeError(
             f"Parameter {stepped[0]!r} has an optimizer that steps inside backward (_apply_optimizer_in_backward), "
             "before its gradient is averaged. Step an ordinary optimizer after backward"
@@ -197,7 +197,7 @@ def refuse_in_backward(named: Sequence[tuple[str, nn.Parameter]]) -> None:
 
 
 def refuse_uninitialized(named: Sequence[tuple[str, nn.Parameter]]) -> None:
-    """Refuse lazy parameters.
+    """Refuse the uninitialized parameters of lazy modules.
 
     Raises:
         RuntimeError: a parameter has no shape yet.

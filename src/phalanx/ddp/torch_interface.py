@@ -1,4 +1,4 @@
-"""Provide undocumented names of PyTorch's wrapper that libraries use, or refuse them with the reason."""
+"""Provide the undocumented attributes and methods of PyTorch's DDP that libraries use, or refuse with a reason."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from phalanx.nn.sync_batchnorm import SyncBatchNorm
 
 
 class TorchInterface(nn.Module):
-    """`TorchInterface` provides names of PyTorch's wrapper that begin with an underscore or are undocumented."""
+    """`TorchInterface` provides private and undocumented attributes and methods of PyTorch's wrapper."""
 
     process_group: dist.ProcessGroup
     module: nn.Module
@@ -46,17 +46,17 @@ class TorchInterface(nn.Module):
 
     @property
     def device_type(self) -> str:
-        """Return the type of the module's one device."""
+        """Return the type of the module's device."""
         return self.device.type
 
     @property
     def is_multi_device_module(self) -> bool:
-        """Return False: all gradients of a wrapper are on one device."""
+        """Return False: a wrapped module is on one device."""
         return False
 
     @property
     def parameters_to_ignore(self) -> set[str]:
-        """Return the names of the parameters and buffers that the module excludes."""
+        """Return the names of the parameters and buffers that the wrapper leaves alone."""
         return set(self._ignored)
 
     @property
@@ -71,7 +71,7 @@ class TorchInterface(nn.Module):
 
     @property
     def require_forward_param_sync(self) -> bool:
-        """Return whether the next forward copies rank 0's buffers; this may be set."""
+        """Return whether buffers may have changed since the last broadcast; the next forward then copies rank 0's."""
         return self._buffers_stale
 
     @require_forward_param_sync.setter
@@ -90,7 +90,7 @@ class TorchInterface(nn.Module):
     # -- settings ------------------------------------------------------------------------------------------------------
 
     def _set_static_graph(self) -> None:
-        """Continue as with static_graph=True; all ranks call it after construction, before the first backward.
+        """Switch to static_graph=True. All ranks call this after construction, before the first backward.
 
         Raises:
             RuntimeError: training has begun.
@@ -105,7 +105,7 @@ class TorchInterface(nn.Module):
     def _set_params_and_buffers_to_ignore_for_model(
         module: nn.Module, params_and_buffers_to_ignore: Collection[str]
     ) -> None:
-        """Exclude these names when `module` is wrapped, for example experts that exist on one rank only."""
+        """Exclude parameters and buffers when `module` is wrapped, for example experts that exist on one rank only."""
         module._ddp_params_and_buffers_to_ignore = list(params_and_buffers_to_ignore)  # type: ignore[assignment]
 
     def _register_builtin_comm_hook(self, comm_hook_type: BuiltinCommHookType) -> None:
@@ -117,7 +117,7 @@ class TorchInterface(nn.Module):
         self.register_comm_hook(self.process_group, hook)
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
-        """Do nothing but check the rate: no times are measured. `torch.profiler` shows the time of each part of a step.
+        """Check the rate and ignore it: the wrapper measures no times. `torch.profiler` shows the parts of a step.
 
         Raises:
             ValueError: the rate is below 1, as in PyTorch.
@@ -131,7 +131,7 @@ class TorchInterface(nn.Module):
     # -- logging data --------------------------------------------------------------------------------------------------
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
-        """Return PyTorch's dictionary of settings, buckets and steps, without times."""
+        """Return PyTorch's dictionary of settings, buckets and steps, without timings."""
         plan: BucketPlan = self._reducer.plan
         trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         sizes = ", ".join(str(bucket.num_bytes) for bucket in plan.buckets)
@@ -173,7 +173,7 @@ class TorchInterface(nn.Module):
         return scatter_kwargs(inputs, kwargs, device_ids, dim=self.dim)
 
     def to_kwargs(self, inputs: Any, kwargs: Any, device_id: int | torch.device) -> Any:
-        """Move the arguments to the wrapper's device; return each in a tuple of one element, for the one device."""
+        """Move the arguments to the wrapper's device; return each as a one-element tuple, since there is one device."""
         return (self._moved(inputs),), (self._moved(kwargs),)
 
     def gather(self, outputs: Any, output_device: int | torch.device) -> Any:
@@ -186,7 +186,7 @@ class TorchInterface(nn.Module):
 
     @property
     def require_manual_backward_finalization(self) -> bool:
-        """Return False: a backward ends when its gradients are the mean. Setting it to True is an error."""
+        """Return False: gradients are averaged when backward returns. Setting it to True raises an error."""
         return False
 
     @require_manual_backward_finalization.setter
@@ -213,18 +213,18 @@ class TorchInterface(nn.Module):
     # -- refused -------------------------------------------------------------------------------------------------------
 
     def _register_fused_optim(self, optim: type, *args: Any, optim_params: Any = None, **kwargs: Any) -> NoReturn:
-        """Refuse, as for the hooks that step optimizers inside backward."""
+        """Refuse, as `register_comm_hook` refuses hooks that step optimizers inside backward."""
         raise _refused("_register_fused_optim", "optimizers step after backward; call their step()")
 
     def _register_buffer_comm_hook(self, state: object, hook: Any, comm_hook_location: object = None) -> NoReturn:
-        """Refuse, since buffers are rank 0's, or each rank's own."""
+        """Refuse, since buffers are either broadcast from rank 0 or not synchronized at all."""
         raise _refused(
             "_register_buffer_comm_hook",
             "pass broadcast_buffers=False, and combine the buffers yourself before forward, or after it",
         )
 
     def _update_process_group(self, new_process_group: dist.ProcessGroup) -> NoReturn:
-        """Refuse, since buckets are in the group's memory."""
+        """Refuse, since buckets are in memory that the ranks of the group share."""
         raise _refused(
             "_update_process_group",
             "gradients are in memory that the ranks of a group share; wrap the module again, "
@@ -232,7 +232,7 @@ class TorchInterface(nn.Module):
         )
 
     def _check_manual_backward_finalization_supported(self) -> NoReturn:
-        """Refuse, since the last bucket's mean ends the backward."""
+        """Refuse, since backward returns only after all buckets are averaged."""
         raise _refused(
             "require_manual_backward_finalization",
             "gradients are averaged when backward returns; put code that should overlap into a hook of a parameter",

@@ -1,7 +1,7 @@
 """`python -m phalanx.launch` has the command line of `python -m torch.distributed.launch`.
 
-The script gets its local rank as its first argument, `--local-rank=0`, or `--local_rank=0` if it parses
-only that. With --use-env it gets the local rank in LOCAL_RANK only.
+The script receives its local rank as its first argument, `--local-rank=0`, or `--local_rank=0` if it parses only that
+spelling. With --use-env it receives the local rank only in LOCAL_RANK.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sys
 
 if __name__ == "__main__":
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # as `phalanx` does: Ctrl-C before anything was started
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # as `phalanx` does: Ctrl-C ends it until something is started
     from phalanx._job.launch.command import main
 
     sys.exit(main(sys.argv[1:], old_launcher=True))

@@ -1,4 +1,4 @@
-"""`SyncBatchNorm` normalizes over the batches of all ranks; a class method converts a model's layers to it."""
+"""`SyncBatchNorm` normalizes over the batches of all ranks; a class method converts a model's BatchNorm layers."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ else:
 
 
 class SyncBatchNorm(_BatchNorm):
-    """Normalize, in training, by the statistics of all ranks' batches together.
+    """Normalize by the statistics of all ranks' batches together during training.
 
     Replaces `torch.nn.SyncBatchNorm`, with its arguments and BatchNorm's keys in `state_dict()`, and also accepts CPU
-    tensors. In evaluation, with one rank, and without a process group it behaves like `torch.nn.BatchNorm`.
+    tensors. In eval mode, with one rank, and without a process group it behaves like `torch.nn.BatchNorm`.
 
     Shape: (N, C) or (N, C, ...); N may differ between ranks, and be zero.
-    Cost: one all_gather of 2C + 1 numbers forward, one all_reduce of 2C numbers backward.
-    Numerics: statistics are kept in float32 for half types and are bitwise equal on all ranks; P ranks with a part of
-    the batch each train like one process with the whole batch, up to rounding. If no rank has a value, the running
-    statistics do not change.
+    Cost: one all_gather of 2C + 1 numbers in forward, one all_reduce of 2C numbers in backward.
+    Numerics: statistics are kept in float32 for half types and are bitwise identical on all ranks; P ranks, each with a
+    part of the batch, train like one process with the whole batch, up to rounding. If all ranks' inputs are empty, the
+    running statistics do not change.
 
     Raises:
-        ValueError: fewer than two dimensions, another number of channels, or one value per channel on all ranks
-            together (raised on all ranks).
+        ValueError: the input has fewer than two dimensions or another number of channels, or all ranks together have
+            only one value per channel (raised on all ranks).
         TypeError: the input is not real floating point.
         RuntimeError: backward with create_graph=True.
 
@@ -109,7 +109,7 @@ class SyncBatchNorm(_BatchNorm):
         return default_group()
 
     def _track(self, statistics: BatchStatistics) -> None:
-        """Move the running statistics, each of which may be None, towards this step's statistics."""
+        """Update the running statistics, each of which may be None, with this step's statistics."""
         number = self.num_batches_tracked
         if number is not None:
             number.add_(1)
@@ -130,8 +130,8 @@ class SyncBatchNorm(_BatchNorm):
         """Make every BatchNorm layer in `module` normalize over `process_group` (None: all ranks); return `module`.
 
         Layers are converted in place: parameters, parametrizations, buffers, hooks, the training flag and every
-        reference to a layer stay. `torch.nn.SyncBatchNorm` is converted as well. A layer whose class has a `forward` of
-        its own, which a conversion would lose, is not converted, and a warning is logged.
+        reference to a layer are kept. `torch.nn.SyncBatchNorm` is converted as well. A layer whose class overrides
+        `forward`, which a conversion would lose, is not converted, and a warning is logged.
 
         Raises:
             ValueError: a lazy layer has not seen its first input.
@@ -179,7 +179,7 @@ def _is_plain(layer: nn.Module) -> bool:
 # mean   their mean                     mean = sum of n_r mean_r / n
 # m2     sum of (x - mean)^2            m2 = sum of m2_r + n_r (mean_r - mean)^2        (index r: rank)
 #
-# Deviations are combined, not sums of squares: those lose all digits if the mean is much larger than the deviation.
+# Sums of squares are not used, because they lose all digits if the mean is much larger than the deviation.
 #
 # Source: Chan, Golub and LeVeque (1979), Updating formulae and a pairwise algorithm for computing sample variances.
 
@@ -202,7 +202,7 @@ class BatchStatistics:
 
     @property
     def variance(self) -> Tensor:
-        """Return the biased variance, which normalizes."""
+        """Return the biased variance, by which values are normalized."""
         return self.m2 / self.count
 
     @property
@@ -214,7 +214,7 @@ class BatchStatistics:
 def measure(values: Tensor) -> Tensor:
     """Return the statistics of `values` (N, C, ...) as one message of 2C + 1 numbers: mean, m2, count; zeros if empty.
 
-    Cost: it reads `values` twice, and writes nothing of their size.
+    Cost: reads `values` twice, and allocates nothing of their size.
     """
     dtype = _statistics_dtype(values.dtype)
     num_channels = values.shape[1]
@@ -233,7 +233,7 @@ def measure(values: Tensor) -> Tensor:
 def combine(messages: Tensor) -> BatchStatistics:
     """Return the statistics of all ranks' values together, from `messages` (ranks, 2C + 1) of `measure`.
 
-    Numerics: in float64 and in the order of ranks, so equal messages give equal bits.
+    Numerics: computed in float64 and in rank order, so all ranks get bitwise identical statistics.
     """
     dtype, num_channels = messages.dtype, messages.shape[1] // 2
     exact = messages.double()
@@ -268,7 +268,7 @@ def gather_statistics(values: Tensor, group: dist.ProcessGroup) -> BatchStatisti
 class Normalize(torch.autograd.Function):
     """`Normalize` computes y = w (x - mean) / sqrt(variance + eps) + b with statistics that depend on all ranks' x.
 
-    Cost: backward is one all_reduce of 2C numbers; there is none when x needs no gradient, on all ranks alike.
+    Cost: one all_reduce of 2C numbers in backward, or none if x needs no gradient, which is the same on all ranks.
     Numerics: half types are computed in float32 and rounded once. Gradients of w and b are this rank's part, like the
     gradients of any parameter: DistributedDataParallel averages them.
     """
@@ -315,7 +315,7 @@ class Normalize(torch.autograd.Function):
         values, slopes = x.to(mean.dtype), dy.to(mean.dtype)
         scale = None if weight is None else weight.to(mean.dtype)
         if ctx.counts:
-            # With statistics treated as constant this is dx's first term, and both sums, in one kernel.
+            # With the statistics treated as constants, one kernel computes the first term of dx and both sums.
             dx, sum_dy_xhat, sum_dy = torch.ops.aten.native_batch_norm_backward(
                 slopes, values, scale, mean, variance, None, None, False, ctx.eps, [needs_x, True, True]
             )

@@ -1,4 +1,4 @@
-"""Optimizers over many ranks: for parameters shared on a host, for replicas, and for remote parameters."""
+"""Distributed optimizers: over parameters that a host's ranks share, over replicas that train apart, and over RPC."""
 
 from phalanx.optim.diloco import DiLoCo
 from phalanx.optim.distributed import DistributedOptimizer

@@ -1,4 +1,4 @@
-"""Check the arguments of `ZeroRedundancyOptimizer`: refuse invalid ones, and decide whether parameters may be cut."""
+"""Check the arguments of `ZeroRedundancyOptimizer`, and decide whether parameters may be cut between ranks."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from phalanx.errors import MismatchError
 _Form = tuple[tuple[int, ...], str, tuple[int, ...]]  # a parameter's shape, dtype and strides
 
 
-# In these classes each element's update depends only on that element's gradient and state, and on numbers common to
-# all elements. Subclasses are excluded: they may do anything.
+# In these classes each element's update depends only on that element's gradient and state, and on scalars that all
+# elements share. Subclasses are excluded: they may do anything.
 _ELEMENT_WISE = frozenset(
     {
         optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax, optim.Adagrad, optim.Adadelta,
@@ -29,13 +29,13 @@ _REFUSED = {optim.LBFGS: "its direction and its line search depend on all parame
 
 
 def decide_cut(optimizer_class: type[optim.Optimizer]) -> bool:
-    """Return whether parameters may be cut anywhere for this class; if not, each whole parameter goes to one rank.
+    """Return whether this class allows cuts inside a parameter; if not, each parameter goes to one rank as a whole.
 
     Every class that is not known to be element-wise gets whole parameters: Adafactor and Muon use rows, columns or
-    norms of a parameter, SparseAdam sparse gradients, and a user's own class may use anything.
+    norms of a parameter, SparseAdam uses sparse gradients, and a user's own class may use anything.
 
     Raises:
-        TypeError: `optimizer_class` is not a class of optimizers.
+        TypeError: `optimizer_class` is not an optimizer class.
         ValueError: the class does not work even with whole parameters.
     """
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, optim.Optimizer)):
@@ -72,13 +72,13 @@ def check_parameters(
 ) -> None:
     """Check that all ranks pass the same, valid parameters. All ranks call it.
 
-    A ValueError about one parameter is raised on the ranks that have it; other errors on all ranks.
+    A ValueError about one parameter is raised on the ranks that have that parameter; other errors on all ranks.
 
     `others` are the parameters of other groups; they may include `parameters`.
 
     Raises:
-        ValueError: a parameter cannot be in the host's memory, or, with `offload`, cannot be copied there; or two
-            parameters share memory.
+        ValueError: a parameter is not a strided CPU tensor, or, with `offload`, is not a dense tensor; or two
+            parameters overlap in memory.
         MismatchError: ranks pass different parameters.
     """
     parameters = list(parameters)
@@ -120,7 +120,7 @@ def check_parameters(
 
 
 def find_overlap(parameters: Iterable[Tensor]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Return the shapes of two dense parameters whose memory overlaps, or None. Other parameters are ignored."""
+    """Return the shapes of two dense parameters that overlap in memory, or None. Other parameters are ignored."""
     blocks = []
     for parameter in {id(parameter): parameter for parameter in parameters}.values():
         strided = parameter.layout is torch.strided and not parameter.is_meta
@@ -135,7 +135,7 @@ def find_overlap(parameters: Iterable[Tensor]) -> tuple[tuple[int, ...], tuple[i
 
 
 def list_parameters(params: Any) -> tuple[Any, list[Tensor]]:
-    """Return an optimizer's argument, with iterators replaced by lists, and its tensors."""
+    """Return an optimizer's `params` argument, with iterators replaced by lists, and the tensors in it."""
     if isinstance(params, Tensor):  # the base class reports the error
         return params, []
     params = list(params)
@@ -148,7 +148,7 @@ def list_parameters(params: Any) -> tuple[Any, list[Tensor]]:
             one["params"] = list(one["params"])
         members = one.get("params")
         found += members if isinstance(members, list) else [members]
-    tensors = [one[1] if isinstance(one, tuple) and len(one) == 2 else one for one in found]  # they may be named
+    tensors = [one[1] if isinstance(one, tuple) and len(one) == 2 else one for one in found]  # or (name, tensor)
     return params, [one for one in tensors if isinstance(one, Tensor)]
 
 

@@ -21,7 +21,7 @@ from phalanx.optim.rounds import Rounds, check_kinds
 
 
 class DiLoCo(Rounds):
-    """Take one step of `outer_optimizer` every `sync_every` steps of `inner_optimizer`, by the ranks' mean change.
+    """Step `outer_optimizer` by the ranks' mean parameter change, every `sync_every` steps of `inner_optimizer`.
 
         inner = torch.optim.AdamW(model.parameters(), lr=4e-4)
         outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
@@ -30,23 +30,23 @@ class DiLoCo(Rounds):
                 ...                                     # the loop of one process, unchanged
                 inner.step()                            # every 500th also takes the outer step
 
-    Collective calls, uneven ends and buffers are as in `LocalSGD`. With an outer SGD of lr=1 without momentum it
-    computes the same as `LocalSGD`.
+    Collective calls, uneven ends and buffers are as in `LocalSGD`. With SGD of lr=1 and no momentum as the outer
+    optimizer, the result is that of `LocalSGD`.
 
     Cost: per round, two all_reduces, of 8 bytes per rank and of the parameters' size, and the outer step on every rank.
-    Memory: the parameters twice more and the outer optimizer's state, on every rank.
-    Numerics: bitwise equal on all ranks after each round.
+    Memory: two more copies of the parameters, and the outer optimizer's state, on every rank.
+    Numerics: bitwise identical on all ranks after each round.
 
     Arguments:
         model: the bare module. DistributedDataParallel over other ranks (for example, those of the host) may wrap it.
-        inner_optimizer, outer_optimizer: over the model's own parameters; the outer optimizer has all trained ones.
+        inner_optimizer, outer_optimizer: over the model's own parameters; the outer one over all that are trained.
         backup_device: the device of the outer parameters between rounds; None for the parameters' device.
         process_group: the ranks that train together; the default group if None.
 
     Raises:
         ValueError: an argument is invalid, or gradients of the same ranks are already averaged at every step.
-        MismatchError: ranks construct it with different arguments or models.
-        PhalanxError: in a round, a rank died or is late: every parameter has its value from before the round.
+        MismatchError: the ranks' arguments or models differ.
+        PhalanxError: a rank died or timed out in a round: every parameter has its value from before the round.
 
     Source: Douillard et al. (2023), DiLoCo: Distributed Low-Communication Training of Language Models; the interface
     follows torchft.
@@ -101,7 +101,7 @@ class DiLoCo(Rounds):
         """Continue from `state_dict`. The caller loads the model and the inner optimizer.
 
         Raises:
-            ValueError: the state is of another model; nothing was changed.
+            ValueError: the state belongs to another model; nothing was changed.
         """
         self._outer.load_state_dict(state_dict)
         super().load_state_dict(state_dict)

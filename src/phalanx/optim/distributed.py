@@ -1,4 +1,4 @@
-"""`DistributedOptimizer` updates parameters on the workers that own them, with the gradients of a context."""
+"""`DistributedOptimizer` updates parameters on the RPC workers that own them, from a distributed autograd context."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ _ours: weakref.WeakValueDictionary[Any, LocalOptimizer] = weakref.WeakValueDicti
 class DistributedOptimizer:
     """Create `optimizer_class(parameters, *args, **kwargs)` on each worker that owns some of `params_rref`.
 
-    It works with any class of torch.optim, with any class that is constructed and stepped like those, and with
-    PyTorch's functional optimizers, whose `step` takes a list of gradients. State is on the owners of the parameters.
+    `optimizer_class` may be any class of torch.optim, any class that is constructed and stepped like those, or one of
+    PyTorch's functional optimizers, whose `step` takes a list of gradients. State is on the parameters' owners.
 
     Raises:
         ValueError: there are no parameters.
         TypeError: `params_rref` holds something other than RRefs.
-        Exception: the error of a worker's constructor.
+        Exception: the error that the constructor raised on a worker.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class DistributedOptimizer:
 
         Raises:
             RuntimeError: there is no such context.
-            Exception: the error of a worker's optimizer; others may have completed their step.
+            Exception: the error of a worker's optimizer; other workers may have completed their step.
         """
         worker().contexts.find(context_id)
         agent = current.agent()
@@ -94,7 +94,7 @@ class LocalOptimizer:
         self._is_functional = not isinstance(self.optim, torch.optim.Optimizer) and not hasattr(self.optim, "zero_grad")
 
     def step(self, context_id: int) -> None:
-        """Take one step with the context's gradients, and restore the parameters' `.grad`."""
+        """Take one step with the context's gradients, then restore the parameters' `.grad`."""
         gradients: list[Tensor | None] = [None] * len(self._params)
         found = worker().contexts.find_open(context_id)
         if found is not None:
@@ -117,7 +117,7 @@ class LocalOptimizer:
 
 
 def _use_grad() -> Any:
-    """Return the code of the wrapper that torch puts around its own optimizers' step, inside of profiler and hooks."""
+    """Return the code object of torch's innermost wrapper around its optimizers' `step`, below profiler and hooks."""
     wrap: Any = find("torch.optim.optimizer._use_grad_for_differentiable", loses=_SLOWER, instead=None)
     return None if wrap is None else wrap(_use_grad).__code__
 
@@ -126,11 +126,11 @@ _USE_GRAD = _use_grad()
 
 
 def _step_of(optim: Any) -> Callable[[], Any]:
-    """Return the optimizer's step; to save time, without the profiler's event and the hooks if those are unused."""
+    """Return the optimizer's step; to save time, skip the profiler's event and the hooks if they are unused."""
     if (
         isinstance(optim, torch.optim.Optimizer)
         and type(optim).__module__.startswith("torch.optim.")
-        and not optim.__dict__.get("step")  # a schedule counts its steps
+        and not optim.__dict__.get("step")  # a scheduler wraps `step` to count the calls
         and not optim._optimizer_step_pre_hooks
         and not optim._optimizer_step_post_hooks
         and not _GLOBAL_HOOKS[0]

@@ -17,8 +17,8 @@ class Flat:
         blocks   the memory; symmetric memory if the group's ranks share memory: reduced without another copy
         views    for each tensor, its copy, with the tensor's shape
 
-    All ranks of such a group create it together. `tensors` may be a function that returns tensors of the same shapes
-    each time, since some modules replace their buffers. `device` is the device of the copies, if not the tensors'.
+    If the group's ranks share memory, construction is collective. `tensors` may be a function that returns tensors of
+    the same shapes each time, since some modules replace their buffers. `device` overrides the tensors' device.
     """
 
     def __init__(
@@ -57,9 +57,9 @@ class Flat:
         return [torch.view_as_real(block) if block.is_complex() else block for block in self.blocks]
 
     def average(self, group: dist.ProcessGroup, counting: Sequence[int]) -> None:
-        """Average every block over the ranks that count. All ranks call it; the tensors do not change.
+        """Average every block over the ranks in `counting`. All ranks call it; the tensors do not change.
 
-        Numerics: the sum over ranks divided by the number that count; bitwise equal on all ranks.
+        Numerics: the sum over these ranks divided by their number; bitwise identical on all ranks.
         """
         for numbers in self.numbers:
             if group.rank() not in counting:

@@ -18,13 +18,13 @@ class LocalSGD(Rounds):
                 optimizer.step()                        # every 32nd also averages
 
     Collective: construction, which gives all ranks rank 0's values; every `sync_every`-th step; the end of the block.
-    Floating buffers, such as the statistics of BatchNorm, are also averaged; each rank has its own optimizer state.
-    Ranks may take different numbers of steps: a skipped step is not counted, and a rank without more data waits at the
-    end of the block and joins the rounds. Only ranks that have stepped since the last round count in its mean.
+    Floating-point buffers, such as BatchNorm statistics, are also averaged; each rank has its own optimizer state.
+    Ranks may take different numbers of steps: a skipped step is not counted, and a rank without more data joins the
+    remaining rounds at the end of the block. Only ranks that have stepped since the last round count in the mean.
 
     Cost: per round, two all_reduces, of 8 bytes per rank and of the parameters' size.
-    Memory: the parameters and buffers once more, on every rank; in symmetric memory if ranks share memory.
-    Numerics: bitwise equal on all ranks after each round.
+    Memory: one more copy of parameters and buffers on every rank; in symmetric memory if ranks share memory.
+    Numerics: bitwise identical on all ranks after each round.
 
     Arguments:
         model: the bare module. DistributedDataParallel over other ranks (for example, those of the host) may wrap it.
@@ -32,8 +32,8 @@ class LocalSGD(Rounds):
 
     Raises:
         ValueError: an argument is invalid, or gradients of the same ranks are already averaged at every step.
-        MismatchError: ranks construct it with different arguments or models.
-        PhalanxError: in a round, a rank died or is late: every parameter has its value from before the round.
+        MismatchError: the ranks' arguments or models differ.
+        PhalanxError: a rank died or timed out in a round: every parameter has its value from before the round.
 
     Source: Stich (2019), Local SGD Converges Fast and Communicates Little; the interface follows torchft.
     """

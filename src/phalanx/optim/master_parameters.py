@@ -1,4 +1,4 @@
-"""Keep masters of a device's parameters, full-precision copies in host memory that an offloaded optimizer updates."""
+"""Keep master parameters: full-precision copies of device parameters in host memory, for an offloaded optimizer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from phalanx.optim.shared_parameters import SharedBlock
 from phalanx.optim.staging import HostStaging, lock
 
 _HALF = {torch.float16, torch.bfloat16}
-_NOTED_BYTES = 64 << 20  # the most bytes of parameters in one note, which costs a dozen kernels and a copy of them
+_NOTED_BYTES = 64 << 20  # the maximum number of bytes per note; a note costs a dozen kernels and a copy of the bytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,13 +32,14 @@ class _Note:
 class MasterParameters(SharedBlock):
     """`MasterParameters` keep masters of `parameters` in a block of host memory, once for all ranks of the host.
 
-    The parameters stay on their devices. Masters of float16 and bfloat16 are float32, all others have the parameter's
-    dtype. All ranks' parameters get the values of rank `source`. If rank `source` passes its earlier masters as
-    `previous`, the new masters keep their precision where the parameter has not been written to since. Room for the
-    master of a frozen parameter is reserved, but untouched until the parameter trains. All ranks create it together.
+    The parameters stay on their devices. Masters of float16 and bfloat16 parameters are float32; all others have the
+    parameter's dtype. All ranks' parameters get the values of rank `source`. If rank `source` passes its earlier
+    masters as `previous`, the new masters keep their extra precision where the parameter has not been written to since.
+    Room for the master of a frozen parameter is reserved, but untouched until the parameter trains. Construction is
+    collective.
 
     `_rounded` has the masters in the parameters' own dtype. It exists if several ranks share masters of float16 or
-    bfloat16: each rank rounds its slices, and all copy half the bytes. With a single rank the device rounds.
+    bfloat16 parameters: each rank rounds its slices, and all ranks copy half the bytes. A single rank's device rounds.
     """
 
     def __init__(
@@ -116,7 +117,7 @@ class MasterParameters(SharedBlock):
         return self if self._rounded is None or not self._is_half[number] else self._rounded
 
     def values(self, number: int) -> Tensor:
-        """Return a parameter's current values on the host, and the master's value where it rounds to the same."""
+        """Return a parameter's current values on the host, or the master's where those round to the same values."""
         parameter, master = self.parameters[number], self._masters[number]
         now = parameter.detach().cpu()
         if not self._is_half[number] or not self._live[number]:
@@ -126,7 +127,7 @@ class MasterParameters(SharedBlock):
     def pull(self) -> None:
         """Update this rank's slices of masters from the parameters that other code has written.
 
-        Cost: on a device a checksum of the slices, and a wait for it; on the CPU a comparison with the values sent.
+        Cost: on a device, a checksum of the slices and a wait for it; on the CPU, a comparison with the values sent.
         """
         for device, staging in self._stagings.items():
             here = [n for n in self._parts if self._live[n] and self.parameters[n].device == device]
@@ -163,7 +164,7 @@ class MasterParameters(SharedBlock):
             like = self.parameters[part.index]
             flat = (
                 in_memory_order(values, like) if values.shape == like.shape else values
-            )  # otherwise they are of a slice
+            )  # otherwise `values` is a slice
             self.flats[part.index][part.start : part.stop].copy_(flat)
 
     def has_more(self, number: int) -> bool:
@@ -188,7 +189,7 @@ class MasterParameters(SharedBlock):
                 self._live[number], self._keeps_precision[number] = True, False
 
     def push(self, numbers: Set[int] | None = None) -> None:
-        """Begin to copy parameters `numbers`, by default all, to their devices; `note_pushed` must follow.
+        """Start copying parameters `numbers`, by default all, to their devices; `note_pushed` must follow.
 
         Rounded values are copied where they exist, and masters otherwise.
         """
@@ -238,7 +239,7 @@ class MasterParameters(SharedBlock):
                 return number
             if self._is_half[number] != (parameter.dtype in _HALF):
                 return number
-            if self._rounded is not None and parameter.dtype != self._own_dtypes[number]:  # its block has the old dtype
+            if self._rounded is not None and parameter.dtype != self._own_dtypes[number]:  # it has the old dtype
                 return number
         return None
 

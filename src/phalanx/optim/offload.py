@@ -8,10 +8,10 @@ step          gradients ──────────────────�
 then          parameters ◀───────────────────────── all masters, rounded (by the device, for a single rank)
 
 Gradients are not copied during backward: other code (a collective, a GradScaler) may still write them before the
-update. Only the gradient's bits show such a write, and checking the bits twice takes longer than the copies. The
-update hides all copies except the first wave's.
+update. Only the gradient's bits would reveal such a write, and checking the bits twice takes longer than the copies.
+The update hides all copies except the first wave's.
 
-Source: Ren et al. (2021), ZeRO-Offload; masters and state once per host, in memory that its ranks share, are ours.
+Source: Ren et al. (2021), ZeRO-Offload. Sharing masters and state between a host's ranks is an addition of Phalanx.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _FUSED = frozenset({optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad})
 
 
 def may_fuse(optimizer_class: type[Optimizer], options: Mapping[str, Any], parameters: Sequence[Tensor]) -> bool:
-    """Return whether to use a fused kernel on the CPU if the user has not chosen."""
+    """Return whether torch has a fused CPU kernel for this class, and the user has not chosen another kernel."""
     return (
         optimizer_class in _FUSED
         and options.get("fused") is None
@@ -57,7 +57,7 @@ def may_fuse(optimizer_class: type[Optimizer], options: Mapping[str, Any], param
 class Offload:
     """An `Offload` has the masters of all groups of parameters, and this rank's slices of them.
 
-    With `cut` parameters may be cut, and updated in waves; otherwise each call of the optimizer updates all of them.
+    With `cut`, parameters may be cut and are updated in waves; otherwise one call of the optimizer updates them all.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Offload:
         return masters, parts, shards
 
     def prepare(self) -> None:
-        """Wait until this rank no longer reads masters, and begin to copy the gradients; call this before an update."""
+        """Wait until this rank no longer reads masters, and start copying the gradients; call this before an update."""
         for masters in self._masters:
             masters.synchronize()
             masters.activate_unfrozen()
@@ -130,7 +130,7 @@ class Offload:
             used[key] += shard.count
 
     def update(self, optimizer: Optimizer, kwargs: dict[str, Any]) -> None:
-        """Update this rank's slices of the masters; in a group of one rank, also begin to copy them to the devices."""
+        """Update this rank's slices of the masters; in a group of one rank, also start copying them to the devices."""
         for masters in self._masters:
             masters.pull()
         with_gradient = [pair for pair in self._all() if pair[1].parameter.grad is not None]
@@ -160,7 +160,7 @@ class Offload:
                 masters.push({shard.part.index for owner, shard in wave if owner is masters})
 
     def share_state(self, optimizer: Optimizer, *, recheck: bool = False) -> None:
-        """Move the optimizer's state to the host's shared memory, if there is new state or with `recheck`."""
+        """Move the optimizer's state to the host's shared memory, if there is new state, or always with `recheck`."""
         if len(optimizer.state) == self._num_with_state and not recheck:
             return
         self._num_with_state = len(optimizer.state)
@@ -170,7 +170,7 @@ class Offload:
                     memory.adopt(shard.part.index, optimizer.state[shard.tensor])
 
     def push(self) -> None:
-        """Begin to copy all parameters to their devices, after all ranks have updated."""
+        """Start copying all parameters to their devices, after all ranks have updated their slices."""
         for masters in self._masters:
             masters.push()
             masters.note_pushed()
@@ -222,9 +222,9 @@ _STATES = 4
 
 
 class SharedState:
-    """A `SharedState` has room for four numbers per element that a rank updates; unused room costs no memory.
+    """A `SharedState` has room for four numbers per element that a rank updates; unused room takes no memory.
 
-    All ranks create it together.
+    Construction is collective.
     """
 
     def __init__(self, extents: Sequence[ParameterExtent], plan: Plan, group: dist.ProcessGroup) -> None:
@@ -239,7 +239,7 @@ class SharedState:
         self._places: dict[tuple[int, str], Tensor] = {}
 
     def adopt(self, number: int, state: dict[str, Any]) -> None:
-        """Move the per-element state of parameter `number` here, as far as there is room."""
+        """Move the per-element state of parameter `number` into the shared memory, as far as there is room."""
         for key, value in state.items():
             if isinstance(value, Tensor) and value.dim() > 0 and value.is_cpu and is_dense(value):
                 place = self._place(number, key, value)

@@ -1,4 +1,4 @@
-"""An `OffloadedShard` is the slice of a master that a rank updates for a device parameter, with its gradient's copy."""
+"""An `OffloadedShard` is the slice of a master parameter that a rank updates, with a host copy of its gradient."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from phalanx.optim.staging import HostStaging
 
 
 class OffloadedShard:
-    """An `OffloadedShard` is a `ParameterShard` of a master. The gradient is copied when the update begins."""
+    """An `OffloadedShard` is a `ParameterShard` of a master. Its gradient is copied to the host before an update."""
 
     def __init__(self, parameter: Tensor, masters: MasterParameters, part: Slice, staging: HostStaging) -> None:
         self.parameter = parameter
@@ -34,7 +34,7 @@ class OffloadedShard:
         return self.part.stop - self.part.start
 
     def copy_gradient(self, host: Tensor) -> None:
-        """Begin to copy the gradient's slice to `host`, in the master's precision, inside the staging's `beside`.
+        """Start copying the gradient's slice to `host`, in the master's precision; call this inside `staging.beside()`.
 
         Raises:
             RuntimeError: the gradient is sparse.

@@ -1,4 +1,4 @@
-"""Keep outer parameters, the same on all ranks, and step them with an optimizer by the ranks' mean change.
+"""Keep DiLoCo's outer parameters, the same on all ranks, and step them with the ranks' mean change as the gradient.
 
 t      outer parameters
 x_i    rank i's parameters after its inner steps from t
@@ -53,7 +53,7 @@ def check_optimizers(name: str, model: nn.Module, inner: Optimizer, outer: Optim
 def _find_why_it_cannot_step(outer: Optimizer) -> str | None:
     if isinstance(outer, torch.optim.SparseAdam):
         return "it takes sparse gradients only, and how far ranks have moved is a dense one"
-    # The class is checked, since a scheduler replaces the instance's function.
+    # The class is checked, since a scheduler replaces the instance's `step`.
     _, *arguments = inspect.signature(type(outer).step).parameters.values()
     if any(one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD) for one in arguments):
         return "its step computes the loss again by a closure, and how far ranks have moved is no gradient of a loss"
@@ -61,9 +61,9 @@ def _find_why_it_cannot_step(outer: Optimizer) -> str | None:
 
 
 class OuterParameters:
-    """`OuterParameters` are copies of the model's parameters, the same on all ranks, that `optimizer` moves.
+    """`OuterParameters` are copies of the model's parameters, the same on all ranks, that `optimizer` updates.
 
-    The optimizer is over the model's own parameters.
+    The optimizer itself was built over the model's own parameters.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class OuterParameters:
             torch.sub(outer.to(view.device), view, out=view)
 
     def step(self, means: Sequence[Tensor]) -> None:
-        """Take one step with `means`, the ranks' mean of t - x, as gradients; leave the result in the model, too."""
+        """Take one step with `means`, the ranks' mean of t - x, as gradients; the model also gets the result."""
         gradients = [parameter.grad for parameter in self._parameters]
         self._flat.copy_out()
         try:
@@ -123,7 +123,7 @@ class OuterParameters:
         """Continue from `state_dict`.
 
         Raises:
-            ValueError: the state is of another model; nothing was changed.
+            ValueError: the state belongs to another model; nothing was changed.
         """
         mine, saved = self.by_name(), state_dict["outer_parameters"]
         differing = [name for name in mine.keys() | saved.keys() if _shape(mine, name) != _shape(saved, name)]

@@ -25,7 +25,7 @@ class ParameterShard:
             self.tensor.requires_grad_(flat.is_floating_point() or flat.is_complex())
 
     def acquire_gradient(self) -> None:
-        """Set this slice of the gradient for the optimizer, copied only if its strides are not the parameter's.
+        """Set this slice of the gradient as `tensor.grad`; copy it only if its strides are not the parameter's.
 
         Raises:
             RuntimeError: the gradient is sparse and cannot be cut.
@@ -48,7 +48,7 @@ class ParameterShard:
             self._rearranged = flat.as_strided(self.parameter.shape, self.parameter.stride())
 
     def write_gradient(self) -> None:
-        """Write changes of the slice into the parameter's gradient, if the slice is a copy."""
+        """Copy the changed slice back into the parameter's gradient, unless the slice is a view of it."""
         if self._rearranged is not None and self.parameter.grad is not None:
             self.parameter.grad.detach().copy_(self._rearranged)
 

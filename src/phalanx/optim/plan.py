@@ -2,7 +2,7 @@
 
              w1                        b1     w2
 memory   [ . . . . . . . . . . . . ][ . .  ][ . . . . . . . . ]     each parameter starts on a line of 128 bytes
-cut        rank 0| rank 1 | rank 2    0    0   1  |  1   |  2       equal ranges of lines: of a large one, of all small
+cut        rank 0| rank 1 | rank 2    0    0   1  |  1   |  2       equal ranges of lines; small ones count as one
 whole      rank 0                    rank 1     rank 1              each parameter to one rank
 """
 
@@ -13,9 +13,10 @@ from dataclasses import dataclass
 
 from phalanx._comm.backend.gradient_shards import LARGE_BYTES
 
-# Cuts are at multiples of this from the parameter's start. torch's kernels process two vector registers, at most 128
-# bytes, at a time, and the rest one by one; the two ways may round differently (fused SGD's do). With such cuts every
-# element is processed as in an uncut parameter, so it gets the same bits. Also, no two ranks write to one cache line.
+# Cuts are at multiples of LINE bytes from the parameter's start. torch's kernels process two vector registers, at most
+# 128 bytes, at a time, and the remainder element by element; the two paths may round differently (fused SGD's do).
+# With such cuts every element takes the same path as in an uncut parameter, so the result is bitwise identical. Also,
+# no two ranks write to one cache line.
 LINE = 128
 
 
@@ -61,7 +62,8 @@ def plan_offsets(extents: Sequence[ParameterExtent]) -> tuple[list[int], int]:
 def plan_cut(extents: Sequence[ParameterExtent], world_size: int) -> Plan:
     """Cut each large parameter into equal ranges of lines; cut all small ones, laid end to end, as one parameter.
 
-    So every rank averages and updates its share of each large gradient as it arrives. Empty parameters go to rank 0.
+    Every rank thus has an equal share of each large gradient to reduce when that gradient is ready. Empty parameters go
+    to rank 0.
     """
     small = [index for index, extent in enumerate(extents) if extent.nbytes < LARGE_BYTES]
     rows = [[index] for index, extent in enumerate(extents) if extent.nbytes >= LARGE_BYTES] + [small]
@@ -89,7 +91,7 @@ def _cut(extents: Sequence[ParameterExtent], row: Sequence[int], rank: int, worl
 
 
 def plan_waves(sizes: Sequence[int], most: int) -> list[range]:
-    """Group consecutive `sizes` into runs of at most `most` bytes, or of one size; at least one run, perhaps empty."""
+    """Group consecutive `sizes` into runs of at most `most` bytes, or of one larger size; return at least one run."""
     waves, start, nbytes = [], 0, 0
     for position, size in enumerate(sizes):
         if position > start and nbytes + size > most:
@@ -100,7 +102,7 @@ def plan_waves(sizes: Sequence[int], most: int) -> list[range]:
 
 
 def plan_whole(extents: Sequence[ParameterExtent], world_size: int) -> Plan:
-    """Assign each parameter to one rank: the largest first, to the rank with the least so far."""
+    """Assign each parameter to one rank: the largest first, each to the rank with the fewest bytes so far."""
     loads = [0] * world_size
     ranks: list[list[Slice]] = [[] for _ in range(world_size)]
     for index in sorted(range(len(extents)), key=lambda i: -extents[i].num_lines):

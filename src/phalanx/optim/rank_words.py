@@ -12,7 +12,7 @@ _WORDS_APART = 16  # in 64-bit words: each rank's word has cache lines of its ow
 
 
 class RankWords:
-    """`RankWords` has a word for each rank of `group`, and a common word, all 0 at first. All ranks create it together.
+    """`RankWords` has a word for each rank of `group`, and a common word, all initially 0. Construction is collective.
 
     A rank that reads a word sees everything written before the word (csrc/word.h); plain stores of a tensor's elements
     keep that order on x86, but not necessarily on ARM.
@@ -27,7 +27,7 @@ class RankWords:
         dist.barrier(group=group)
 
     def store(self, word: int) -> None:
-        from phalanx import _core  # without the core no memory is shared
+        from phalanx import _core  # the C core may be missing, but then ranks share no memory
 
         _core.store_word(self._address(self._rank), word)
 
@@ -40,7 +40,7 @@ class RankWords:
         return self.load(self._world_size)
 
     def exchange_common(self, before: int, word: int) -> None:
-        """Write the common word if it still is `before`."""
+        """Write the common word if its value is still `before`: an atomic compare-and-exchange."""
         from phalanx import _core
 
         _core.compare_exchange_word(self._address(self._world_size), before, word)

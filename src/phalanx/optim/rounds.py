@@ -1,11 +1,11 @@
-"""Combine replicas that train separately in planned rounds, after steps of the optimizer and at the end.
+"""Combine replicas that train separately in rounds: every few steps of the optimizer, and at the end.
 
     rank 0   step step step step | round | step step (no more data) | round |          . . .          | round |
     rank 1   step step step step | round | step step step step      | round | step (no more data)     | round |
 
-A round begins with an exchange: which ranks have stepped since the last round, and which have no more data. Only ranks
-that have stepped count. A rank without more data joins all rounds until the end, so no rank hangs, and all end with
-equal values.
+A round begins with an all_reduce that tells which ranks have stepped since the last round, and how many have no more
+data. Only ranks that have stepped count in the result. A rank without more data joins all rounds until the end, so no
+rank hangs, and all end with the same values.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from phalanx.optim.outer import OuterParameters
 
 
 class Rounds(ABC):
-    """`Rounds` count `optimizer`'s steps, and run a round every `sync_every` of them. All ranks create it together.
+    """`Rounds` count the steps of `optimizer`, and run a round every `sync_every` steps. Construction is collective.
 
-    Counting starts at construction. Leaving the context calls `finish`, unless an exception ended the block.
+    Counting starts at construction. Leaving the context calls `finish`, or `abandon` if an exception ended the block.
     """
 
     def __init__(
@@ -133,9 +133,9 @@ class Rounds(ABC):
     def catch_up(self, *, is_new: bool) -> None:
         """Run an extra round, in which new ranks do not count, and continue from its result. All ranks call it.
 
-        The steps of a lost rank since the last round are lost. A rank that detected the loss after others had completed
-        a round has missed that round, and gets the common values from them. With an outer optimizer only ranks with
-        steps count: if ranks that have just completed a round counted, the outer parameters would move again.
+        The steps of a lost rank since the last round are lost. A rank on which a round failed that others completed
+        receives the common values from those ranks. With an outer optimizer, only ranks with steps count: if ranks that
+        have just completed a round counted, the outer parameters would move again.
         """
         newest, root, is_torn = self._find_newest(is_new=is_new)
         is_behind = is_new or self.num_rounds < newest
@@ -152,7 +152,7 @@ class Rounds(ABC):
         return None
 
     def _find_newest(self, *, is_new: bool) -> tuple[int, int, bool]:
-        """Return the latest completed round, the first rank that ran it, and whether others missed it. Collective."""
+        """Return the latest completed round, the first rank that ran it, and whether any rank missed it. Collective."""
         group = self.process_group
         completed = torch.zeros(group.size(), dtype=torch.int64, device=self._parameters[0].device)
         completed[group.rank()] = -1 if is_new else self.num_rounds
@@ -163,7 +163,7 @@ class Rounds(ABC):
         return max(newest, 0), by_rank.index(newest), min(old, default=0) < newest
 
     def finish(self) -> None:
-        """Stop counting, and run rounds until every rank has finished, with the same model. All ranks call it."""
+        """Run rounds until every rank has finished; then all have the same model. All ranks call it."""
         self._hook.remove()
         while not self._run_round(finished=True, counts=self.local_steps > 0):
             pass
@@ -172,11 +172,11 @@ class Rounds(ABC):
         _broadcast_once([one for one in counters if one.layout is torch.strided], self.process_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's step in its round, and the number of rounds. Also save every rank's model: they differ."""
+        """Return this rank's step in its round, and the number of rounds. Save every rank's model, too: they differ."""
         return {"local_steps": self.local_steps, "num_rounds": self.num_rounds}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue in the middle of a round; the caller loads the model and the optimizer."""
+        """Continue at the saved step of a round; the caller loads the model and the optimizer."""
         self.local_steps = state_dict["local_steps"]
         self.num_rounds = state_dict["num_rounds"]
 
@@ -192,7 +192,7 @@ class Rounds(ABC):
             self.abandon()
 
     def abandon(self) -> None:
-        """Run no more rounds, without a last one: the other ranks see that this rank has left when it ends."""
+        """Run no more rounds, not even a last one: the other ranks detect the loss when this process ends."""
         self._hook.remove()
 
 

@@ -56,8 +56,8 @@ class ShardedState(Optimizer):
     def shard_state_dict(self) -> StateDict:
         """Return this rank's part of the state, for this rank to save; `merge_state_dicts` merges all parts.
 
-        A rank may call it alone. The tensors are the optimizer's own: save or copy them before the next step. State
-        that belongs to no parameter is refused (ValueError).
+        Not collective. The tensors are the optimizer's own: save or copy them before the next step. State that belongs
+        to no parameter raises ValueError.
         """
         numbers = {p: number for number, p in enumerate(p for g in self.param_groups for p in g["params"])}
         state = {}
@@ -82,7 +82,7 @@ class ShardedState(Optimizer):
         }
 
     def consolidate_state_dict(self, to: int = 0) -> None:
-        """Gather the whole state on rank `to` of the optimizer's group, for `state_dict` there until the next step.
+        """Gather the whole state on rank `to` of the optimizer's group; `state_dict` returns it until the next step.
 
         All ranks call it.
         Cost: rank `to` holds the state of all ranks.
@@ -96,7 +96,7 @@ class ShardedState(Optimizer):
             )
         number = dist.get_global_rank(self._all_hosts, to)
         on_host = dist.get_process_group_ranks(self.process_group)
-        if number not in on_host:  # that rank's host has all parts
+        if number not in on_host:  # the host of rank `to` has all parts itself
             return
         shards: list[Any] | None = [None] * self.world_size if self._all_hosts.rank() == to else None
         dist.gather_object(self.shard_state_dict(), shards, group=self.process_group, group_dst=on_host.index(number))
@@ -127,10 +127,10 @@ class ShardedState(Optimizer):
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Load this rank's part of a whole state: of the plain optimizer, or consolidated on any number of ranks.
 
-        Ranks need not call it together, but every rank must load the same. Merge shards with `merge_state_dicts` first.
+        Not collective, but all ranks must load the same state. Merge shards with `merge_state_dicts` first.
 
         Raises:
-            ValueError: the state is of other groups or parameters.
+            ValueError: the state belongs to other groups or parameters.
         """
         with self._as_masters() as parameter_of:  # the state gets the masters' dtype and device
             # Checks, converts dtypes and calls the user's hooks; at this point the state is whole.

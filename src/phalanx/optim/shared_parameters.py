@@ -1,4 +1,4 @@
-"""Allocate the memory of a group's parameters, once for all ranks of the host."""
+"""Move an optimizer's parameters into one block of memory that all ranks of the host share."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def whole_pages(nbytes: int) -> int:
 
 
 class SharedBlock:
-    """A `SharedBlock` has room in host memory for each of `parameters`, as `dtypes`. All ranks create it together.
+    """A `SharedBlock` has room in host memory for `parameters`, in the given `dtypes`. Construction is collective.
 
     With `in_pages` it shares no page with another block.
 
     memory   the block, as bytes
-    flats    each parameter's elements in memory order; in its own storage, so that saving one does not save others
+    flats    each parameter's elements in memory order; each in its own storage, so that torch.save writes no others
     """
 
     def __init__(
@@ -77,12 +77,12 @@ class SharedBlock:
         return torch.frombuffer(self.memory.numpy(), dtype=dtype, count=extent.numel, offset=self.offsets[number])
 
     def shaped(self, number: int) -> Tensor:
-        """Return a parameter's elements with its shape, and its strides if they fill one block."""
+        """Return a parameter's elements with the parameter's shape, and with its strides if it is dense."""
         flat, like = self.flats[number], self.parameters[number]
         return flat.as_strided(like.shape, like.stride()) if is_dense(like) else flat.view(like.shape)
 
     def move_to(self, memory: Tensor) -> None:
-        """Replace the block by `memory`, this rank's own with the same layout."""
+        """Replace the block by `memory`, a private block of this rank with the same layout."""
         self.memory = memory
         self.flats = [self._flat(number) for number in range(len(self.parameters))]
 
@@ -95,7 +95,7 @@ class SharedBlock:
 class SharedParameters(SharedBlock):
     """`SharedParameters` moves `parameters` into one block of host memory, with the values of rank `source`.
 
-    All ranks create it together.
+    Construction is collective.
     """
 
     def __init__(self, parameters: Sequence[Tensor], group: dist.ProcessGroup, source: int = 0) -> None:
@@ -129,12 +129,12 @@ class SharedParameters(SharedBlock):
         return None
 
 
-_addresses: MutableMapping[Tensor, int] = WeakIdKeyDictionary()  # in the block, of each parameter that was moved there
+_addresses: MutableMapping[Tensor, int] = WeakIdKeyDictionary()  # of each moved parameter, its address in the block
 _sharers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
 def exempt(optimizer: Optimizer) -> None:
-    """Allow `optimizer` to write to shared parameters: it updates this rank's slices only."""
+    """Allow `optimizer` to write to shared parameters, because it updates only this rank's slices."""
     _sharers.add(optimizer)
 
 
@@ -144,7 +144,7 @@ def _register_hook() -> None:
 
 
 def _before_step(optimizer: Optimizer, _args: Any, _options: Any) -> None:
-    """Move parameters that another optimizer is about to update, whole and on each rank, to this rank's own memory.
+    """Move shared parameters that another optimizer is about to update to this rank's own memory.
 
     No rank still writes to the block: all ranks have completed the last step of the optimizer that shares it.
     """
@@ -164,7 +164,7 @@ def _before_step(optimizer: Optimizer, _args: Any, _options: Any) -> None:
         unregister_shared_update(parameter)
 
 
-_LOADS = 1 << 20  # a word is this times the number of collectives that the rank has called, plus its loads since then
+_LOADS = 1 << 20  # word = _LOADS * (number of collectives that the rank has called) + number of its loads since then
 _MIN_POLL_S, _MAX_POLL_S = 20e-6, 1e-3
 _TIMEOUT_S = 10.0
 
@@ -172,7 +172,7 @@ _logger = get_logger(__name__)
 
 
 class Readers:
-    """`Readers` are the ranks of `group`, which may read parameters that they share. All ranks create it together.
+    """`Readers` are the ranks of `group`, which may read the parameters that they share. Construction is collective.
 
     A rank publishes in a word how many loads it has begun. Another rank no longer reads if it has begun the same load,
     or while it waits in a collective that this rank has not called yet, such as the barrier after a load on one rank.

@@ -4,9 +4,9 @@
     CPU                                                 update 0 | update 1 | ...
     compute stream                                                 parameters of wave 0, to the device | ...
 
-Host memory of the copies is page-locked for CUDA devices, since only then is a copy asynchronous. On the CPU a copy is
-complete when the call returns. If the two sides differ in precision, the device converts: the conversion runs in
-parallel to the CPU's update, and takes less time than the copy.
+The host side of the copies is page-locked for CUDA devices, since only then is a copy asynchronous. If `device` is the
+CPU, a copy is complete when the call returns. If the two sides differ in precision, the device converts: the conversion
+overlaps the CPU's update, and takes less time than the copy.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class HostStaging:
 
     @contextlib.contextmanager
     def beside(self) -> Iterator[None]:
-        """Order work queued inside after all work queued so far, and in parallel to work queued later."""
+        """Run work queued inside the block after all work queued so far, but concurrently with work queued later."""
         if self._stream is None:
             yield
             return
@@ -53,7 +53,7 @@ class HostStaging:
             yield
 
     def to_host(self, host: Tensor, tensor: Tensor) -> Callable[[], object]:
-        """Begin to copy `tensor` to `host`, inside `beside`; return a function that waits for the copy.
+        """Start copying `tensor` to `host`, inside `beside`; return a function that waits for the copy.
 
         Both tensors have one dimension. `tensor` may be freed at once; code that changes it must wait for the copy, or
         be queued after the copy.
@@ -69,12 +69,12 @@ class HostStaging:
         return wait
 
     def follow(self) -> None:
-        """Order later work on the device after the copies to the host that have begun."""
+        """Make later work on the device wait for the copies to the host that have begun."""
         if self._stream is not None:
             torch.accelerator.current_stream(self.device).wait_stream(self._stream)
 
     def to_device(self, tensors: Iterable[Tensor], host: Iterable[Tensor]) -> None:
-        """Begin to copy `host` to `tensors`, before work queued later; `host` is read until `synchronize` returns."""
+        """Start copying `host` to `tensors`, ahead of work queued later; leave `host` unchanged until `synchronize`."""
         for tensor, source in zip(tensors, host, strict=True):
             if self._stream is None or tensor.dtype == source.dtype:
                 tensor.copy_(source, non_blocking=True)
@@ -84,7 +84,7 @@ class HostStaging:
         self.queue_after_copies(_nothing)
 
     def queue_after_copies(self, then: Callable[[], object]) -> None:
-        """Call `then`, which queues work after the copies to the device, at the latest in `synchronize`."""
+        """Call `then`, which queues work behind the copies to the device; a subclass may wait until `synchronize`."""
         then()
         if self._stream is not None:
             self._sent = torch.accelerator.current_stream(self.device).record_event()
@@ -104,9 +104,9 @@ class HostStaging:
         return checksum(flats) if self.takes_checksums else host
 
     def differ(self, noted: Sequence[tuple[Sequence[Tensor], Any]]) -> list[bool]:
-        """Return which of these groups of tensors no longer have the bits of their notes.
+        """Return for each of these groups of tensors whether its bits differ from its note.
 
-        This waits for the device, once; other streams must have no queued work for the notes.
+        This waits for the device, once; no other stream may still be computing a note.
         """
         if not self.takes_checksums:
             return [not all(map(_same_bits, flats, note)) for flats, note in noted]
@@ -150,9 +150,9 @@ def _in_pieces(one: Tensor, other: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def lock(memory: Tensor, ranges: Iterable[tuple[int, int]]) -> None:
-    """Page-lock these ranges of bytes of `memory` until it is released. Without permission to lock, copies are slower.
+    """Page-lock these byte ranges of `memory` until it is freed. If locking fails, warn: copies are slower.
 
-    A page is locked once: call this once for all ranges of a block, which must share no page with another block.
+    A page can be locked only once: call this once for all ranges of a block, which must share no page with another.
     Cost: the pages become resident.
     """
     for start, stop in plan_pages(memory.data_ptr(), ranges):
@@ -202,9 +202,9 @@ def checksum(flats: Sequence[Tensor]) -> Tensor:
     """Return sums of the bits of `flats`, contiguous tensors of one dimension, as int64 on their device.
 
     There are two sums for each width of element, over the concatenated tensors of that width. The first is exact, so
-    that scaling by a power of two changes it, as long as a sign is left. The second is of all bytes in words of 8, with
-    an odd factor for each position: a change of one word always changes it, and a change of sign or of order does,
-    except by chance.
+    that scaling by a power of two changes it, unless all values are zero, infinite or NaN. The second is over 8-byte
+    words, each with an odd factor for its position: a change of one word always changes the sum; a change of signs or
+    of the order almost always does.
 
     Shape: (two for each width).
     Cost: a dozen kernels, which read the tensors twice, and a copy if there are several tensors; 32 MB on the device.
@@ -218,9 +218,9 @@ def checksum(flats: Sequence[Tensor]) -> Tensor:
 
 
 def _placed(words: Tensor) -> Tensor:
-    """Return the sum of words of 8 bytes, each times a factor for its position: few products, and no conversion.
+    """Return the sum of 8-byte words, each times a factor for its position: few products, and no conversion.
 
-    Data that begin between two words in memory, as the slice of a parameter may, are read unaligned.
+    Data that is not aligned to 8 bytes, such as the slice of a parameter, is summed element by element.
     """
     placed = torch.zeros((), dtype=torch.int64, device=words.device)
     width = words.element_size()

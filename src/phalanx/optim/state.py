@@ -47,7 +47,7 @@ def merge_state_dicts(shards: Sequence[Mapping[str, Any]]) -> StateDict:
 
 
 def layout_of(parameters: Iterable[Tensor]) -> dict[int, Any]:
-    """Return the form of each parameter, by number, for shards."""
+    """Return the shape and strides of each parameter, by number, for the `layout` of a shard."""
     return {number: (tuple(p.shape), tuple(p.stride())) for number, p in enumerate(parameters)}
 
 
@@ -118,7 +118,7 @@ def _is_per_element(value: object, part: Mapping[str, Any]) -> bool:
 
 
 def cut_state(whole: State, parameter: Tensor, start: int, stop: int) -> State:
-    """Return the state of one slice of a parameter, in its own memory."""
+    """Return a copy of the state of one slice of a parameter."""
     state: State = {}
     for key, value in whole.items():
         if not isinstance(value, Tensor):
@@ -126,7 +126,7 @@ def cut_state(whole: State, parameter: Tensor, start: int, stop: int) -> State:
         elif stop - start < parameter.numel() and value.shape == parameter.shape:
             state[key] = in_memory_order(value, parameter)[start:stop].clone()
         elif value.shape == parameter.shape and not same_order(value, parameter):
-            # Fused optimizers ignore strides.
+            # Fused kernels ignore strides, so state must have the parameter's.
             state[key] = torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
         else:
             state[key] = value.clone()

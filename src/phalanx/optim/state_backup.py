@@ -1,8 +1,8 @@
-"""Back up each rank's optimizer state, so that it survives the rank: two copies in memory that the host's ranks map.
+"""Back up each rank's optimizer state, so that it survives the rank: two slots in memory that the host's ranks map.
 
 update of step k    this rank's state changes, in its own memory
 then                slot k%2: number -1; the state; number k
-sync B              after it, all ranks have written slot k; before it, slot k-1 is intact
+sync B              after it, all ranks have the state of step k; before it, that of step k-1 is intact
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _TIMES = 8  # room for this many four-byte values per element: Adam has two, in 
 class StateBackup:
     """A `StateBackup` has room for each rank's state of `num_elements` elements in `num_parameters` parameters.
 
-    All ranks create it together. If the ranks do not share memory, each keeps its state in its own memory.
+    Construction is collective. If the ranks do not share memory, each keeps its state in its own memory.
     """
 
     def __init__(self, group: Any, num_elements: int, num_parameters: int) -> None:

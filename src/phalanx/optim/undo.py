@@ -1,27 +1,28 @@
-"""`Undo` restores parameters that a dead rank left half updated: survivors have all of the old step or of the new one.
+"""`Undo` restores parameters that a dead rank left half updated: all are then from before the step, or all from after.
 
     rank r      arrived   sync A   copy its slices to a backup   saved   update them   done   sync B
     word[r]     4s                                               4s+1                  4s+2        s: the step's number
 
-A rank that fails before it is done writes 4s+3 (failed), with its slices unchanged. When a sync fails, each survivor
-waits until every rank is done, has failed, is dead or is too late, and reads the words:
+A rank that fails before it is done restores its slices and writes 4s+3 (failed). When a sync fails, each survivor waits
+until every rank is done, has failed, is dead or has timed out, and reads the words:
 
-    all are done, or further      the new step is whole: nothing to do
+    all are done, or further      the new step is complete: nothing to do
     else                          the old step: a rank that is `saved` or `done` may have changed its slices, so every
                                   survivor restores them from the backup, with the same bytes
 
 Ranks that read at different times can see different words: a rank that was stopped between `saved` and `done` may
-continue when the others have restored everything. So there is one decision for each step, a word in which the first
-rank to decide writes old or new by compare-and-exchange; later ranks, after the sync or not, follow it. The parameters
-are of one step when the last rank has followed: a rank that wakes in its update still writes, and then restores.
+continue after the others have restored everything. So each step has one decision: a common word in which the first rank
+to decide writes old or new by compare-and-exchange. All later ranks follow it, whether their sync failed or not. The
+parameters are consistent once the last rank has followed: a rank that resumes inside its update completes its writes,
+and then restores.
 
 No rank overwrites the backup before sync A of the next step, which a survivor of a failure never reaches. So a survivor
-can also copy the old step to its own memory (`before`), if the new step counts but others continue from the old one.
+can also copy the old step to its own memory (`before`), if the decision is new but other ranks continue from the old.
 
-A survivor reads words without a sync since they were written, so the order must be guaranteed: after reading `saved` it
-must see the backup, after reading `done` the new parameters, and no write after `saved` may be visible before `saved`.
-Plain stores of a tensor's elements keep that order on x86, but not necessarily on ARM: words go through the C core
-(csrc/word.h).
+A survivor reads words without a sync after they were written, so memory order must be guaranteed: after reading `saved`
+it must see the backup, after reading `done` the new parameters, and no write after `saved` may be visible before
+`saved`. Plain stores of a tensor's elements keep that order on x86, but not necessarily on ARM: words go through the C
+core (csrc/word.h).
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from phalanx.optim.shared_parameters import SharedBlock
 _ARRIVED, _SAVED, _DONE, _FAILED = range(4)
 _OLD, _NEW = range(2)  # the two decisions
 _POLL_S = 0.001
-# A survivor in its update needs as long as an update takes. There is no wait for ranks that the sync's timeout named.
+# The limit for a survivor to complete its update. Survivors do not wait for ranks that the sync's timeout named.
 _TIMEOUT_S = 30.0
 
 
@@ -90,9 +91,9 @@ def _joined(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 class Undo:
-    """An `Undo` surrounds an update with two syncs, and restores one step on all ranks if a sync fails.
+    """An `Undo` surrounds an update with two syncs; if one fails, all ranks restore the same step.
 
-    All ranks create it together.
+    Construction is collective.
     Cost: each rank reads and writes its slices once more per step, and the host holds the parameters twice.
     """
 
@@ -105,7 +106,7 @@ class Undo:
         self._words = RankWords(group)  # the common word is the decision
 
     def cover(self, shared: SharedBlock, plan: Plan) -> None:
-        """Include the updates of another group of parameters."""
+        """Protect another group of parameters, too."""
         self._regions.append(_Region(shared, plan))
 
     @contextlib.contextmanager
@@ -113,11 +114,11 @@ class Undo:
         """Run the block, which updates this rank's slices, between two syncs with all ranks.
 
         Raises:
-            PhalanxError: a rank died, left or is late; all parameters are of one step, the old or the new.
-            ClosedError: this process left the group, or is a fork of a rank.
+            PhalanxError: a rank died, left or timed out; all parameters are from before the step, or all from after it.
+            ClosedError: this process left the group, or is a forked child of a rank.
         """
         ours = sharing_group(self._group)
-        if ours is None or ours.symm_mem.closed:  # a fork must not write into its parent's word
+        if ours is None or ours.symm_mem.closed:  # a forked child must not write its parent's word
             raise ClosedError(
                 f"ZeroRedundancyOptimizer.step: group {self._group.group_name!r} was destroyed, or this process is a "
                 "fork of a rank. Construct the optimizer again, in a new group."
@@ -148,7 +149,7 @@ class Undo:
         try:
             dist.barrier(group=self._group)
             self._raise_if_failed()
-            self._decide(_NEW)  # unless a rank did not wait for the sync
+            self._decide(_NEW)  # unless a rank whose sync failed has decided
             self._raise_if_undone()
         except BaseException as error:
             self._resolve(error)
@@ -157,7 +158,7 @@ class Undo:
 
     @property
     def number(self) -> int:
-        """Return the number of the parameters' step; equal on all ranks that know how the latest step ended."""
+        """Return the number of the step that the parameters are from; equal on all ranks that know the decision."""
         decided = self._decision()
         if self._failed_at and not (decided is not None and decided[0] == _NEW):
             return self._number - 1
@@ -169,7 +170,7 @@ class Undo:
         return self._number
 
     def before(self) -> list[Tensor]:
-        """Return a copy of each block's memory as it was before the latest update, until the next one starts."""
+        """Return a copy of each block as it was before the latest update. Call this before the next update starts."""
         return [region.before() for region in self._regions]
 
     def start_from(self, number: int) -> None:
@@ -197,7 +198,7 @@ class Undo:
                 region.restore(rank)
 
     def _raise_if_failed(self) -> None:
-        """Raise if a rank has failed in this step: its next barrier may have completed this rank's barrier."""
+        """Raise if a rank has failed in this step: a later barrier of that rank may have completed this barrier."""
         failed = [rank for rank in range(self._world_size) if self._word(rank) == 4 * self._number + _FAILED]
         if failed:
             raise PeerLostError(
@@ -231,7 +232,7 @@ class Undo:
         return decided[0]
 
     def _resolve(self, error: BaseException) -> None:
-        """Set all parameters to one step, together with the other survivors, after `error` at a sync."""
+        """After `error` at a sync, agree with the other survivors on the old or the new step, and restore the old."""
         words = [self._word(rank) for rank in range(self._world_size)]
         if min(words) < 4 * self._number:
             return  # some rank never arrived, so none passed sync A
@@ -244,7 +245,7 @@ class Undo:
 
     def _wait_for_others(self, late: Collection[int]) -> None:
         deadline, ours = Deadline.after(_TIMEOUT_S), sharing_group(self._group)
-        assert ours is not None  # its memory has the words
+        assert ours is not None  # the words are in the group's memory
         for rank in range(self._world_size):
             if rank != self._rank and rank not in late:
                 deadline.wait_until(partial(self._is_done_or_lost, ours.symm_mem.core, rank), _POLL_S)

@@ -41,31 +41,30 @@ from phalanx.optim.undo import Undo
 
 
 class ZeroRedundancyOptimizer(ShardedState):
-    """Shard `optimizer_class` over the ranks of `process_group`, with the name and arguments of PyTorch's class.
+    """Shard an optimizer over the ranks of `process_group`, with the name and arguments of PyTorch's class.
 
     On backend `phalanx`, with all ranks on one host, every parameter moves into memory that the ranks share, with rank
     0's values. Each rank updates its part, and nothing is sent. On several hosts with equally many ranks, at least two
     on each, each host does the same independently, from the same gradients: parameters and state exist once per host.
-    On any other group the call returns PyTorch's own class, which assigns whole parameters to ranks and broadcasts
-    them.
+    On any other group, the call returns an instance of PyTorch's own class, which assigns whole parameters to ranks and
+    broadcasts them.
 
     Collective: all ranks call the constructor, `step`, `add_param_group` and `consolidate_state_dict`.
 
     Numerics: with the same gradients and one intra-op thread per rank, parameters are bitwise equal to those of a plain
     `optimizer_class`. With element-wise optimizers of torch.optim, parameters are cut between ranks; with all
     others each rank gets whole parameters.
-    Cost: two synchronizations of the ranks per step, and one copy of each slice, from which survivors undo the update
-    if a rank dies.
+    Cost: two barriers per step, and one copy of each slice, from which survivors undo the update if a rank dies.
 
     Code that writes to a parameter outside of `step` writes for all ranks, even while another rank reads: call a
     barrier, write on one rank, and call a barrier again. A module's `load_state_dict` waits for the other ranks itself.
-    A forked process sees every later step: before the fork, clone the parameters that the child reads. `all_reduce` of
-    a parameter is an error.
+    A forked child sees every later step: before the fork, clone the parameters that the child will read. `all_reduce`
+    of a parameter raises an error.
 
     Arguments:
         params: parameters, named parameters, or groups, as for any optimizer; the same on every rank.
         optimizer_class: a class of optimizers; LBFGS is refused.
-        process_group: the default group if None. The attribute of this name is the group of this host's ranks.
+        process_group: the default group if None. The attribute `process_group` is the group of this host's ranks.
         parameters_as_bucket_view: has no effect; parameters are always views of shared memory.
         overlap_with_ddp: refused, because there is no broadcast to overlap.
         gather_gradients: an addition of Phalanx. With False, `DistributedDataParallel` writes the mean of a large
@@ -75,13 +74,13 @@ class ZeroRedundancyOptimizer(ShardedState):
         offload: an addition of Phalanx. With True, parameters stay on their device, usually a GPU, and each rank has
             its own. Their masters (float32 copies of float16 and bfloat16 parameters; else of the parameter's dtype)
             and the optimizer's state are in the host's memory, once for all its ranks. `step` copies this rank's slices
-            of the gradients there and updates its slices of the masters on the CPU, by torch's fused kernels unless
+            of the gradients there and updates its slices of the masters on the CPU, with torch's fused kernels unless
             `fused` or `foreach` is given; then all new parameters are copied to every device. `step` uses the current
-            parameters and gradients, whichever code has changed them. PyTorch's class has no such argument.
+            parameters and gradients, whichever code has changed them.
         defaults: options of `optimizer_class`.
 
     Raises:
-        ValueError, TypeError: an argument is invalid, or is refused with the reason; two parameters share memory.
+        ValueError, TypeError: an argument is invalid or not supported; two parameters share memory.
         MismatchError: ranks pass different parameters.
 
     Source: Rajbhandari et al. (2020), ZeRO stage 1; parameters that exist once per host are an addition of Phalanx.
@@ -98,7 +97,7 @@ class ZeroRedundancyOptimizer(ShardedState):
         offload: bool = False,
         **defaults: Any,
     ) -> Any:
-        """Return an instance of this class if ranks share memory, otherwise of PyTorch's class."""
+        """Return an instance of this class if the ranks of each host share memory, otherwise of PyTorch's class."""
         group = require_group(process_group, "ZeroRedundancyOptimizer")
         if shares_memory(group) or is_joining(group) or divide_by_host(group):
             return super().__new__(cls)
@@ -135,7 +134,7 @@ class ZeroRedundancyOptimizer(ShardedState):
         self.world_size: int = self.process_group.size()
         self.parameters_as_bucket_view = parameters_as_bucket_view
         self.gather_gradients = gather_gradients
-        # GradScaler then passes `found_inf` to `step`, which refuses it.
+        # If True, GradScaler passes `found_inf` to `step`, which refuses it.
         self._step_supports_amp_scaling = not gather_gradients and self.world_size > 1
         self.offload = offload
         self._optimizer_class = optimizer_class
@@ -160,7 +159,7 @@ class ZeroRedundancyOptimizer(ShardedState):
 
     @untraced
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Move another group of parameters into shared memory, and divide its update. All ranks call this."""
+        """Add a group of parameters, and divide its update between the ranks. All ranks call this."""
         undecorated(Optimizer.add_param_group)(self, param_group)
         group = self.param_groups[-1]
         try:
@@ -177,7 +176,7 @@ class ZeroRedundancyOptimizer(ShardedState):
         return Offload(self.process_group, cut=self._cut, make_staging=HostStaging) if self.offload else None
 
     def _share(self, group: dict[str, Any], source: int, previous: MasterParameters | None = None) -> None:
-        """Move a group's parameters, with the values of rank `source`, and build this rank's optimizer."""
+        """Share a group's parameters or masters, with the values of rank `source`, and build this rank's optimizer."""
         make_plan = plan_cut if self._cut else plan_whole
         shared: SharedParameters | MasterParameters
         shards: list[ParameterShard] | list[OffloadedShard]
@@ -243,8 +242,9 @@ class ZeroRedundancyOptimizer(ShardedState):
         `kwargs` are passed to the inner optimizer; the closure runs once before the step.
 
         Raises:
-            PhalanxError: a rank died, left or is late; all parameters are from before the step, or all from after it.
-            RuntimeError: a parameter was moved to other memory, or a gradient that must be cut is sparse.
+            PhalanxError: a rank died, left or timed out; all parameters are from before the step, or all from after it.
+            RuntimeError: a parameter was moved to other memory, a gradient that must be cut is sparse, or, with
+                gather_gradients=False, a gradient was changed after backward or a GradScaler is used.
         """
         loss = None
         if closure is not None:
@@ -320,7 +320,7 @@ class ZeroRedundancyOptimizer(ShardedState):
 
         Raises:
             RuntimeError: the norm is not finite, and `error_if_nonfinite` is set.
-            ValueError: `norm_type` is not above zero: the number of nonzero values cannot be counted in slices.
+            ValueError: `norm_type` is not above zero; counting nonzero values is not supported.
         """
         norm_type = float(norm_type)
         if not norm_type > 0:
@@ -405,7 +405,7 @@ class ZeroRedundancyOptimizer(ShardedState):
         return self._moving is not None or self._undo is None or self._undo.number == self._undo.latest_started
 
     def can_roll_back(self, num_updates: int) -> bool:
-        """Return whether `roll_back(num_updates)` is possible: it can undo at most one update, with a state backup."""
+        """Return whether `roll_back(num_updates)` is possible: only the latest update can be undone, with a backup."""
         undo, backup = None if self._moving is not None else self._undo, self._backup
         if self.num_updates == num_updates or undo is None or backup is None:
             return self.num_updates == num_updates
@@ -413,7 +413,7 @@ class ZeroRedundancyOptimizer(ShardedState):
 
     @torch.no_grad()
     def roll_back(self, num_updates: int) -> None:
-        """Restore the parameters and the state after `num_updates` updates: undo at most one update.
+        """Restore the parameters and state as they were after `num_updates` updates; undo at most one update.
 
         Not collective: this rank's parameters move to its own memory, because other ranks may keep the update.
         """
@@ -436,17 +436,17 @@ class ZeroRedundancyOptimizer(ShardedState):
         return None if shards is None else merge_states(shards, parameters)
 
     def regroup(self, process_group: dist.ProcessGroup, source: int, num_updates: int) -> None:
-        """Continue in another group, with the parameters of its rank `source`, without state. All its ranks call this.
+        """Move to another group, with the parameters of its rank `source` and no state. All its ranks call this.
 
         `num_updates` is the number of updates of rank `source`.
         """
-        if self._moving is None:  # otherwise the last attempt was interrupted
+        if self._moving is None:  # not None if an earlier move was interrupted
             self._moving = self.num_updates, self.read_state_backup()
         self._all_hosts = self.process_group = process_group
         self.rank, self.world_size = process_group.rank(), process_group.size()
         self._undo = Undo(process_group) if self.world_size > 1 else None
         masters = [one if isinstance(one, MasterParameters) else None for one in self._shared]
-        masters += [None] * (len(self.param_groups) - len(masters))  # the last attempt was interrupted
+        masters += [None] * (len(self.param_groups) - len(masters))  # an earlier move was interrupted
         self._offload = self._new_offload()
         self._shared, self._shards, self._local, self._backup, self._fuses = [], [], None, None, []
         for group, previous in zip(self.param_groups, masters, strict=True):
@@ -491,7 +491,7 @@ def broadcast_parameters(parameters: Iterable[Tensor], group: dist.ProcessGroup)
 def build_local(
     optimizer_class: type[Optimizer], group: dict[str, Any], defaults: dict[str, Any], *, cuts: bool
 ) -> Optimizer:
-    """Return this rank's optimizer. If `cuts`, the class is torch's: leave out its decorators, which import Dynamo."""
+    """Return this rank's optimizer. If `cuts`, the class is torch's: skip its decorators, which import Dynamo."""
     if not cuts:
         return optimizer_class([group], **defaults)
     local = optimizer_class.__new__(optimizer_class)
@@ -514,7 +514,7 @@ def request_gradients(parameters: Sequence[Tensor], mine: Mapping[int, Slice] | 
 
 
 def refuse_touched(slices: Iterable[tuple[Tensor, NeededSlice]], rank: int) -> None:
-    """Refuse gradients that other code has changed: that code has read wrong values outside of this rank's slices.
+    """Refuse gradients that other code has changed: outside of this rank's slices, that code used values of one rank.
 
     Raises:
         RuntimeError: a gradient was changed.
@@ -532,7 +532,7 @@ def refuse_touched(slices: Iterable[tuple[Tensor, NeededSlice]], rank: int) -> N
 def total_norm(
     gradients: Sequence[Tensor], norm_type: float, dtype: torch.dtype, group: dist.ProcessGroup, *, foreach: bool | None
 ) -> Tensor:
-    """Return the norm of all ranks' `gradients`, bitwise equal on all ranks. All ranks call this.
+    """Return the norm over all ranks' `gradients`, bitwise identical on all ranks. All ranks call this.
 
     Shape: ().
     Cost: one all_reduce of one number.
@@ -548,6 +548,6 @@ def total_norm(
 
 
 def dtype_of_norm(groups: Sequence[Mapping[str, Any]]) -> torch.dtype:
-    """Return the dtype of the norm over an optimizer's groups: double if any parameter is double."""
+    """Return the dtype of the norm over an optimizer's groups: float64 if any parameter is float64 or complex128."""
     wide = {torch.float64, torch.complex128}
     return torch.float64 if any(p.dtype in wide for group in groups for p in group["params"]) else torch.float32

@@ -1,7 +1,7 @@
 """Report a run: where its time went, what happened, and what to do about it.
 
-`phalanx run --report DIR` and `phalanx.Trainer(report=DIR)` do not need this module. A loop of your own can report its
-phases:
+`phalanx run --report DIR` and `phalanx.Trainer(report=DIR)` do not need this module. With it, your own training loop
+reports its phases:
 
     phalanx.report.begin("runs/a")                # not needed under `phalanx run --report`
     for batch in my_loader:                       # torch's DataLoader, backward and optimizers are timed anyway
@@ -29,12 +29,12 @@ def begin(
 ) -> None:
     """Record this process's steps for a report in `folder`. Every rank calls it, before its first step.
 
-    Under `phalanx run` the launcher writes the report at the end, also when ranks have died. Under another launcher, or
+    Under `phalanx run` the launcher writes the report at the end, even if ranks have died. Under another launcher, or
     none, rank 0 writes the report when its process ends. The folder of `phalanx run --report` overrides `folder`.
 
     Arguments:
         logger: one logger or several, as for `phalanx.Trainer`. Rank 0 logs the values passed to `log`, and, when its
-            process ends, the curve of the loss and the report.
+            process ends, the loss curve and the report.
         hyperparameters: for the loggers.
 
     Raises:
@@ -51,9 +51,9 @@ def begin(
 
 
 def log(metrics: Mapping[str, float], step: int | None = None) -> None:
-    """Log the values of metrics with the loggers of this run; only rank 0's are logged.
+    """Log metrics with the loggers of this run; only rank 0's metrics are logged.
 
-    `step` is by default the number of steps that this process has recorded. Does nothing if `begin` got no logger.
+    `step` defaults to the number of steps that this process has recorded. Do nothing if `begin` got no logger.
     """
     import sys
 

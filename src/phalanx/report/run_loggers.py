@@ -1,4 +1,4 @@
-"""Log a run with the user's own loop: its metrics live, and its loss curve and report at the end."""
+"""Write a run of the user's own loop to loggers: metrics as they arrive, the loss curve and the report at the end."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from phalanx.loggers.resolve import resolve
 class RunLoggers:
     """`RunLoggers` are the loggers that rank 0 writes to until the report ends; every rank creates them.
 
-    When the process ends, or begins another report, they get the curve of the loss and the report's page so far. The
-    page that the launcher writes into the report's folder afterwards is the complete one.
+    When the process ends, or begins another report, the loggers receive the loss curve and the report page so far. The
+    complete page is the one that the launcher writes into the report's folder afterwards.
     """
 
     def __init__(self, given: Any, hyperparameters: Mapping[str, Any]) -> None:
@@ -40,7 +40,7 @@ class RunLoggers:
         return recorder is not None and recorder.rank_now() == 0
 
     def log(self, metrics: Mapping[str, float], step: int | None) -> None:
-        """Log values of this rank at a step; without one, at the number of steps that were recorded."""
+        """Log values of this rank at `step`, by default the number of recorded steps."""
         recorder = recording.current()
         self._step = step if step is not None else 0 if recorder is None else int(recorder.num_steps)
         self._loggers.log_metrics({name: float(value) for name, value in metrics.items()}, self._step)
@@ -60,7 +60,7 @@ class RunLoggers:
             path = os.path.join(scratch, "report.html")
             try:
                 run = write_page_so_far(folder, path)
-            except Exception as error:  # the program has done its work
+            except Exception as error:  # a report that fails must not fail the program
                 print(f"phalanx.report: no page for the logger: {error}", file=sys.stderr)
             else:
                 for step, loss in run.loss:
@@ -73,7 +73,7 @@ _run_loggers: list[RunLoggers] = []  # the loggers of this process's report: one
 
 
 def begin_loggers(given: Any, hyperparameters: Mapping[str, Any] | None) -> None:
-    """Begin the loggers, once per report: a further call begins no new ones."""
+    """Start the loggers, once per report; further calls do nothing."""
     if given is not None and not _run_loggers:
         _run_loggers.append(RunLoggers(given, dict(hyperparameters or {})))
 

@@ -1,9 +1,9 @@
-"""A strategy is a way of distributing a training job; get one by its name: `phalanx.strategies.get("mirrored")`.
+"""Strategies distribute a training job over ranks. Get one by its name: `phalanx.strategies.get("mirrored")`.
 
 strategy.py        the interface of a strategy
 choose.py          strategies by name, and "auto"
 start.py           restarting a plain script that asks for several devices
-recipe.py          an optimizer's recipe, to recreate it over a rank's parameters
+recipe.py          recreating an optimizer over a rank's parameters
 """
 
 from phalanx.strategies.choose import STRATEGIES as STRATEGIES

@@ -40,7 +40,7 @@ STRATEGIES: dict[str, Callable[..., Strategy]] = {
     )
 }
 
-# Names of other frameworks; the error for such a name suggests our name.
+# Strategy names of other frameworks; the error for such a name suggests ours.
 _ELSEWHERE = {
     "dp": "'mirrored' (a process for each device)",
     "ddp": "'mirrored'",
@@ -57,9 +57,10 @@ _ELSEWHERE = {
 
 @dataclass(frozen=True)
 class Situation:
-    """A `Situation` is the input of "auto": `model_bytes` of parameters, `memory_bytes` of a device; None: unknown.
+    """A `Situation` is what "auto" decides from.
 
-    `may_grow` is True if hosts may join and leave: the choice must not depend on their number.
+    `model_bytes` is the size of the parameters, `memory_bytes` that of a rank's memory; None if unknown. `may_grow` is
+    True if hosts may join and leave: the choice must not depend on their number.
     """
 
     num_ranks: int
@@ -83,7 +84,7 @@ class Choice:
 def decide_strategy(now: Situation) -> Choice:
     """Return the fastest strategy that fits into memory; a pure function.
 
-    Training with Adam keeps a parameter, its gradient and two moments: four times the parameters' bytes.
+    The estimate is four times the parameters' bytes: Adam keeps two moments, in addition to parameters and gradients.
     """
     ranks = now.num_ranks if now.is_launched else now.num_devices
     if ranks == 1 and not now.may_grow:
@@ -118,7 +119,7 @@ def _advise(name: str) -> str:
 
 
 def get(name: str = "auto", *, model: torch.nn.Module | None = None, **options: Any) -> Strategy:
-    """Return the strategy of this name; "auto" chooses one by ranks, hosts and devices, and sets its `reason`.
+    """Return the strategy called `name`; "auto" chooses one by ranks, hosts and devices, and sets its `reason`.
 
     Arguments:
         name: one of `phalanx.strategies.STRATEGIES`, or "auto".
@@ -140,7 +141,7 @@ def get(name: str = "auto", *, model: torch.nn.Module | None = None, **options: 
     devices = decide_devices("strategies.get", None)
     may_grow = False
     if find_agents_store(os.environ):
-        backend.init(timeout=options.get("timeout", 1800.0))  # the group knows whether other hosts may join
+        backend.init(timeout=options.get("timeout", 1800.0))  # the rendezvous tells whether other hosts may join
         may_grow = rendezvous.agents_key() is not None
     ranks, local = find_world(os.environ)
     bytes_of_model = None if model is None else sum(one.nbytes for one in model.parameters())
@@ -148,7 +149,7 @@ def get(name: str = "auto", *, model: torch.nn.Module | None = None, **options: 
     now = Situation(ranks, local, len(devices), launched, bytes_of_model, memory_bytes, may_grow)
     choice = decide_strategy(now)
     if choice.name == "single_device":
-        options.pop("timeout", None)  # there is no group
+        options.pop("timeout", None)  # a single device has no process group, and takes no timeout
     strategy = STRATEGIES[choice.name](**choice.options, **options)
     strategy.reason = choice.reason
     if strategy.is_main:

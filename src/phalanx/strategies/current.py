@@ -1,4 +1,4 @@
-"""Report the strategy under which the current code runs, with the functions of tf.distribute."""
+"""Look up the strategy under which the current code runs, and the replica's context, as in tf.distribute."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ class ReplicaContext:
         self.replica_id_in_sync_group = strategy.replica_id_in_sync_group
 
     def all_reduce(self, reduce_op: Any, value: Any) -> Any:
-        """Return `Strategy.reduce` over the replicas. All replicas call it."""
+        """Return the result of `Strategy.reduce` for `value`. All replicas call it."""
         return self.strategy.reduce(reduce_op, value)
 
     def all_gather(self, value: Tensor, axis: int) -> Tensor:
-        """Return `Strategy.gather` of the replicas. All replicas call it."""
+        """Return the result of `Strategy.gather` for `value`. All replicas call it."""
         return self.strategy.gather(value, axis)
 
     def merge_call(

@@ -11,13 +11,13 @@ from phalanx._base.control_groups import count_cores
 
 
 def decide_devices(called: str, devices: int | Sequence[str] | None) -> list[torch.device]:
-    """Return the devices of this host: all GPUs, or without GPUs one "cpu" for each core that this process may use.
+    """Return the requested devices; None requests all GPUs, or without GPUs one "cpu" per core that may be used.
 
     A control group's CPU quota limits the number of cores.
 
     Raises:
         TypeError: `devices` is neither a number nor a list of names.
-        ValueError: there is no device, some device does not exist, or their types differ.
+        ValueError: no device is requested, some device does not exist, or device types differ.
     """
     gpus = torch.cuda.device_count()
     if devices is None:
@@ -41,7 +41,7 @@ def read_device(called: str, name: torch.device | str) -> torch.device:
     """Return the device of this name.
 
     Raises:
-        ValueError: the name is invalid, or this host has no such device.
+        ValueError: the name is not that of a CPU or CUDA device, or this host has no such device.
     """
     try:
         one = torch.device(name)
@@ -64,7 +64,7 @@ def default_device() -> torch.device:
 
 
 def device_of(devices: Sequence[torch.device], local_rank: int) -> torch.device:
-    """Return the device of a rank, and make a GPU the current device."""
+    """Return the device of a local rank; if it is a GPU, make it the current device."""
     one = devices[local_rank % len(devices)]
     if one.type == "cuda":
         torch.cuda.set_device(one)

@@ -1,7 +1,7 @@
-"""An `IterableLoader` divides an iterable dataset: each replica reads all samples and takes its share.
+"""An `IterableLoader` divides an iterable dataset: each replica reads all samples and keeps its share of each batch.
 
 global batch of 8     s0 s1 s2 s3 s4 s5 s6 s7 | s8 s9                  the last batch has two samples
-replica 0 of 3        s0 s1                   | (s8)                   no sample: computes one that does not count
+replica 0 of 3        s0 s1                   | (s8)                   no sample of its own: s8 does not count here
 replica 1             s2 s3 s4                | s8
 replica 2             s5 s6 s7                | s9
 """
@@ -18,13 +18,14 @@ from phalanx.data.random_stream import RandomStream, epoch_seed
 
 
 class IterableLoader(DataLoader[Any]):
-    """An `IterableLoader` yields one replica's batches; `own` and `total` count samples of the latest global batch.
+    """An `IterableLoader` yields one replica's batches.
 
-    If `own` is 0, the batch has one sample that does not count: a replica without samples must also take the step.
+    Of the latest global batch, `own` is the replica's number of samples, and `total` that of all replicas. If `own` is
+    0, the batch has one sample that does not count: a replica without samples must also take the step.
 
-    A dataset that shuffles by the global generators (torch, Python, NumPy) draws the same numbers on all replicas,
-    derived from `seed` and the epoch. The model's random numbers are unaffected. Without `set_epoch`, the k-th
-    iteration is epoch k.
+    A dataset that shuffles with the global generators (torch, Python, NumPy) draws the same numbers on all replicas,
+    derived from `seed` and the epoch. The model's random numbers are unaffected. Without `set_epoch`, each iteration is
+    the next epoch.
 
     Cost: each replica reads the whole dataset and drops other replicas' samples, in the DataLoader's workers. Each
     epoch starts new workers, even with `persistent_workers`: running workers would not receive the epoch. Without
@@ -63,7 +64,7 @@ class IterableLoader(DataLoader[Any]):
         return self.dataset
 
     def regroup(self, num_replicas: int, replica: int) -> None:
-        """Divide batches among another number of replicas, from the next iteration; global batches do not change."""
+        """Divide batches among another number of replicas from the next iteration on; global batches do not change."""
         self._parts.num_replicas, self._parts.replica = num_replicas, replica
 
     def set_epoch(self, epoch: int) -> None:
@@ -72,7 +73,7 @@ class IterableLoader(DataLoader[Any]):
 
     @property
     def weight(self) -> float:
-        """Return the weight of the latest batch in a mean over replicas: 1 if all have equally many samples."""
+        """Return the latest batch's weight in a mean over replicas: 1 if all replicas have equally many samples."""
         return self.own * self._parts.num_replicas / self.total
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
@@ -123,7 +124,7 @@ def _as_it_is(item: Any) -> Any:
 
 
 def explain_own_division(dataset: Any) -> str:
-    """Describe how a dataset divides itself among ranks, or return "": a rank must not get a share of its share."""
+    """Describe how a dataset already divides itself among ranks, or return "" if it does not."""
     if getattr(dataset, "__dict__", {}).get("_distributed") is not None:
         return "datasets.distributed.split_dataset_by_node has given each rank its part already"
     if any(getattr(stage, "__name__", "") == "split_by_node" for stage in getattr(dataset, "pipeline", None) or ()):

@@ -27,11 +27,11 @@ _OWN = {"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"}
 
 @dataclass(frozen=True)
 class InputContext:
-    """An `InputContext` describes the replica for which a `distribute_datasets_from_function` function gets samples."""
+    """An `InputContext` tells the function of `distribute_datasets_from_function` which replica it is called for."""
 
     num_replicas_in_sync: int
     input_pipeline_id: int
-    """The number of this replica."""
+    """The index of this replica."""
 
     @property
     def num_input_pipelines(self) -> int:
@@ -39,7 +39,7 @@ class InputContext:
         return self.num_replicas_in_sync
 
     def get_per_replica_batch_size(self, global_batch_size: int) -> int:
-        """Return the number of samples of each replica.
+        """Return each replica's number of samples in a global batch.
 
         Raises:
             ValueError: the replicas can't share the batch evenly.
@@ -48,7 +48,7 @@ class InputContext:
 
 
 def divide_batch(batch_size: int, num_replicas: int) -> int:
-    """Return the number of samples of each replica.
+    """Return each replica's number of samples in a batch of `batch_size` samples.
 
     Raises:
         ValueError: the replicas can't share the batch evenly; the message names the nearest sizes that they can share.
@@ -83,7 +83,7 @@ def make_loader(
         TypeError: `dataset` has no length.
     """
     sampler = DistributedSampler(dataset, num_replicas, replica, shuffle, seed, drop_last, padding=padding or drop_last)
-    # Its own generator: a DataLoader draws a number when an epoch begins, which must not change the model's draws.
+    # A separate generator: a DataLoader draws a number when an epoch begins, which must not change the model's draws.
     generator = torch.Generator()
     generator.manual_seed(seed)
     return DataLoader(dataset, batch_size, sampler=sampler, drop_last=drop_last, **{"generator": generator, **options})
@@ -134,7 +134,7 @@ def make_iterable_loader(
 
 
 def require_divided(loader: DataLoader[Any], place: tuple[int, int], *, padding: bool) -> None:
-    """Refuse a loader whose sampler is for other replicas than `place` (number, index), or counts samples twice.
+    """Refuse a loader whose sampler is not for `place` (number of replicas, index), or pads with `padding=False`.
 
     Raises:
         ValueError: the loader is refused; the message gives the reason.
@@ -175,7 +175,7 @@ def options_of(loader: DataLoader[Any]) -> dict[str, Any] | None:
     """Return the arguments with which `Strategy.loader` can divide `loader`; None if it is divided already.
 
     Raises:
-        ValueError, TypeError: the loader has a sampler or an iterator of its own, or no batches.
+        ValueError, TypeError: the loader has a custom sampler or iterator, or no batch size.
     """
     if isinstance(loader.sampler, DistributedSampler) or isinstance(loader, IterableLoader):
         return None
@@ -209,7 +209,7 @@ def options_of(loader: DataLoader[Any]) -> dict[str, Any] | None:
 
 
 def _is_plain(sampler: object, kind: type) -> bool:
-    """Return whether `sampler` is of this kind, as a DataLoader creates it, and not of a derived class."""
+    """Return whether `sampler` is exactly of the class `kind` that a DataLoader creates, not of a subclass."""
     return type(sampler).__name__ == kind.__name__ and type(sampler).__module__ in _MODULES
 
 

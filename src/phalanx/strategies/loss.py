@@ -1,4 +1,4 @@
-"""Compute the loss of a strategy's step from a user's loss function, or a model that returns the loss."""
+"""Compute the loss of a strategy's step from a user's loss function, or from a model's own training_step."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def require_pair(batch: Any) -> Sequence[Any]:
     """Return `batch` if it is a sequence (*model arguments, target).
 
     Raises:
-        TypeError: the batch is a dict or a tensor, whose keys or rows are not arguments.
+        TypeError: the batch is not a tuple or list of at least two elements, but a dict or a tensor, for example.
     """
     if not isinstance(batch, (tuple, list)) or len(batch) < 2:
         size = f" of {len(batch)}" if isinstance(batch, (tuple, list)) else ""
@@ -37,9 +37,9 @@ def require_pair(batch: Any) -> Sequence[Any]:
 
 
 def loss_of_own_step(model: nn.Module, bare: nn.Module, batch: Any) -> Tensor:
-    """Call `bare.training_step(batch)` through `model`, which must see a forward; return the result, or its "loss".
+    """Call `bare.training_step(batch)` as the forward of `model`; return the result, or the result's "loss".
 
-    `model` is the strategy's wrapper of `bare`, or `bare` itself.
+    `model` is the strategy's wrapper of `bare`, which acts only in a forward, or `bare` itself.
     """
     forward, own = bare.forward, vars(bare).get("forward")
 
@@ -53,7 +53,7 @@ def loss_of_own_step(model: nn.Module, bare: nn.Module, batch: Any) -> Tensor:
         return model(batch)  # type: ignore[no-any-return]
     finally:
         vars(bare).pop("forward", None)
-        if own is not None:  # the instance has its own forward, as torch.compile creates it
+        if own is not None:  # the instance had a forward of its own, as torch.compile creates it
             bare.forward = own
 
 

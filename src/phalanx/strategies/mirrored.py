@@ -52,19 +52,19 @@ class ReplicatedStrategy(Strategy):
 
 
 class MirroredStrategy(ReplicatedStrategy):
-    """Use all devices of one host with `phalanx.DistributedDataParallel`: one rank per GPU, or else per core.
+    """Use all devices of one host with `phalanx.DistributedDataParallel`: one rank per GPU, or per core without GPUs.
 
     Started as `python train.py`, with more than one device, the script restarts itself under `phalanx run`: the code
-    above this call runs twice. Under `phalanx run`, torchrun, mpiexec or srun it uses the existing ranks.
+    above this call runs twice. Under `phalanx run`, torchrun, mpiexec or srun the strategy uses the existing ranks.
 
     Arguments:
         devices: their number, or names such as "cuda:0" or "cpu:1"; by default all.
         launch: False never restarts the script; a process without a launcher is one replica.
-        timeout: the limit of each operation between ranks, in seconds.
+        timeout: the time limit of each operation between ranks, in seconds.
         options: passed to DistributedDataParallel.
 
     Raises:
-        ValueError: there are several hosts, or the ranks do not match `devices`.
+        ValueError: the job has several hosts, or its ranks do not match `devices`.
         TypeError: neither the strategy nor DistributedDataParallel has such an option.
         RuntimeError: the program cannot be restarted, for example a notebook.
     """
@@ -100,7 +100,7 @@ class MirroredStrategy(ReplicatedStrategy):
         return wrapped, made
 
     @property
-    def _broadcasts_buffers(self) -> bool:  # then the next step would broadcast them anyway
+    def _broadcasts_buffers(self) -> bool:  # True if the next step would broadcast buffers anyway
         return bool(self._options.get("broadcast_buffers", True))
 
     @property

@@ -20,7 +20,7 @@ from phalanx.strategies.strategy import may_have_others
 
 
 class _RoundsStrategy(ReplicatedStrategy):
-    """A `_RoundsStrategy` trains a bare model on each rank, and averages the models every few optimizer steps."""
+    """A `_RoundsStrategy` trains a model without a wrapper on each rank, and combines the models every few steps."""
 
     def __init__(self, sync_every: int, devices: int | Sequence[str] | None, launch: bool, timeout: float) -> None:
         super().__init__(devices, launch=launch, timeout=timeout)
@@ -100,8 +100,8 @@ class DiLoCoStrategy(_RoundsStrategy):
 
     Arguments:
         sync_every: the number of steps in a round.
-        outer_optimizer: a function that makes the outer optimizer of the model's parameters; by default SGD with lr=0.7
-            and Nesterov momentum 0.9, as in the paper.
+        outer_optimizer: a function that makes the outer optimizer from the model's parameters; by default SGD with
+            lr=0.7 and Nesterov momentum 0.9, as in the paper.
         devices, launch, timeout: as in MirroredStrategy; on one or several hosts.
     """
 

@@ -24,13 +24,13 @@ from phalanx.strategies.strategy import Strategy
 class PipelineStrategy(Strategy):
     """Run `phalanx.Pipeline` over the ranks, or `data` parallel pipelines with averaged gradients.
 
-    A `loss_fn` is required; `step` returns the loss of this pipeline's mini-batch, on each of its ranks.
+    A `loss_fn` is required; `step` returns the loss of this pipeline's mini-batch, on each of the pipeline's ranks.
 
     Arguments:
         data: the number of pipelines, each over its part of the ranks.
-        devices, launch, timeout: as in MirroredStrategy; on one or several hosts. The stages of a rank are on its
+        devices, launch, timeout: as in MirroredStrategy; on one or several hosts. A rank's stages are on the rank's
             device.
-        options: of Pipeline: micro_batches, schedule, balance, checkpoint, example, ...
+        options: passed to Pipeline: micro_batches, schedule, balance, checkpoint, example, ...
 
     Raises:
         ValueError: the ranks do not divide evenly into the pipelines, or do not match `devices`.
@@ -83,7 +83,7 @@ class PipelineStrategy(Strategy):
     def compute_gradients(
         self, batch: Any, *, share: float = 1.0, weight: float | None = None, is_last: bool = True
     ) -> Tensor:
-        """Compute gradients as every strategy does; return the mini-batch's loss."""
+        """Compute the gradients of a whole mini-batch, with `share` and weight 1 only; return the mini-batch's loss."""
         if share * self._weigh(weight) != 1.0 or not is_last:
             raise ValueError(
                 "PipelineStrategy: a step has its micro-batches for what others accumulate, and all replicas have "

@@ -1,4 +1,4 @@
-"""A `Recipe` describes an optimizer, so that an equal one can be made over a rank's parameters."""
+"""A `Recipe` describes an optimizer, so that an equivalent optimizer can be created over a rank's parameters."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ class Recipe:
     def of(called: str, model: nn.Module, optimizer: Optimizer | MakeOptimizer) -> Recipe:
         """Return the recipe of `optimizer` over parameters of `model`.
 
-        Cost: one or two more optimizers are made over the model's parameters, and dropped.
+        Cost: one or two more optimizers are created over the model's parameters, and dropped.
 
         Raises:
-            ValueError: the optimizer has stepped, holds a tensor that is not a parameter of the model, or could not be
-                recreated with the same settings.
+            ValueError: the optimizer has stepped, has a scheduler, holds a tensor that is not a parameter of the model,
+                or could not be recreated with the same settings.
         """
         one = optimizer if isinstance(optimizer, Optimizer) else optimizer(model.parameters())
         kind = type(one).__name__
@@ -92,13 +92,13 @@ class Recipe:
         return self.attach_hooks(self.kind(self.make_groups(parameters), **self.defaults))
 
     def attach_hooks(self, made: Optimizer) -> Optimizer:
-        """Return `made` with the hooks of the original optimizer; their handles still remove them."""
+        """Return `made` with the hooks of the original optimizer; the hooks' handles still remove them."""
         vars(made).update(self.hooks)
         return made
 
 
 def require_parameters_of(called: str, model: nn.Module, optimizer: Optimizer) -> None:
-    """Refuse an optimizer with a tensor that is not a parameter of `model`: it would be neither averaged nor saved.
+    """Refuse an optimizer of a tensor that is not a parameter of `model`, and so would be neither averaged nor saved.
 
     Raises:
         ValueError: the optimizer holds such a tensor; the message has its shape.
@@ -127,7 +127,7 @@ def _list_accepted(kind: type[Optimizer]) -> set[str]:
 
 
 def _find_loss(one: Optimizer, recipe: Recipe, named: Mapping[str, Tensor]) -> str | None:
-    """Describe a setting of `one` that an optimizer made by the recipe lacks; None if it has all settings."""
+    """Describe a setting of `one` that an optimizer made from the recipe would lack; None if it has all settings."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the original caused the same warnings
@@ -139,10 +139,10 @@ def _find_loss(one: Optimizer, recipe: Recipe, named: Mapping[str, Tensor]) -> s
 
 
 def _call_again(called: str, function: MakeOptimizer, groups: Any) -> Optimizer:
-    """Return the optimizer that `function` makes of groups.
+    """Return the optimizer that `function` makes from `groups`.
 
     Raises:
-        ValueError: the function fails, or returns an optimizer of other parameters.
+        ValueError: the function fails, or returns an optimizer over other parameters.
     """
     groups = list(groups)
     advice = (
@@ -162,7 +162,7 @@ def _call_again(called: str, function: MakeOptimizer, groups: Any) -> Optimizer:
 
 
 def _class_of(kind: type[Optimizer], make: MakeOptimizer) -> type[Optimizer]:
-    """Return a class whose call is `make`, for callers that need a class; its instances are a `kind` without hooks."""
+    """Return a subclass of `kind` whose constructor calls `make`, for callers that need a class; without hooks."""
 
     def new(_: type[Optimizer], params: Any) -> Optimizer:
         made = make(params)
@@ -243,7 +243,7 @@ def _below(place: str, key: Any) -> str:
 
 
 def _parts(one: Any) -> tuple[Any, ...] | None:
-    """Return the parts of a callable, since each call of a constructor may make a new object of it."""
+    """Return the parts of a callable to compare, since each call of a constructor may create a new but equal object."""
     if isinstance(one, types.FunctionType):
         cells = [_contents_of(cell) for cell in one.__closure__ or ()]
         return one.__code__, cells, one.__defaults__, one.__kwdefaults__
@@ -271,6 +271,6 @@ def _equal(one: Any, other: Any) -> bool:
     try:
         if isinstance(one, Tensor):
             return torch.equal(one, other)
-        return bool(one == other) or bool(one != one and other != other)  # the latter is NaN
-    except Exception:  # any error of a user's class, or of an array of several values
+        return bool(one == other) or bool(one != one and other != other)  # two NaNs are equal
+    except Exception:  # any error of a user's class, or the ambiguous truth value of an array
         return False

@@ -34,7 +34,7 @@ def is_mean(reduce_op: Reduce) -> bool:
 def reduce_over(
     group: dist.ProcessGroup | None, reduce_op: Reduce, value: Any, axis: int | tuple[int, ...] | None
 ) -> Any:
-    """Reduce `value`, or each of its leaves. All ranks of `group` call it; None means one replica.
+    """Reduce `value`, or each of its leaves. All ranks of `group` call it; `group` is None for a single replica.
 
     Raises:
         TypeError: a leaf is not a number.

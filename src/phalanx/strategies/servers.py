@@ -26,7 +26,7 @@ from phalanx.strategies.strategy import Strategy
 
 
 class ParameterServerStrategy(Strategy):
-    """Train by `phalanx.ParameterServer`: the last ranks serve, and the others pull parameters and push gradients.
+    """Train with `phalanx.ParameterServer`: the last ranks serve, and the others pull parameters and push gradients.
 
     Servers stay in this constructor until all trainers have ended, and then exit; meanwhile they ignore SIGTERM. Only
     the trainers, which are the replicas, run the rest of the script. Each trainer has its own buffers (BatchNorm's
@@ -37,11 +37,11 @@ class ParameterServerStrategy(Strategy):
         num_trainers: ranks that train, if the script restarts itself; by default one for each core.
         synchronous: average a step's gradients over the trainers. False applies each push when it arrives, as
             tf.distribute does.
-        max_staleness: the bound in asynchronous training, in steps; None means no bound.
+        max_staleness: the maximum lead of a trainer in asynchronous training, in steps; None means no maximum.
         launch, timeout: as in MirroredStrategy.
 
     Raises:
-        ValueError: there are not more ranks than servers.
+        ValueError: `num_servers` is below 1, or leaves no rank to train.
     """
 
     name = "parameter_server"
@@ -95,7 +95,7 @@ class ParameterServerStrategy(Strategy):
 
     @property
     def training_group(self) -> dist.ProcessGroup | None:
-        """Return the group of trainers; servers take no part."""
+        """Return the group of trainers, without the servers; None for a single trainer."""
         return self._process_group
 
     def _set_up(self, model: nn.Module, optimizer: Optimizer | MakeOptimizer) -> tuple[nn.Module, Optimizer]:
@@ -132,7 +132,7 @@ class ParameterServerStrategy(Strategy):
         return self._served.total_norm
 
     def _close_at_exit(self) -> None:
-        """Close. If this process ends with an error, do not wait for the other trainers, so that they detect it."""
+        """Close at process exit. After an error, do not wait for the other trainers, so that they detect the loss."""
         if getattr(sys, "last_type", None) is None:
             self.close()
         else:
@@ -186,7 +186,7 @@ class ServedOptimizer(Optimizer):
 
         Raises:
             ValueError: a tensor is not a parameter of the model.
-            MismatchError: another trainer has added another group.
+            MismatchError: another trainer has added a different group.
             PeerLostError: the first trainer is lost, or all servers of a shard are lost.
         """
         super().add_param_group(param_group)
@@ -237,7 +237,7 @@ class ServedOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the servers' complete parameters and optimizer state. All trainers call it."""
         self._send_options()
-        # In the form of an optimizer's state, which a checkpoint compares.
+        # With the keys of an optimizer's state, which a checkpoint checks.
         return {"state": {}, "param_groups": super().state_dict()["param_groups"], "servers": self._server.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -262,7 +262,7 @@ class ServedOptimizer(Optimizer):
 
 
 def _ignore_sigterm() -> None:
-    """Ignore SIGTERM, so that trainers that also receive it can save the servers' state; keep a script's handler."""
+    """Ignore SIGTERM, so that trainers that also receive it can save the servers' state. A script's handler is kept."""
     is_main = threading.current_thread() is threading.main_thread()
     if is_main and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

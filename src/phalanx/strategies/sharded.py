@@ -54,7 +54,7 @@ class ShardedStrategy(MirroredStrategy):
         self.shard = shard
         self._gather_gradients = gather_gradients
         self._offloads = offload
-        self.is_elastic = shard == "optimizer"  # no other rank has a lost rank's part of the model
+        self.is_elastic = shard == "optimizer"  # a lost rank's part of a sharded model exists on no other rank
         self.evaluates_together = self.ranks_differ = shard == "model"
         super().__init__(devices, launch=launch, timeout=timeout, **options)
 

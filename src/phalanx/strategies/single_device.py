@@ -28,7 +28,7 @@ class SingleDeviceStrategy(Strategy):
 
     def __init__(self, device: torch.device | str | None = None) -> None:
         job = Job(0, 1, 0, torch.device("cpu"))
-        if is_launched(os.environ):  # otherwise: a job of one rank needs no process group
+        if is_launched(os.environ):  # without a launcher, this process is alone and needs no process group
             job = backend.init()
         if job.world_size > 1:
             raise ValueError(

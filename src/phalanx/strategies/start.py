@@ -40,7 +40,7 @@ class ScriptCommand:
 
 
 def is_launched(environ: Mapping[str, str]) -> bool:
-    """Return whether a launcher has started this process, as a rank or as an unused process."""
+    """Return whether this process was started by a launcher or by multiprocessing, or has initialized a job."""
     return bool(
         dist.is_initialized()
         or "RANK" in environ
@@ -51,7 +51,7 @@ def is_launched(environ: Mapping[str, str]) -> bool:
 
 
 def join_or_start(called: str, num_ranks: int, *, launch: bool, timeout: float) -> Job:
-    """Return this process's membership in the job. Without a job, restart the program with `num_ranks` ranks.
+    """Join this process's job, and return its place there. Without a job, restart the program with `num_ranks` ranks.
 
     Raises:
         RuntimeError: the program cannot be restarted, for example in a notebook or a test.
@@ -69,7 +69,7 @@ def join_or_start(called: str, num_ranks: int, *, launch: bool, timeout: float) 
 
 
 def _start(program: ScriptCommand, num_ranks: int) -> None:
-    """Replace this process by `phalanx run`; never returns."""
+    """Replace this process with `phalanx run`; never return."""
     flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     words = [sys.executable, *flags, "-m", "phalanx", "run", "--nproc-per-node", str(num_ranks), *program.words]
     sys.stdout.flush()
@@ -105,7 +105,7 @@ def local_world_size(job: Job) -> int:
 
 
 def find_world(environ: Mapping[str, str]) -> tuple[int, int]:
-    """Return the number of ranks of this process's job, and how many are on this host; 1, 1 without a launcher."""
+    """Return the number of ranks of this process's job, and how many are on this host; (1, 1) without a job."""
     launch = find_launch(environ)
     sizes = [environ.get(name, "") for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")]
     if sizes[0].isdecimal():

@@ -1,4 +1,4 @@
-"""`Strategy` defines how a way of distributing treats the five parts of a training script.
+"""`Strategy` is the interface of all strategies: what each does with the five parts of a training script.
 
     model       setup()            wrapped, cut or left as it is; on this rank's device
     optimizer   setup()            kept, or created again over this rank's parameters
@@ -49,7 +49,7 @@ Precision = Literal["32-true", "bf16-mixed", "16-mixed"]
 
 
 class Strategy(ABC):
-    """A `Strategy` is a way of distributing a training job; `phalanx.strategies.get` makes one by its name.
+    """A `Strategy` distributes a training job over ranks; `phalanx.strategies.get` makes one by its name.
 
         strategy = phalanx.strategies.get("mirrored")
         with strategy.scope():
@@ -58,7 +58,7 @@ class Strategy(ABC):
         for x, y in strategy.loader(dataset, batch_size=64):       # 64 over all replicas
             loss = strategy.step(x, y)
 
-    A replica is a copy of the model trained on its part of each global batch: a rank, or several with its parts.
+    A replica is a copy of the model that trains on its part of each global batch: on one rank, or cut over several.
     """
 
     name: str
@@ -90,7 +90,7 @@ class Strategy(ABC):
         self._loss_of: LossOf | None = None
         self._autocast: torch.dtype | None = None
         self._num_setups = 0
-        self._stream: IterableLoader | None = None  # the loader of the latest batch, until its iteration is over
+        self._stream: IterableLoader | None = None  # the iterable dataset's loader that is being iterated, if any
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -113,7 +113,7 @@ class Strategy(ABC):
 
     @property
     def checkpoint_group(self) -> dist.ProcessGroup | None:
-        """Return the group that saves and loads together; None is the job's current group."""
+        """Return the group that saves and loads checkpoints together; None means the job's current group."""
         return None
 
     @property
@@ -137,7 +137,7 @@ class Strategy(ABC):
     ) -> DataLoader[Any]:
         """Return a DataLoader over this replica's part of each batch of `batch_size` samples.
 
-        The k-th batches of all replicas together are the same samples under every strategy. The loader's sampler is a
+        The k-th batches of all replicas together have the same samples under every strategy. The loader's sampler is a
         `phalanx.DistributedSampler`; without `set_epoch` the epoch advances by itself.
 
         Arguments:
@@ -163,7 +163,7 @@ class Strategy(ABC):
             made.on_batch = self._note_stream
             return made
         if group is not None and is_joining(group):
-            # A rank that joins later finds the batch divided among fewer: elastic.State gives it the others' share.
+            # A rank that joins later divides by more replicas than the first ranks did; the Trainer sets their share.
             own = max(1, batch_size // self.num_replicas_in_sync)
         else:
             own = divide_batch(batch_size, self.num_replicas_in_sync)
@@ -204,7 +204,7 @@ class Strategy(ABC):
         return self.distribute(dataset)
 
     def distribute_datasets_from_function(self, dataset_fn: Callable[[InputContext], T]) -> T:
-        """Return the dataset that `dataset_fn` makes for this replica: for streams, which cannot be divided by index.
+        """Return the dataset that `dataset_fn` makes for this replica; use this for streams, which have no indices.
 
         `dataset_fn` is called once, with the `InputContext` of this replica.
         """
@@ -222,7 +222,7 @@ class Strategy(ABC):
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
-        """Build models inside this context: they are equal on all ranks, and on this rank's device. All ranks enter it.
+        """Build models inside this context: with equal values on all ranks, on this rank's device. All ranks enter it.
 
         Inside, `get_strategy()` returns this strategy.
         """
@@ -331,7 +331,7 @@ class Strategy(ABC):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients inside this context on the replica only, without exchanging them."""
+        """Accumulate gradients inside this context locally on the replica, without exchanging them."""
         sync_off = getattr(self._model, "no_sync", None)
         with contextlib.nullcontext() if sync_off is None else sync_off():
             yield
@@ -347,7 +347,7 @@ class Strategy(ABC):
         return torch.autocast(self.device.type, dtype=self._autocast)
 
     def sync_buffers(self) -> None:
-        """Copy the first replica's buffers (such as BatchNorm's) to all, before an evaluation. All ranks call it."""
+        """Broadcast the first replica's buffers, such as BatchNorm's, before an evaluation. All ranks call it."""
         if self._broadcasts_buffers and self.process_group is not None:
             model = self.bare_model
             ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
@@ -361,7 +361,7 @@ class Strategy(ABC):
     def evaluate(self, *inputs: Any) -> Any:
         """Return the model's result without gradients, if this rank has it; None if another rank of the replica has it.
 
-        Replicas need not call it together: they may call it different numbers of times.
+        Replicas need not call it together or equally often, unless `evaluates_together`.
         """
         assert self._model is not None
         with torch.no_grad(), self.autocasting():
@@ -382,7 +382,7 @@ class Strategy(ABC):
     # -- values of all replicas ----------------------------------------------------------------------------------------
 
     def run(self, fn: Callable[..., T], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> T:
-        """Call `fn` in this process's replica. The result is this replica's own; `reduce` combines them.
+        """Call `fn` in this process's replica. The result is this replica's own; `reduce` combines results.
 
         Raises:
             ValueError: `args` is not a tuple or list: `args=(x)` is `x`, whose rows would be the arguments.
@@ -411,7 +411,7 @@ class Strategy(ABC):
     def gather(self, value: Tensor, axis: int = 0) -> Tensor:
         """Return the replicas' tensors concatenated along `axis`, on every rank. All ranks call it.
 
-        Shape: sizes along `axis` may differ, all others are the same.
+        Shape: sizes along `axis` may differ; all other sizes must be equal.
         """
         return gather_over(self.process_group, value, axis)
 
@@ -502,7 +502,7 @@ def world() -> dist.ProcessGroup | None:
 
 
 def may_have_others() -> bool:
-    """Return whether there are several ranks, or others may join from further hosts."""
+    """Return whether there are several ranks, or more may join from other hosts."""
     return world() is not None or (dist.is_initialized() and rendezvous.agents_key() is not None)
 
 
