@@ -1,4 +1,4 @@
-"""`History` keeps a run's checkpoints in one folder: it lists them, adds a new one, and removes old ones.
+"""`History` keeps a run's checkpoints in one folder: it lists them, adds new ones, and removes old ones.
 
     runs/a/
         00000007-step-300/      the seventh save of this folder: a complete checkpoint

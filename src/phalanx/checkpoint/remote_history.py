@@ -279,7 +279,7 @@ class DownloadError(CheckpointError):
 def download(address: str, retry_s: float) -> Iterator[tuple[Path, str, tuple[str, ...]]]:
     """Download a checkpoint; yield its local path, its own address, and the names of the folder's older checkpoints.
 
-    The address leads to a checkpoint, to a folder of checkpoints (the latest is used), or to a single object.
+    The address is that of a checkpoint, of a folder of checkpoints (the latest is used), or of a single object.
 
     Raises:
         CheckpointError: there is no checkpoint, or it cannot be read.

@@ -72,7 +72,7 @@ class CheckpointManager:
 
     Arguments:
         folder: on a disk that every rank sees, if `sharded`; created if missing. Or an fsspec address, such as
-            `s3://bucket/runs/a`: files are first written to the folder for temporary files.
+            `s3://bucket/runs/a`: files are first written to the system's temporary directory.
         keep: how many checkpoints to keep; None for all.
         keep_best: ("accuracy", "max", 3): also keep the three with the highest accuracy in the `metrics` of `save`.
         sharded: every rank writes its part, in the files of torch.distributed.checkpoint; otherwise rank 0 writes one
@@ -156,6 +156,7 @@ class CheckpointManager:
         Raises:
             CheckpointError: writing failed more than `max_failures` times in a row, or `parts` hold values that cannot
                 be saved; on every rank.
+            ValueError, TypeError: `step` is not a number from 0 on, or `parts` is not a dict by name.
             MismatchError, PeerLostError, DeadlineError: some rank did not call this.
         """
         peers = self._peers("CheckpointManager.save")
@@ -171,7 +172,7 @@ class CheckpointManager:
         return self._wait_for_save(peers, is_reported=False)
 
     def async_save(self, step: int, parts: Mapping[str, Any], *, metrics: Mapping[str, float] | None = None) -> None:
-        """Begin to write a checkpoint of the current state, and return when training may continue. All ranks call it.
+        """Start writing a checkpoint of the current state, and return when training may continue. All ranks call it.
 
         Only one checkpoint is written at a time: this first waits for the previous one. A rank that joins a running
         job saves nothing before it is in the group, as with `save`.
@@ -182,6 +183,7 @@ class CheckpointManager:
             CheckpointError: more than `max_failures` saves have failed in a row, or `parts` hold values that cannot be
                 saved; on every rank. Later failures of this save are logged at once, and counted by the next call of
                 this manager.
+            ValueError, TypeError: as `save`.
             MismatchError, PeerLostError, DeadlineError: some rank did not call this.
         """
         peers = self._peers("CheckpointManager.async_save")
@@ -208,12 +210,12 @@ class CheckpointManager:
 
     @property
     def is_saving(self) -> bool:
-        """Return whether this rank is still writing."""
+        """Return whether this rank's work for the last save is still in progress."""
         return self._saving is not None and not self._saving.wait(0)
 
     @property
     def saved_step(self) -> int | None:
-        """Return the step of the newest checkpoint that this process saved, began to save or loaded, or None."""
+        """Return the step of the checkpoint that this process saved, started to save or loaded last, or None."""
         saving = self._saving
         if saving is not None and not saving.error:
             return saving.step
@@ -254,7 +256,7 @@ class CheckpointManager:
         metrics: Mapping[str, float] | None,
         memory: SnapshotMemory | None,
     ) -> Saving | None:
-        """Return a save that is ready to start; None if rank 0 has no draft and `max_failures` allows that."""
+        """Return a save that is ready to start; None if rank 0 could not create it and `max_failures` allows that."""
         if isinstance(step, bool) or not hasattr(step, "__index__") or operator.index(step) < 0:
             raise ValueError(f"{peers.what}: step must be a number from 0 on, got {step!r}")
         if not isinstance(parts, Mapping):
@@ -410,10 +412,10 @@ class CheckpointManager:
 
         One rank reads each piece, verifies its checksum and sends it to the others; shards of a DTensor are read where
         they are needed, from the files of any number of ranks. A rank whose host does not have the folder receives
-        everything from the others. No part is changed before the whole checkpoint was read and fits (names, shapes,
-        dtypes, the class of optimizers and the order of their parameters). If the `load_state_dict` of a part raises on
-        any rank, that is an error on every rank, and some parts may have changed: create them again. Without `parts`
-        the whole state is returned on every rank.
+        everything from the others. No part is changed before the whole checkpoint has been read and found to fit
+        (names, shapes, dtypes, the class of optimizers and the order of their parameters). If the `load_state_dict` of
+        a part raises on any rank, every rank raises, and some parts may have changed: create them again. Without
+        `parts` the whole state is returned on every rank.
 
         Arguments:
             parts: the objects to restore, by the name under which they were saved. A plain value is only in the
@@ -422,7 +424,7 @@ class CheckpointManager:
             map_location: the device of the returned tensors. The tensors of parts stay on their devices.
             strict: False loads the entries that fit and reports the others; otherwise missing, unexpected or misshapen
                 keys are an error that names them.
-            fallback: if a checkpoint is damaged, warn and load the previous one. Otherwise that is an error.
+            fallback: if a checkpoint is damaged, warn and load the previous one, instead of raising.
 
         Raises:
             CheckpointError: the checkpoint is damaged or does not fit, there is none of `step`, or the folder cannot be
@@ -454,7 +456,7 @@ _open: weakref.WeakSet[CheckpointManager] = weakref.WeakSet()
 
 
 def _finish() -> None:
-    """Finish the current saves when a script ends without `wait`: their threads would die with it."""
+    """Finish the current saves when a script ends without `wait`: their threads would die with the process."""
     for manager in list(_open):
         saving = manager._saving
         if saving is not None:
@@ -468,8 +470,8 @@ def _forget() -> None:
 
 
 os.register_at_fork(after_in_child=_forget)
-# Run before the executors of concurrent.futures close: resolving a host name needs an executor. A Python version
-# without `_register_atexit` runs this later, at exit.
+# Run before the executors of concurrent.futures close: resolving a host name needs an executor. In a Python version
+# without `_register_atexit`, this runs later, at exit.
 vars(threading).get("_register_atexit", atexit.register)(_finish)
 
 
@@ -626,7 +628,7 @@ def collect(peers: Peers, parts: Mapping[str, Any], *, sharded: bool | None) -> 
 
 
 def _has_no_values(leaf: object, name: str, pinned: set[str], peers: Peers) -> bool:
-    """Return whether this rank may have to write a tensor that is on the meta device."""
+    """Return whether `leaf` is a tensor on the meta device that this rank may have to write."""
     return isinstance(leaf, Tensor) and leaf.is_meta and (peers.is_first or name not in pinned)
 
 
