@@ -32,7 +32,7 @@ def keep_freed_memory() -> None:
 
 
 def release_freed_memory() -> None:
-    """Return the freed memory that malloc keeps to the system.
+    """Give the freed memory that malloc keeps back to the system.
 
     malloc keeps memory because of `keep_freed_memory` or `phalanx run`, or because it lies between blocks in use. This
     does nothing if malloc is not glibc's. Cost: 10 ms for hundreds of megabytes.
@@ -56,7 +56,7 @@ _LARGE_BYTES = 32 << 10
 
 
 def release_freed_values(held_bytes: int, count: int) -> None:
-    """Return memory to the system after `count` values of `held_bytes` in total were freed, unless they were small.
+    """Give memory back to the system after `count` values of `held_bytes` in total were freed, unless they were small.
 
     malloc keeps that memory, and large values of varying sizes fragment it. In a test with values of 1 MB and a limit
     of 16 MB, malloc kept 70 MB of freed memory.

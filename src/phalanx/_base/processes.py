@@ -96,7 +96,7 @@ def observe_uncaught(listener: Callable[[BaseException], object]) -> None:
 
 @contextlib.contextmanager
 def blocked_signals(numbers: Iterable[int]) -> Iterator[None]:
-    """Block signals in this thread and its child processes, where they stay blocked until unblocked."""
+    """Block signals in this thread, and in processes that it starts here, where they stay blocked until unblocked."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
         yield

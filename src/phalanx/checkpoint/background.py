@@ -135,7 +135,7 @@ class Saving:
 def wait_together(
     peers: Peers, saving: Saving, explain: Callable[[Exception], CheckpointError]
 ) -> CheckpointError | None:
-    """Wait on all ranks until a save is over, and return the error of any rank, or None. All ranks call it.
+    """Wait on all ranks until a save is over, and return the error of any rank, or None. All ranks call this.
 
     Ranks that have finished repeat short collectives. So the group's timeout does not expire, no matter how long a rank
     writes, and no rank counts as silent.

@@ -142,7 +142,7 @@ class History:
         self.best = best
 
     def entries(self) -> list[CheckpointEntry]:
-        """Return all checkpoints, the latest first; none if the folder does not exist.
+        """Return all checkpoints, the latest first; an empty list if the folder does not exist.
 
         Raises:
             OSError: the folder exists, but cannot be read.
@@ -219,7 +219,7 @@ class History:
         Deadline.after(_ENDING_S).wait_until(lambda: not self.remove_abandoned(), _POLL_S)
 
     def metrics_of(self, entry: CheckpointEntry) -> Mapping[str, float]:
-        """Return the metrics of a checkpoint; none if it is damaged."""
+        """Return the metrics of a checkpoint; an empty dict if the checkpoint is damaged."""
         try:
             return read_manifest(entry.path).metrics
         except CheckpointError:

@@ -43,7 +43,7 @@ def load_checkpoint(
     `path` may also be a checkpoint of a `CheckpointManager`, or the folder of its checkpoints, whose latest is loaded.
     A checkpoint at an fsspec address (`s3://bucket/run.pt`) is downloaded first.
 
-    A rank may call it alone: each rank reads the file itself, so every host needs the file. Only tensors, numbers,
+    A rank may call this alone: each rank reads the file itself, so every host needs the file. Only tensors, numbers,
     strings and containers of them are created (torch.load's `weights_only`), so an untrusted file cannot run code.
 
     Arguments:

@@ -73,7 +73,7 @@ class Peers:
         return values
 
     def gather(self, value: T) -> list[T]:
-        """Return every rank's value on rank 0; nothing on the others."""
+        """Return every rank's value on rank 0; an empty list on the others."""
         if self.world_size == 1:
             return [value]
         values: list[Any] | None = [None] * self.world_size if self.is_first else None

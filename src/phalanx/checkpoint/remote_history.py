@@ -165,7 +165,7 @@ class RemoteHistory:
         self._remote.put_bytes(json.dumps(own).encode(), f"{name}/{_WRITING}")
 
     def metrics_of(self, entry: CheckpointEntry) -> Mapping[str, float]:
-        """Return the metrics of a checkpoint; none if it is damaged.
+        """Return the metrics of a checkpoint; an empty dict if the checkpoint is damaged.
 
         Raises:
             Exception: the file system's error, after retrying for the configured time.
@@ -202,7 +202,7 @@ class RemoteHistory:
 
     @contextlib.contextmanager
     def opened(self, peers: Peers, name: str) -> Iterator[Path]:
-        """Yield a local folder with the files that this host's ranks read; remove it at the end. All ranks call it.
+        """Yield a local folder with the files that this host's ranks read; remove it at the end. All ranks call this.
 
         Only rank 0 downloads the file of a whole checkpoint. Each host downloads all files of a sharded checkpoint,
         once.

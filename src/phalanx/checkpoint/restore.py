@@ -26,7 +26,7 @@ from phalanx.checkpoint.tree import Node, build, find, is_dtensor, strides_of_te
 from phalanx.checkpoint.whole import STATE, share_file
 from phalanx.errors import CheckpointError
 
-if TYPE_CHECKING:  # torch.distributed.checkpoint takes most of a second to import: only when needed
+if TYPE_CHECKING:  # torch.distributed.checkpoint takes most of a second to import, so import it only when needed
     from torch.distributed.tensor import DTensor
 
     from phalanx.checkpoint.sharded_read import LoadedPieces
@@ -162,7 +162,7 @@ def find_latest(path: Path) -> Path | None:
 
 
 def read_moved(peers: Peers, path: Path, map_location: str | torch.device) -> tuple[dict[str, Any], OptimizerNotes]:
-    """Return the whole state at `path`, on `map_location`, and the notes on its optimizers. All ranks call it.
+    """Return the whole state at `path`, on `map_location`, and the notes on its optimizers. All ranks call this.
 
     Raises:
         DamagedError: a file is damaged.
@@ -172,7 +172,7 @@ def read_moved(peers: Peers, path: Path, map_location: str | torch.device) -> tu
 
 
 def read_state(peers: Peers, path: Path, parts: Mapping[str, Any]) -> tuple[Manifest, dict[str, Any]]:
-    """Return a checkpoint's manifest and its state: on the CPU, or sharded like `parts`. All ranks call it.
+    """Return a checkpoint's manifest and its state: on the CPU, or sharded like `parts`. All ranks call this.
 
     Raises:
         DamagedError: a file is damaged; on every rank.

@@ -43,7 +43,7 @@ from phalanx.checkpoint.write_problems import (
 )
 from phalanx.errors import CheckpointError
 
-if TYPE_CHECKING:  # torch.distributed.checkpoint takes most of a second to import: only when needed
+if TYPE_CHECKING:  # torch.distributed.checkpoint takes most of a second to import, so import it only when needed
     from phalanx.checkpoint import sharded as sharded_files
 
 
@@ -144,7 +144,7 @@ class CheckpointManager:
     def save(
         self, step: int, parts: Mapping[str, Any], *, metrics: Mapping[str, float] | None = None
     ) -> Path | str | None:
-        """Write a checkpoint, and return its place once it is complete. All ranks call it.
+        """Write a checkpoint, and return its place once it is complete. All ranks call this.
 
         Return None if the save failed and `max_failures` allows that. A rank that joins a running job, and is not in
         `elastic.run` yet, saves nothing: it returns the place of the latest checkpoint, or else the folder.
@@ -172,7 +172,7 @@ class CheckpointManager:
         return self._wait_for_save(peers, is_reported=False)
 
     def async_save(self, step: int, parts: Mapping[str, Any], *, metrics: Mapping[str, float] | None = None) -> None:
-        """Start writing a checkpoint of the current state, and return when training may continue. All ranks call it.
+        """Start writing a checkpoint of the current state, and return when training may continue. All ranks call this.
 
         Only one checkpoint is written at a time: this first waits for the previous one. A rank that joins a running
         job saves nothing before it is in the group, as with `save`.
@@ -195,7 +195,7 @@ class CheckpointManager:
             saving.start(lambda error: self._failed.report(self._explain(peers, saving.step, error)))
 
     def wait(self) -> Path | str | None:
-        """Wait until the last `async_save` is on the disk, and return its place, or None. All ranks call it.
+        """Wait until the last `async_save` is on the disk, and return its place, or None. All ranks call this.
 
         If the group was destroyed meanwhile, only rank 0 returns the place, and only rank 0 and the ranks whose part
         failed raise an error.
@@ -222,7 +222,7 @@ class CheckpointManager:
         return None if self._newest is None else self._newest[0]
 
     def close(self) -> None:
-        """Wait as `wait` does, and release the memory for copies. All ranks call it."""
+        """Wait as `wait` does, and release the memory for copies. All ranks call this."""
         try:
             self.wait()
         finally:
@@ -238,7 +238,7 @@ class CheckpointManager:
             self.give_up()
 
     def give_up(self) -> None:
-        """Abort the current save, unless it is complete already. A rank may call it alone."""
+        """Abort the current save, unless it is complete already. A rank may call this alone."""
         saving, self._saving, self._saving_group = self._saving, None, None
         if saving is not None:
             saving.abort()
@@ -406,7 +406,7 @@ class CheckpointManager:
         strict: bool = True,
         fallback: bool = False,
     ) -> RestoredCheckpoint | None:
-        """Load the latest checkpoint, the checkpoint of `step`, or the best one into `parts`. All ranks call it.
+        """Load the latest checkpoint, the checkpoint of `step`, or the best one into `parts`. All ranks call this.
 
         Return the loaded checkpoint; None if there is no checkpoint at all.
 
@@ -499,7 +499,7 @@ def best_entries(history: History | RemoteHistory, what: str) -> list[Checkpoint
 
 
 def choose(peers: Peers, history: History | RemoteHistory, place: object, step: int | None, *, best: bool) -> list[str]:
-    """Return the names of the checkpoints to try, in order, as rank 0 sees the folder. All ranks call it.
+    """Return the names of the checkpoints to try, in order, as rank 0 sees the folder. All ranks call this.
 
     Arguments:
         place: the folder or the address, for errors.
@@ -555,7 +555,7 @@ class CollectedState:
 
 
 def collect(peers: Peers, parts: Mapping[str, Any], *, sharded: bool | None) -> CollectedState:
-    """Collect the state of all parts, and decide how all ranks write it. All ranks call it.
+    """Collect the state of all parts, and decide how all ranks write it. All ranks call this.
 
     Arguments:
         sharded: every rank writes its part; None decides by the state.
@@ -658,7 +658,7 @@ class FailedSaves:
         )
 
     def add(self, peers: Peers, error: UnwrittenError, *, is_reported: bool) -> None:
-        """Count a failed save. All ranks call it.
+        """Count a failed save. All ranks call this.
 
         Raises:
             CheckpointError: more than `allowed` have failed in a row.
@@ -673,7 +673,7 @@ class FailedSaves:
             _logger.warning("%s %s", error, self._describe_outlook(self._count))
 
     def raise_last(self, peers: Peers) -> None:
-        """Raise if the last save failed. All ranks call it.
+        """Raise if the last save failed. All ranks call this.
 
         Raises:
             CheckpointError: the last save failed.

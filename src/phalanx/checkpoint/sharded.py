@@ -67,7 +67,7 @@ class Plan:
 
 
 def plan_save(tree: Tree, pinned: Collection[str], peers: Peers, before: Plan | None) -> Plan:
-    """Divide the work of saving `tree`; `pinned` are the names of values that rank 0 saves. All ranks call it."""
+    """Divide the work of saving `tree`; `pinned` are the names of values that rank 0 saves. All ranks call this."""
     signature = (peers.rank, peers.world_size, *_signature(tree))
     if all(peers.all_gather(before is not None and before.signature == signature)):
         assert before is not None

@@ -78,7 +78,7 @@ def read_tensors(
     *,
     on_one_machine: bool,
 ) -> tuple[dict[str, Tensor], str | None]:
-    """Return the named tensors, whole or read into `shards`, and this rank's first problem. All ranks call it.
+    """Return the named tensors, whole or read into `shards`, and this rank's first problem. All ranks call this.
 
     `shards` are DTensors to fill, of which this rank has its local part. `readers` are the ranks that see the folder.
     With `on_one_machine` all ranks see it, on one machine with one page cache.

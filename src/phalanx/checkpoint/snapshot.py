@@ -25,14 +25,14 @@ _ALIGN = 64
 
 
 class SnapshotMemory:
-    """`SnapshotMemory` has room for one snapshot at a time; it grows as needed, and is kept."""
+    """`SnapshotMemory` has room for one snapshot at a time. The memory grows as needed, and is kept."""
 
     def __init__(self) -> None:
         self._memory: mmap.mmap | None = None
         self._at = 0
 
     def begin(self, nbytes: int, count: int) -> None:
-        """Make room for a new snapshot of `count` pieces, `nbytes` in all; the previous one is overwritten."""
+        """Make room for a new snapshot of `count` pieces, `nbytes` in total; the previous snapshot is overwritten."""
         room = nbytes + count * _ALIGN
         if self._memory is None or len(self._memory) < room:
             self._memory = mmap.mmap(-1, max(room, 1))

@@ -129,7 +129,7 @@ _ADVICE = {
 
 
 def make_folders(peers: Peers, folders: Mapping[str, str | os.PathLike[str] | None], *, only_try: bool = False) -> None:
-    """Create each folder on rank 0, or test writing at its address. All ranks call it.
+    """Create each folder on rank 0, or test writing at its address. All ranks call this.
 
     The keys are the arguments' names, for errors; None is skipped. `only_try` creates nothing.
 

@@ -263,7 +263,7 @@ class Commits:
 class Switches:
     """`Switches` saves and restores layers' train/eval mode, and whether wrappers' next forward broadcasts buffers.
 
-    A loss may occur during a validation or a gradient accumulation, in which a loop changes them.
+    A loss may occur during a validation or a gradient accumulation, for which the loop has changed these switches.
 
     Cost: one check of each layer in each commit.
     """

@@ -71,7 +71,7 @@ class ElasticGroup:
         self._ours: PhalanxProcessGroup = ours
 
     def start(self) -> None:
-        """Begin the run in its first group, in which all ranks hold the same state. All ranks call it."""
+        """Begin the run in its first group, in which all ranks hold the same state. All ranks call this."""
         self._commits.begin_run()
         self._records = self._new_records(self._layers())
         self._records_generation = self.generation
@@ -82,7 +82,7 @@ class ElasticGroup:
         self.ranks_differ = self._records.gather_answers(0).differ and not self._commits.objects.rounds
 
     def _new_records(self, layers: dict[str, Any], room: tuple[int, int] = (0, 0)) -> RankRecords:
-        """Return new records, for a group that was just formed or for more room. All ranks call it."""
+        """Return new records, for a group that was just formed or for more room. All ranks call this."""
         apart = bool(self._commits.objects.rounds)
         return RankRecords(self.process_group, layers, self._random, room, apart=apart)
 
@@ -142,7 +142,7 @@ class ElasticGroup:
         return self.ranks_differ or is_unseen
 
     def _grow_records(self, number: int, small: Frozen, room: tuple[int, int]) -> None:
-        """Switch to larger records that contain this commit. All ranks call it."""
+        """Switch to larger records that contain this commit. All ranks call this."""
         assert self._records is not None
         fresh = self._new_records(self._layers(), room)
         fresh.is_late = self._records.is_late
@@ -182,7 +182,7 @@ class ElasticGroup:
     # -- in a new generation --------------------------------------------------------------------------------------
 
     def enter(self, generation: GenerationNotice) -> None:
-        """Leave the group, join `generation`, and restore the state to resume from. All ranks of `generation` call it.
+        """Leave the group, join `generation`, and restore the state to resume from. All of its ranks call this.
 
         Raises:
             SupersededError: a later generation has started meanwhile.
@@ -216,7 +216,7 @@ class ElasticGroup:
         return rank_states
 
     def _resume(self, old: Any, rank_states: list[RankState]) -> None:
-        """Restore the state from which the ranks resume. All ranks call it."""
+        """Restore the state from which the ranks resume. All ranks call this."""
         rank = self.process_group.rank()
         with checked_while_forming(self._check):
             self._script_groups.form(self.process_group, [one.groups for one in rank_states])
@@ -413,7 +413,7 @@ class ScriptGroups:
         return tuple(range(size)) if self._is_of_all(kept) else kept.ranks
 
     def form(self, world: Any, named: Sequence[Sequence[Named]]) -> None:
-        """Form each group again from its members; `named` has the groups that each rank lists. All ranks call it."""
+        """Form each group again from its members; `named` has the groups that each rank lists. All ranks call this."""
         rank, size = world.rank(), world.size()
         own = self.name_all(rank, size)
         formed = {group[0] for group, forms in zip(own, plan_groups(own, named), strict=True) if forms}

@@ -43,7 +43,7 @@ def form_world(store: Any, rank: int, world_size: int, timeout: timedelta, check
 
 
 def leave_all_groups() -> None:
-    """Leave all groups without waiting for any rank: lost ranks do not answer, and the others detect it."""
+    """Leave all groups without waiting: lost ranks do not answer, and the others detect that this rank has left."""
     for group in list_groups():
         if (ours := phalanx_group(group)) is not None:
             ours.abort()

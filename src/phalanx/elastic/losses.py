@@ -14,7 +14,7 @@ class NewGenerationError(PhalanxError):
 
 
 def is_mismatch(error: BaseException) -> bool:
-    """Return whether `error`, or an error in its chain, is a mismatch between ranks, which would recur if repeated."""
+    """Return whether `error`, or an error in its chain, is a mismatch between ranks; a new attempt would repeat it."""
     return _has(error, (MismatchError,))
 
 

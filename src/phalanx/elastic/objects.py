@@ -67,7 +67,7 @@ class Objects:
     def layers(self) -> Iterator[nn.Module]:
         """Return all modules and their submodules."""
         below = (layer for module in self.modules for layer in module.modules())
-        return itertools.chain(self.pipelines, below)  # a Pipeline's modules belong to the model only
+        return itertools.chain(self.pipelines, below)  # `Pipeline.modules()` does not include the Pipeline itself
 
     def named_layers(self) -> dict[str, nn.Module]:
         """Return all modules and their submodules by name, each once."""
@@ -171,7 +171,7 @@ class Objects:
     def state_dict(self) -> dict[str, Any]:
         """Return the state of each object but the sampler, by name.
 
-        One rank may call it alone, unless there is a Pipeline.
+        One rank may call this alone, unless there is a Pipeline.
         """
         states: dict[str, Any] = {}
         for name, thing in self.things.items():

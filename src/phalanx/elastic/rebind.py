@@ -16,7 +16,7 @@ _WRAPPERS = (DistributedDataParallel, TorchDistributedDataParallel)
 
 
 def rebind_module(module: nn.Module, old: Any, new: Any) -> None:
-    """Make `module` and its submodules use `new`, and clear its gradients. All ranks of `new` call it."""
+    """Make `module` and its submodules use `new`, and clear its gradients. All ranks of `new` call this."""
     for layer in list(module.modules()):
         if isinstance(layer, DistributedDataParallel):
             layer.regroup(_find_group(layer, new))

@@ -116,7 +116,7 @@ class State:
     def state_dict(self) -> dict[str, Any]:
         """Return the contents of a checkpoint: each object's state by name, plain values, and the position in the data.
 
-        Call it right after a commit to get the state of that commit. A rank may call it alone, unless there is a
+        Call this right after a commit to get the state of that commit. A rank may call this alone, unless there is a
         Pipeline. A model's keys are those of the module inside its wrapper. The states of a sharded optimizer and of a
         Pipeline's stages are complete: they load into another split, and into a model without a Pipeline.
         """

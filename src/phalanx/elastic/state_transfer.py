@@ -230,7 +230,7 @@ class ValuePart:
 
 
 def transfer_state(parts: Sequence[StatePart], source: int, receivers: Sequence[int], group: Any) -> int:
-    """Copy the contents of `source`'s parts to those of the `receivers`. All ranks call it.
+    """Copy the contents of `source`'s parts to those of the `receivers`. All ranks call this.
 
     Return how many bytes of tensors each receiver gets; 0 on a rank that takes no part.
 

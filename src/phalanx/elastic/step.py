@@ -53,7 +53,7 @@ class Runner(Protocol):
         """Return two counters, of which at least one changes whenever the ranks have waited for each other."""
 
     def require_group(self) -> None:
-        """Raise if the group has ended because a rank is lost. All ranks call it."""
+        """Raise if the group has ended because a rank is lost. All ranks call this."""
 
     def before_backward(self) -> None:
         """Record the random states and buffers as the step's forward left them, before any gradient is sent."""

@@ -86,7 +86,7 @@ def plan_round(
 
 
 def transfer_tensors(tensors: Sequence[Tensor], source: int, receivers: Collection[int], group: Any) -> None:
-    """Copy the tensors of `source` to the tensors of `receivers`. All ranks call it.
+    """Copy the tensors of `source` to the tensors of `receivers`. All ranks call this.
 
     The tensors have the same forms on the source and on all receivers; other ranks' tensors stay unchanged.
     """

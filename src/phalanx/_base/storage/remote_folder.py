@@ -48,7 +48,7 @@ class RemoteFolder:
         return f"{self.address}/{name}" if name else self.address
 
     def list(self, below: str = "") -> dict[str, RemoteObject]:
-        """Return all objects by their names in this folder; none if the folder does not exist."""
+        """Return all objects by their names in this folder; an empty dict if the folder does not exist."""
 
         def find() -> Any:
             self._files.invalidate_cache()
