@@ -1,1 +1,1 @@
-"""Tools for every other package: deadlines, processes, descriptors, numbers of the core, torch's names."""
+"""Tools for every other package: deadlines, processes, descriptors, the core's constants, torch's names."""

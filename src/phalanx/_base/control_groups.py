@@ -1,4 +1,4 @@
-"""Read the limits of this process's control groups, of version 1 and version 2."""
+"""Read the limits of this process's control groups (cgroup v1 and v2)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def find_groups(root: str = "/") -> list[str]:
     groups: list[str] = []
     for line in (_read(os.path.join(root, "proc/self/cgroup")) or "").splitlines():
         _, controllers, path = line.split(":", 2)
-        # Version 2 is mounted alone, or beside version 1. Version 1 has a folder, or a link, for each controller.
+        # Version 2 is mounted alone, or beside version 1, which has a folder, or a link, for each controller.
         names = ["", "unified"] if not controllers else [controllers, *controllers.split(",")]
         for base in dict.fromkeys(os.path.join(mount, name) if name else mount for name in names):
             # In a container the path is often the host's, and the group itself is mounted at the base.
@@ -41,7 +41,7 @@ def count_cores(cores: int) -> int:
 
 
 def read_number(group: str, name: str) -> int | None:
-    """Return the number in the file `name` of `group`; None if there is none."""
+    """Return the number in the file `name` of `group`; None if there is no such file, or no number in it."""
     text = _read(os.path.join(group, name))
     return int(text) if text is not None and text.lstrip("-").isdigit() else None
 

@@ -1,7 +1,7 @@
 """The numbers that Python shares with the C core, as the core defines them, and their names.
 
-Where the core is not built (no compiler, no futex) only Python reads these numbers. A number is then its position in
-its list here, so that modules that use the numbers can be imported and run.
+Where the core is not built (no compiler, no futex) only Python uses these numbers. Each is then the position of its
+name in a list here, so that modules that use the numbers can be imported and run.
 """
 
 from __future__ import annotations

@@ -65,5 +65,5 @@ class Deadline:
 
 
 def timeout_ns(timeout_s: float) -> int:
-    """Convert seconds to the core's nanoseconds; an infinite timeout is 292 years."""
+    """Convert seconds to the core's nanoseconds; an infinite timeout becomes 292 years."""
     return int(timeout_s * 1e9) if timeout_s < 9e9 else (1 << 63) - 1

@@ -55,7 +55,7 @@ def find_shortage(needed: int) -> str:
 
 
 def wait_readable(sources: Iterable[T], timeout_s: float | None = None) -> list[T]:
-    """Wait until some of `sources` can be read or have ended, and return them; return none after `timeout_s`.
+    """Wait until some of `sources` can be read or have ended, and return these; return [] after `timeout_s`.
 
     Unlike `select.select`, this accepts descriptors of 1024 and above, which processes of large jobs have.
     """

@@ -1,4 +1,4 @@
-"""The names of each element type and each reduction in PyTorch, in the C core and in our messages."""
+"""Map each element type and each reduction between PyTorch, the C core and our messages."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ DTYPES: Mapping[torch.dtype, DType] = {
     dtype: DType(DTYPE_NUMBERS[_name(dtype)], dtype.itemsize, _name(dtype)) for dtype in _REDUCIBLE
 }
 
-# The core's numbers of the real types, whose tensors are never conjugate views; a negated view is possible.
+# The core's numbers of the real types, whose tensors are never conjugate views, though they may be negative views.
 REAL_CODES: Mapping[torch.dtype, int] = {d: row.code for d, row in DTYPES.items() if not d.is_complex}
 
 REDUCTIONS: Mapping[ReduceOp.RedOpType, int] = {
@@ -85,18 +85,18 @@ _REDUCED = frozenset((d, code) for d in DTYPES for op, code in REDUCTIONS.items(
 
 
 def dtype_of(dtype: torch.dtype) -> DType:
-    """Return the row of `dtype`; an unlisted type is moved as bytes and cannot be reduced."""
+    """Return the `DType` of `dtype`; a type that is not in `DTYPES` is moved as bytes and cannot be reduced."""
     row = DTYPES.get(dtype)
     return row if row is not None else DType(BYTES, dtype.itemsize, _name(dtype))
 
 
 def dtype_name(code: int) -> str:
-    """Return the user's name of the type with this number."""
+    """Return torch's name of the element type with this number."""
     return DTYPE_NAMES.get(code, f"dtype {code}")
 
 
 def reduction_name(code: int) -> str:
-    """Return the user's name of the reduction with this number."""
+    """Return torch's name of the reduction with this number."""
     return REDUCTION_NAMES.get(code, f"reduction {code}")
 
 

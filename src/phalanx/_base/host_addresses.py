@@ -21,7 +21,7 @@ class OwnAddress:
 
     @property
     def is_global(self) -> bool:
-        """Return whether other hosts can use this address, which is neither loopback nor IPv6 link-local."""
+        """Return whether other hosts can use this address: whether it is neither loopback nor IPv6 link-local."""
         ip = ipaddress.ip_address(self.address.partition("%")[0])
         return not (ip.is_loopback or (ip.is_link_local and ip.version == 6))
 
@@ -115,7 +115,7 @@ def _routed_address() -> str:
 
 
 def resolve(host: str) -> list[str]:
-    """Return the addresses of `host`; none if it does not resolve."""
+    """Return the addresses of `host`; an empty list if it does not resolve."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
@@ -124,7 +124,7 @@ def resolve(host: str) -> list[str]:
 
 
 def is_own(host: str) -> bool:
-    """Return whether `host` is a name or address of this host: whether the kernel can bind it."""
+    """Return whether `host` is a name or address of this host, to which a socket can be bound."""
     if host in ("localhost", socket.gethostname()):
         return True
     for address in resolve(host):

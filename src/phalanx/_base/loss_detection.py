@@ -1,6 +1,6 @@
 """How a lost or silent process is detected: by which observation, after how long, with which verdict.
 
-On one host the kernel reports the end of a process, so nothing is guessed. Between hosts, and for a process that still
+On one host the kernel reports the end of a process, so nothing is guessed. On another host, or in a process that still
 runs, only silence can be observed.
 
     observation                             by                             after                  verdict
@@ -42,7 +42,7 @@ HOST_TIMEOUT_S = 9.0  # the timeout of an agent; --host-timeout
 MEMBER_TIMEOUT_S = 10.0  # the timeout of a coordinator without a job
 COORDINATOR_SILENT_S = 30.0  # a running coordinator answers sooner, even a request that waits for a key
 CONNECTION_ENDED_S = 1.5  # a live process reconnects at once, or at the kernel's second attempt, after 1 s
-COORDINATOR_REFUSED_S = 1.0  # a port that refuses connections for so long has no process
+COORDINATOR_REFUSED_S = 1.0  # no process listens at a port that refuses connections for this long
 
 RPC_PULSE_S = 0.2
 RPC_PULSE_LOST_S = 0.7
@@ -58,11 +58,11 @@ SILENT_DEATH_LAG_S = 0.5  # subtracted from the time of an unreported death
 ENDING_S = 5.0  # the time for a process to end after its exception, while the others wait
 DYING_S = 5.0  # the time for the kernel to end a killed process (a system call that cannot be interrupted)
 SILENT_RANK_S = 10.0  # how long a rank may delay others that have given up on it
-SILENT_AGENT_S = 60.0  # the time for an agent to answer, however short the group's operations are
+SILENT_AGENT_S = 60.0  # the time for an agent to answer, however short the group's timeout is
 SWEEP_S = 6.0  # a zygote that has not swept by then is killed: the agent sweeps
 HOST_SWEEP_S = 15.0  # the time for a live host to kill its processes and report
 
-_BEATS_PER_S = 250  # for all members together, unless each then sends too few
+_BEATS_PER_S = 250  # of all members together, unless each would then send too few
 
 
 def heartbeat_s(lost_after_s: float, num_members: int = 1) -> float:

@@ -1,4 +1,4 @@
-"""Set how much freed memory glibc's malloc keeps: the memory that a training step frees for the next step."""
+"""Set how much freed memory glibc's malloc keeps, so that a training step reuses the memory of the previous one."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ _LARGEST_MMAP_THRESHOLD = 32 * 1024 * 1024  # the largest that glibc accepts
 
 @functools.cache
 def keep_freed_memory() -> None:
-    """Set glibc's limits of kept memory to the values that they reach in a process that frees large blocks.
+    """Set glibc's mmap and trim thresholds to the values that they reach in a process that frees large blocks.
 
-    glibc raises both limits by itself, to the largest freed block: up to 32 MiB for a block and 64 MiB at the end of
-    the heap. With small tensors they stay far lower: each step returns the memory of its activations to the system, and
-    the next step gets zeroed pages, which takes 3 of 26 ms of a small ResNet's step. Nothing is changed if environment
-    variables configure malloc, as those of `phalanx run` do, or if malloc is not glibc's.
+    glibc raises both by itself with the largest freed block: the mmap threshold up to 32 MiB, and the trim threshold,
+    for the end of the heap, up to 64 MiB. With small tensors they stay far lower: each step returns the memory of its
+    activations to the system, and the next step gets zeroed pages, which takes 3 of 26 ms of a small ResNet's step.
+    Nothing is changed if environment variables configure malloc, as those of `phalanx run` do, or if malloc is not
+    glibc's.
     """
     if "malloc" in os.environ.get("GLIBC_TUNABLES", "") or any(name.startswith("MALLOC_") for name in os.environ):
         return
@@ -31,10 +32,10 @@ def keep_freed_memory() -> None:
 
 
 def release_freed_memory() -> None:
-    """Return to the system the freed memory that malloc keeps.
+    """Give the freed memory that malloc keeps back to the system.
 
-    malloc keeps memory because of `keep_freed_memory` or `phalanx run`, or because the memory is between blocks in use.
-    This does nothing if malloc is not glibc's. Cost: a hundredth of a second for hundreds of megabytes.
+    malloc keeps memory because of `keep_freed_memory` or `phalanx run`, or because it lies between blocks in use. This
+    does nothing if malloc is not glibc's. Cost: 10 ms for hundreds of megabytes.
     """
     if (trim := _find_trim()) is not None:
         trim(0)
@@ -55,10 +56,10 @@ _LARGE_BYTES = 32 << 10
 
 
 def release_freed_values(held_bytes: int, count: int) -> None:
-    """Return memory to the system after `count` values of `held_bytes` in all were freed, unless they were small.
+    """Give memory back to the system after `count` values of `held_bytes` in total were freed, unless they were small.
 
-    C's allocator keeps that memory, and large values of varying sizes fragment it. In a test with values of 1 MB and a
-    limit of 16 MB, the allocator kept 70 MB of freed memory.
+    malloc keeps that memory, and large values of varying sizes fragment it. In a test with values of 1 MB and a limit
+    of 16 MB, malloc kept 70 MB of freed memory.
     """
     if count and held_bytes // count >= _LARGE_BYTES:
         release_freed_memory()

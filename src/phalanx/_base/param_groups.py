@@ -1,4 +1,4 @@
-"""A parameter group of an optimizer, with its parameters and options, and the state of a parameter."""
+"""Read the options of an optimizer's parameter groups, and check the state of a parameter."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def find_misshapen(state: Mapping[str, Any], shape: torch.Size) -> dict[str, tuple[int, ...]]:
-    """Return the entries of the state of a parameter of `shape` that should have its shape and do not, with theirs."""
+    """Return the entries of a parameter's state that should have the parameter's `shape` but do not, by their shape."""
     return {
         key: tuple(value.shape)
         for key, value in state.items()

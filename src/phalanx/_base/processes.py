@@ -1,4 +1,4 @@
-"""Query, signal and kill processes, and observe the end of this one: descendants, orphans, sessions, exceptions."""
+"""Query, signal and kill processes (descendants, orphans, sessions), and observe the exception that ends this one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from phalanx._base.deadline import Deadline
 SUPPORTED = sys.platform == "linux"  # other systems have no death signal, no adoption of orphans and no /proc
 
 # Makes a rank write its Python stacks. A process without a handler ignores this signal, so it never ends a process by
-# mistake. Scripts rarely use it: it reports urgent data on a socket.
+# mistake. Scripts rarely use it, because its purpose is to report urgent data on a socket.
 STACKS_SIGNAL = signal.SIGURG
 
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGPIPE)  # they end a job
@@ -84,7 +84,7 @@ def outlive_parent() -> None:
 
 
 def observe_uncaught(listener: Callable[[BaseException], object]) -> None:
-    """Call `listener` with the exception that ends this process, before the present `sys.excepthook` prints it."""
+    """Call `listener` with the exception that ends this process, before the current `sys.excepthook` prints it."""
     hook = sys.excepthook
 
     def note(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -96,7 +96,7 @@ def observe_uncaught(listener: Callable[[BaseException], object]) -> None:
 
 @contextlib.contextmanager
 def blocked_signals(numbers: Iterable[int]) -> Iterator[None]:
-    """Block signals in this thread and its child processes, where they stay blocked until unblocked."""
+    """Block signals in this thread, and in processes that it starts here, where they stay blocked until unblocked."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
         yield
@@ -105,7 +105,7 @@ def blocked_signals(numbers: Iterable[int]) -> Iterator[None]:
 
 
 def read_stat(pid: int | str) -> list[str]:
-    """Return the fields of /proc/PID/stat after the command's name, the state first; none if there is no such process.
+    """Return the fields of /proc/PID/stat after the command's name, from the state on; [] if there is no such process.
 
     Field N of proc(5) has the index N - 3.
     """
@@ -181,7 +181,10 @@ def find_session(session: int) -> list[int]:
 
 
 def kill_sessions(sessions: Iterable[int]) -> None:
-    """Kill every process of these sessions (not our own) by SIGKILL; repeat while a live one is found."""
+    """Kill every process of these sessions with SIGKILL, repeatedly while a live one is found.
+
+    The caller's own session must not be among them.
+    """
     for session in sessions:
         for _ in range(1000):
             living = [pid for pid in find_session(session) if read_state(pid) not in ("Z", "")]
@@ -216,14 +219,14 @@ def find_descendants(ancestor: int, spared: int | None = None) -> list[int]:
 
 
 def kill_descendants(groups: Iterable[int] = (), *, spared: int | None = None) -> dict[int, int]:
-    """Kill every descendant of this process by SIGKILL, and reap it; return the wait statuses by process number.
+    """Kill every descendant of this process with SIGKILL, and reap it; return the wait statuses by process number.
 
     `spared`, a child, and its descendants are not killed.
 
     The scan repeats until no descendant is left, because a process can fork between the scan and its death; to find
-    orphans, this process must have called `adopt_orphans`. After five seconds, processes that the kernel cannot end (a
-    hung disk) are given up. If /proc cannot be read, because it is missing or no descriptor is free, only the process
-    groups `groups`, led by children of this process, are killed.
+    orphans, this process must have called `adopt_orphans`. After five seconds, this returns even if the kernel cannot
+    end a process (a hung disk). If /proc cannot be read, because it is missing or no descriptor is free, only the
+    process groups `groups`, led by children of this process, are killed.
     """
     reaped: dict[int, int] = {}
     deadline = Deadline.after(_KILL_LIMIT_S)
@@ -261,10 +264,10 @@ def signal_children(pids: Iterable[int], signum: int, *, group: bool) -> None:
 
 
 def reap_children(spared: int | None = None) -> Iterator[tuple[int, int]]:
-    """Yield the process number and exit code (minus the signal) of each child that has ended.
+    """Yield the process number and exit code (negative for a signal) of each child that has ended.
 
     A child is reaped only when the caller requests the next one, so that until then the numbers of the child and of its
-    process group are not reused (on Linux). `spared` is a child that other code waits for; it ends the list.
+    process group are not reused (on Linux). `spared` is a child that other code waits for; this stops if it has ended.
     """
     while True:
         try:

@@ -35,9 +35,9 @@ def start_thread(target: Callable[[], None], name: str) -> threading.Thread:
 
 
 def call_in_thread(function: Callable[[], T], name: str) -> Future[T]:
-    """Call `function` on a new daemon thread, for a caller that waits for a limited time.
+    """Call `function` on a new daemon thread, so that the caller can limit its wait for the result.
 
-    The future has the result, or the exception; `concurrent.futures.wait` limits the time of a wait for it.
+    Return a future with the result or the exception; `concurrent.futures.wait` takes a timeout.
 
     Raises:
         PhalanxError: as `start_thread`.

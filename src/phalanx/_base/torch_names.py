@@ -1,4 +1,4 @@
-"""Look up undocumented names of torch in one place, and report the lost features if a name is missing."""
+"""Look up undocumented names of torch in one place, and report the lost feature if a name is missing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _logger = get_logger(__name__)
 
 
 class Missing:
-    """A `Missing` replaces a name that torch lacks: any use, as a function, class or module, raises an error."""
+    """A `Missing` stands in for a name that torch lacks: any use, as a function, class or module, raises an error."""
 
     def __init__(self, sentence: str) -> None:
         self.__dict__["_sentence"] = sentence
@@ -43,7 +43,7 @@ def find(path: str, *, loses: str, instead: Any = _ERROR) -> Any:
         path: the dotted name from "torch" on; "torch.a.function(x, y)" also requires parameters of these names, in
             this order, possibly with others between them.
         loses: the lost feature, as a sentence for the user.
-        instead: the replacement.
+        instead: what to return if the name is missing.
     """
     problem = describe_missing(path)
     if not problem:
@@ -55,7 +55,7 @@ def find(path: str, *, loses: str, instead: Any = _ERROR) -> Any:
 
 
 def report_loss(problem: str, loses: str) -> None:
-    """Log, once per process, what this torch lacks and which feature is lost."""
+    """Log, once per process, what the installed torch lacks and which feature is lost."""
     warn_once(_logger, _sentence(problem, loses))
 
 
@@ -65,7 +65,7 @@ def _sentence(problem: str, loses: str) -> str:
 
 
 def describe_missing(path: str) -> str:
-    """Return the problem with a path for `find`, as the end of a sentence about torch; or ""."""
+    """Return what is wrong with a path for `find`, as the end of a sentence about torch; "" if it is found."""
     name, _, parameters = path.partition("(")
     try:
         found = resolve(name)

@@ -1,4 +1,4 @@
-"""The releases of torch with which Phalanx is tested; pyproject.toml, `make matrix` and the documents agree."""
+"""The releases of torch with which Phalanx is tested; pyproject.toml, `make matrix` and the documents must agree."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OLDEST = release_of(TESTED[0])[:2]
 
 
 def describe_untested(version: str) -> str:
-    """Return a sentence that this torch is newer than all tested releases, or ""."""
+    """Return a sentence if this version of torch is newer than all tested releases; otherwise ""."""
     if release_of(version) <= release_of(TESTED[-1]):
         return ""
     return f"torch {version} is newer than the newest that Phalanx is tested with, {TESTED[-1]}"

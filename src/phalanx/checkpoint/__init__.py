@@ -1,7 +1,4 @@
-"""A checkpoint is the saved state of a job, written atomically, and read by any number of ranks.
-
-Either one rank writes it, or all ranks do.
-"""
+"""Save the state of a job atomically, by one rank or by all ranks, and load it on any number of ranks."""
 
 from phalanx.checkpoint.contents import inspect
 from phalanx.checkpoint.load import load_checkpoint

@@ -17,9 +17,9 @@ from typing import BinaryIO
 PARTIAL = re.compile(r"\..+\.[0-9a-f]{8}\.partial")
 # Errors of file systems without anonymous files, or without a way to name one.
 _NAMELESS_REFUSED = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT, errno.EPERM, errno.EXDEV)
-# Errors of folders that cannot be synchronised, or not by this user: nothing more can be done then.
+# Errors of folders that cannot be synchronised, or not by this user; they are ignored.
 _NO_SYNC = (errno.EINVAL, errno.EOPNOTSUPP, errno.EACCES, errno.EPERM, errno.EBADF, errno.EROFS)
-# the most characters of the file's name that a hidden name repeats, since names have a maximal length
+# how many characters of the file's name a hidden name repeats at most, because the length of names is limited
 _NAME_CHARACTERS = 50
 _BLOCK_BYTES = 1 << 20
 
@@ -29,19 +29,20 @@ class NotDurableError(OSError):
 
 
 def replace_file(path: Path, write: Callable[[BinaryIO], None]) -> None:
-    """Replace the file `path` atomically by what `write` writes; it survives a power cut once this returns.
+    """Replace the file `path` atomically with what `write` writes; the file survives a power cut once this returns.
 
-    The bytes go to an anonymous file in the same folder, which is named at the end. If anything fails, or this process
-    dies, that file is gone and `path` is unchanged. A symbolic link stays, and its target is replaced. If the file
-    system has no anonymous files, a hidden file (`.<name>.<random>.partial`) is used instead. A process that is killed
-    leaves it behind; the next call for this folder removes all hidden files that no running process is writing.
+    The bytes go to an anonymous file in the same folder, which gets its name at the end. If anything fails, or this
+    process dies, that file is gone and `path` is unchanged. A symbolic link stays, and its target is replaced. If the
+    file system has no anonymous files, a hidden file (`.<name>.<random>.partial`) is used instead. A killed process
+    leaves its hidden file behind; the next call for this folder removes all that no running process is writing.
 
     A pipe or a character device (`/dev/null`, `/dev/stdout`) is not replaced: the complete bytes are written to it.
     `write` may be called a second time, with an empty file.
 
     Raises:
         NotDurableError: the file is written, but may not survive a power cut.
-        OSError: the folder or the disk refused the file, or `path` is a disk or a socket.
+        OSError: the folder or the disk refused the file; or `path` is a folder, a block device or a socket, or a pipe
+            without a reader.
         Exception: any error of `write`.
     """
     if _is_stream(path):
@@ -89,7 +90,7 @@ def _is_stream(path: Path) -> bool:
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise
-        return False  # nothing is there; any other reason shows when the file is created
+        return False  # nothing is there; any other problem is reported when the file is created
     if stat.S_ISBLK(mode):  # a block device may hold a file system
         raise OSError(errno.ENOTBLK, "it is a disk (a block device), not a file", str(path))
     if stat.S_ISSOCK(mode):
@@ -123,7 +124,7 @@ def _write_unnamed(path: Path, write: Callable[[BinaryIO], None]) -> bool:
         fd = os.open(path.parent, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o666)
     except OSError as error:
         if error.errno in _NAMELESS_REFUSED:
-            return False  # if the folder is missing, the other way reports it
+            return False  # if the folder is missing, creating the hidden file reports it
         raise
     with open(fd, "w+b") as file:
         own = f"/proc/self/fd/{fd}"
@@ -134,8 +135,9 @@ def _write_unnamed(path: Path, write: Callable[[BinaryIO], None]) -> bool:
         _fill(file, write)
         name = _partial_name(path)
         try:
-            # Only a rename replaces an existing name. With a descriptor, which an absolute path ignores, Python calls
-            # linkat, which follows the link in /proc to the file; Python's plain os.link does not.
+            # Only a rename can replace an existing name, so link to a hidden name first. With `src_dir_fd`, which has
+            # no effect on an absolute path, Python calls linkat, which follows the link in /proc to the file; without
+            # it, os.link does not.
             os.link(own, name, src_dir_fd=fd, follow_symlinks=True)
         except OSError as error:
             if error.errno in _NAMELESS_REFUSED:
@@ -169,7 +171,7 @@ def _named(path: Path) -> Iterator[BinaryIO]:
 
 
 def _keep_mode(path: Path, fd: int) -> None:
-    """Give a file the mode of the file that it will replace, if there is one: it may be private, or shared."""
+    """Give a file the mode of the file that it will replace, if there is one, which may be private or shared."""
     with suppress(OSError):
         os.fchmod(fd, stat.S_IMODE(os.stat(path).st_mode))
 

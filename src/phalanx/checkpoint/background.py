@@ -1,4 +1,4 @@
-"""`Saving` is one save, on a thread.
+"""Run one save of a checkpoint on a thread of each rank, while training continues.
 
 thread of each rank    write its part | report
 thread of rank 0       write its part | wait for all parts | commit
@@ -32,7 +32,7 @@ class AbandonedError(CheckpointError):
 
 @dataclass(frozen=True)
 class SaveWork:
-    """`SaveWork` is the work of one save; it does not communicate with other ranks.
+    """`SaveWork` is one rank's work for a save; it runs no collectives.
 
     write         write this rank's part
     commit        on rank 0: give the checkpoint its name, once all `parts` are written
@@ -83,7 +83,7 @@ class Saving:
         return True
 
     def abort(self) -> None:
-        """Abort the save, once this rank's part is written: the checkpoint gets no name, unless it already has one.
+        """Abort the save, and wait until this rank's part is written: the checkpoint gets no name, unless it has one.
 
         Remove the files, again if necessary: another rank may have written some after the thread had removed them.
         """
@@ -94,7 +94,7 @@ class Saving:
             self._work.discard()
 
     def finish_alone(self, timeout_s: float) -> None:
-        """Wait for the end without polling other ranks: for this rank's part, and up to `timeout_s` for the others."""
+        """Wait for this rank's part, and up to `timeout_s` for the other ranks' parts, then abort. Not collective."""
         self._written.wait()
         if not self.wait(timeout_s):
             self.abort()
@@ -135,9 +135,9 @@ class Saving:
 def wait_together(
     peers: Peers, saving: Saving, explain: Callable[[Exception], CheckpointError]
 ) -> CheckpointError | None:
-    """Wait on all ranks until a save is over, and return the error of any rank, or None. All ranks call it.
+    """Wait on all ranks until a save is over, and return the error of any rank, or None. All ranks call this.
 
-    Ranks that have finished repeat short collectives. So the group's timeout does not expire, however long a rank
+    Ranks that have finished repeat short collectives. So the group's timeout does not expire, no matter how long a rank
     writes, and no rank counts as silent.
     """
     started, warned_s = time.monotonic(), 0.0

@@ -39,13 +39,13 @@ class Best:
         return cls(metric, mode, count)
 
     def order(self, items: Sequence[T], value_of: Callable[[T], float | None]) -> list[T]:
-        """Return the best of `items`, best first; equal items keep their order. Leave out values of None or NaN."""
+        """Return the best of `items`, best first; equal ones keep their order. Leave out items of value None or NaN."""
         found = [(value, item) for item in items if (value := value_of(item)) is not None and not math.isnan(value)]
         found.sort(key=lambda pair: pair[0], reverse=self.mode == "max")  # the sort is stable in both directions
         return [item for _, item in found[: self.count]]
 
     def select_best(self, entries: Sequence[T], metrics_of: Callable[[T], Mapping[str, float]]) -> list[T]:
-        """Return the best of `entries`, which begin with the latest: best first, and the oldest first among equals."""
+        """Return the best of `entries` (sorted latest first), best first; among equals, the oldest comes first."""
         return self.order(entries[::-1], lambda entry: metrics_of(entry).get(self.metric))
 
     def add(self, values: Sequence[float], value: float) -> tuple[tuple[float, ...], bool]:
@@ -58,7 +58,7 @@ class Best:
 def choose_outdated(
     entries: Sequence[T], keep: int | None, best: Best | None, metrics_of: Callable[[T], Mapping[str, float]]
 ) -> list[T]:
-    """Return the entries, which begin with the latest, that are neither among the newest `keep` nor the best."""
+    """Return the entries that are neither among the newest `keep` nor the best; `entries` is sorted latest first."""
     if keep is None:
         return []
     old = entries[keep:]

@@ -1,4 +1,4 @@
-"""Find the value in a state that prevents loading the checkpoint, and name it by its path."""
+"""Find the value in a state that torch.load would refuse to load, and name it by its path."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PLAIN = (int, float, str, bool, type(None), bytes, complex)
 
 
 def describe_unsafe_value(state: object) -> tuple[str, str]:
-    """Return the value that makes a state unsafe, and what to save instead; both "" if there is no single such value.
+    """Return the value that makes a state unsafe, and what to save instead; both "" if no such value is found.
 
     This checks every value of the state, so call it only when reporting an error.
     """
@@ -35,9 +35,9 @@ def describe_unsafe_value(state: object) -> tuple[str, str]:
 
 
 def is_plain(value: Any) -> bool:
-    """Return whether torch.load can open `value`. Tensors are not checked: it may refuse a subclass.
+    """Return whether torch.load can open `value`. Tensors are not checked, although torch.load may refuse a subclass.
 
-    Cost: a type check for each value in lists and dicts; an attempt to save each value of another class.
+    Cost: a type check for each value in lists and dicts; a trial save of each value of another class.
     """
     if isinstance(value, torch.Tensor) or type(value) in _PLAIN:
         return True

@@ -1,4 +1,4 @@
-"""Verify files by CRC-32: records in files of torch.save, and whole files."""
+"""Verify files by CRC-32: whole files, and the records in files of torch.save."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _shift(nbytes: int) -> int:
 
 
 def crc32_of_range(file: BinaryIO, begin: int, nbytes: int) -> int:
-    """Return the CRC-32 of `nbytes` of a file from `begin`, or of fewer if the file ends there."""
+    """Return the CRC-32 of `nbytes` of a file from `begin`, or of fewer if the file ends earlier."""
     crc, end = 0, begin + nbytes
     with contextlib.suppress(ImportError):
         from phalanx import _core
@@ -104,7 +104,7 @@ def find_damage(file: BinaryIO) -> str:
     return ""
 
 
-# MS-DOS's attribute of a folder: torch.load's reader trusts it, and would leave the tensor's memory uninitialised
+# the MS-DOS attribute of a folder: torch.load's reader trusts it, and would leave a tensor's memory uninitialised
 _FOLDER = 0x10
 
 

@@ -27,7 +27,7 @@ from phalanx.checkpoint.whole import STATE
 from phalanx.errors import CheckpointError
 
 _VALUE_CHARACTERS = 60
-_JAGGED = {"torch.nested", "torch._dynamo"}  # torch.load needs these imported to make a jagged tensor
+_JAGGED = {"torch.nested", "torch._dynamo"}  # torch.load creates a jagged tensor only if these are imported
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Item:
 class CheckpointContents:
     """`CheckpointContents` is the result of `inspect`.
 
-    `others` are the other checkpoints of the folder, if a folder was inspected.
+    `others` are the older checkpoints in the folder, if a folder of checkpoints was inspected.
     """
 
     path: str
@@ -211,7 +211,7 @@ def _of_torch(path: Path) -> CheckpointContents:
 
 
 def _pieces(path: Path) -> dict[str, Item]:
-    """Return the leaves in torch's `.metadata`."""
+    """Return the leaves that torch's `.metadata` lists, by name."""
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     from phalanx.checkpoint.sharded_metadata import decode_metadata

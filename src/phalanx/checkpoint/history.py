@@ -1,4 +1,4 @@
-"""`History` keeps a run's checkpoints in one folder: it lists them, adds a new one, and removes old ones.
+"""`History` keeps a run's checkpoints in one folder: it lists them, adds new ones, and removes old ones.
 
     runs/a/
         00000007-step-300/      the seventh save of this folder: a complete checkpoint
@@ -142,7 +142,7 @@ class History:
         self.best = best
 
     def entries(self) -> list[CheckpointEntry]:
-        """Return all checkpoints, the latest first; none if the folder does not exist.
+        """Return all checkpoints, the latest first; an empty list if the folder does not exist.
 
         Raises:
             OSError: the folder exists, but cannot be read.
@@ -219,7 +219,7 @@ class History:
         Deadline.after(_ENDING_S).wait_until(lambda: not self.remove_abandoned(), _POLL_S)
 
     def metrics_of(self, entry: CheckpointEntry) -> Mapping[str, float]:
-        """Return the metrics of a checkpoint; none if it is damaged."""
+        """Return the metrics of a checkpoint; an empty dict if the checkpoint is damaged."""
         try:
             return read_manifest(entry.path).metrics
         except CheckpointError:

@@ -25,7 +25,7 @@ _ZIP_BEGINS = b"PK\x03\x04"
 
 
 class Stateful(Protocol):
-    """`Stateful` is a model, an optimizer, a scheduler or a sampler: an object that can load a state."""
+    """`Stateful` is any object that can load a state: a model, an optimizer, a scheduler or a sampler."""
 
     def load_state_dict(self, state_dict: Any, /) -> Any:
         """Load the state `state_dict`."""
@@ -43,8 +43,8 @@ def load_checkpoint(
     `path` may also be a checkpoint of a `CheckpointManager`, or the folder of its checkpoints, whose latest is loaded.
     A checkpoint at an fsspec address (`s3://bucket/run.pt`) is downloaded first.
 
-    A rank may call it alone: each rank reads the file itself, so every host needs the path. Only tensors, numbers,
-    strings and containers of them are created (torch.load's `weights_only`): a file from a stranger cannot run code.
+    A rank may call this alone: each rank reads the file itself, so every host needs the file. Only tensors, numbers,
+    strings and containers of them are created (torch.load's `weights_only`), so an untrusted file cannot run code.
 
     Arguments:
         map_location: the device for all tensors.
@@ -54,7 +54,7 @@ def load_checkpoint(
             object raises, the objects before it keep the loaded state. If an optimizer gets no state for parameters
             that it trains, a warning names the parameters.
         verify: verify every record's checksum first, to detect bits that flipped on a disk or in transit. With False
-            the file is read only once.
+            the file is read only once. A `CheckpointManager`'s checkpoint is always verified.
 
     Cost: one read of the file, and another for `verify`: about 0.8 s and 0.2 s for 1 GB in the page cache.
 

@@ -31,7 +31,7 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """`Manifest` describes a checkpoint: "whole" (torch.save) or "sharded" (torch.distributed.checkpoint)."""
+    """`Manifest` describes a checkpoint, of kind "whole" (torch.save) or "sharded" (torch.distributed.checkpoint)."""
 
     kind: Kind
     step: int

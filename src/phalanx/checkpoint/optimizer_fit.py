@@ -1,8 +1,8 @@
 """Check that a saved state fits an optimizer: its class, the order of its parameters, and a state for each of them.
 
-A state_dict of PyTorch names neither class nor parameters: it has options by group and tensors by number. A
-CheckpointManager records the class, and the parameters' names if it also saves the model. Otherwise the options
-distinguish most classes.
+An optimizer's state_dict names neither its class nor its parameters: it has options by group and tensors by number. A
+CheckpointManager records the class, and the parameters' names if it also saves the model. Without these notes, the
+options distinguish most classes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from phalanx._base.partition.owners import owner_of, whole_name
 from phalanx.checkpoint.wrappers import unwrap_key, wrapper_prefixes
 
 _HOW = frozenset(("params", "foreach", "fused", "capturable", "differentiable", "maximize", "decoupled_weight_decay"))
-"""Options that change only how a state is used; releases of PyTorch have added them over time."""
+"""Entries that do not distinguish classes; the options among them change only how a state is used."""
 
 Order = list[str]
 """The names of an optimizer's parameters by number; a name is "" if no model has the parameter."""
@@ -48,7 +48,7 @@ def note_optimizers(parts: Mapping[str, Any]) -> OptimizerNotes:
 def find_other_class(name: str, optimizer: torch.optim.Optimizer, saved: str) -> list[str]:
     """Return how the class of `optimizer` differs from `saved`, if both are known.
 
-    The options alone do not show it: RAdam has Adamax's.
+    The options alone would not reveal it: those of RAdam and Adamax, for example, are the same.
     """
     here = _class_of(optimizer)
     if not saved or not here or saved == here:
@@ -67,8 +67,8 @@ def _class_of(optimizer: torch.optim.Optimizer) -> str:
 def parameter_orders(parts: Mapping[str, Any]) -> dict[str, list[list[str]]]:
     """Return, for each optimizer in `parts`, all names that its parameters have in the models in `parts`.
 
-    A parameter may have several names; it is called "" if no model has it. Optimizers of a part of a model are left
-    out, because their states are saved by name.
+    A parameter may have several names; its name is "" if no model has it. Optimizers of a split model are left out,
+    because their states are saved by name.
     """
     known: dict[int, list[str]] = {}
     for part_name, part in parts.items():

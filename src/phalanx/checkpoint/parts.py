@@ -1,4 +1,4 @@
-"""Save the parts of a training run by name, and load the states that fit them."""
+"""Get the states of a run's parts (models, optimizers, values) to save, and load the states that fit the parts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from phalanx.checkpoint.wrappers import (
     wrapper_prefixes,
 )
 
-_SHOWN = 8  # the most keys of one category in a message
+_SHOWN = 8  # the maximum number of keys of one category in a message
 
 
 @dataclass
@@ -70,7 +70,7 @@ def states_of(parts: Mapping[str, Any], peers: Peers, *, sharded: bool) -> dict[
 
 
 def is_collective(part: Any) -> bool:
-    """Return whether all ranks must call for this part's state together."""
+    """Return whether all ranks must get this part's state together."""
     return (
         isinstance(part, PartOwner)
         or (isinstance(part, torch.optim.Optimizer) and owner_of(part) is not None)

@@ -1,4 +1,4 @@
-"""`Peers` exchange data about a checkpoint between ranks over any backend, or serve a process without a group."""
+"""`Peers` exchange data about a checkpoint between ranks over any backend, also in a process without a group."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ def _identity(file: BinaryIO | Path | None) -> tuple[object, ...]:
 class Peers:
     """`Peers` are the ranks of `group`, of the default group if None, or this process alone if there is no group.
 
-    `what` names the call in errors. All methods are collective.
+    `what` names the call in errors. All methods that communicate are collective.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, what: str = "a checkpoint") -> None:
         self.what = what
         group = default_group() if group is None else group
         self.is_joining = group is not None and is_joining(group)
-        """Whether this rank joins a running job and is not in its group yet: it saves nothing."""
-        if self.is_joining:  # this rank reads for itself
+        """Whether this rank is joining a running job and is not in its group yet; such a rank saves nothing."""
+        if self.is_joining:  # such a rank reads alone
             group = None
         self.group = group
         self.rank = dist.get_rank(group) if group is not None else 0
@@ -61,7 +61,7 @@ class Peers:
 
     @property
     def is_first(self) -> bool:
-        """Return whether this is rank 0 of the group, which decides and publishes the decision."""
+        """Return whether this is rank 0 of the group, which decides for all ranks."""
         return self.rank == 0
 
     def all_gather(self, value: T) -> list[T]:
@@ -73,7 +73,7 @@ class Peers:
         return values
 
     def gather(self, value: T) -> list[T]:
-        """Return every rank's value on rank 0; nothing on the others."""
+        """Return every rank's value on rank 0; an empty list on the others."""
         if self.world_size == 1:
             return [value]
         values: list[Any] | None = [None] * self.world_size if self.is_first else None
@@ -105,7 +105,7 @@ class Peers:
             content.copy_(on_device)
 
     def agree_with_first(self, problem: str | None, cause: Exception | None = None) -> None:
-        """Raise if rank 0 has a problem; the problems of other ranks do not count.
+        """Raise if rank 0 has a problem; the problems of other ranks are ignored.
 
         Raises:
             CheckpointError: rank 0 has a problem; on every rank.

@@ -20,9 +20,9 @@ class RandomState:
 
         manager.save(step, {"model": model, "random": RandomState()})
 
-    If as many ranks load the state as have saved it, every rank continues with its own. Otherwise, ranks that have a
-    saved state continue with it. Each new rank gets seeds derived from the saved state, which differ from the seeds of
-    all other ranks and are the same each time.
+    Each rank that has a saved state continues with it, whether or not as many ranks load the state as have saved it.
+    Each additional rank gets seeds derived from the saved state, which differ from the seeds of all other ranks and are
+    the same each time.
 
     `state_dict` is collective and returns the same on every rank: 10 to 15 kB per rank.
     """

@@ -165,7 +165,7 @@ class RemoteHistory:
         self._remote.put_bytes(json.dumps(own).encode(), f"{name}/{_WRITING}")
 
     def metrics_of(self, entry: CheckpointEntry) -> Mapping[str, float]:
-        """Return the metrics of a checkpoint; none if it is damaged.
+        """Return the metrics of a checkpoint; an empty dict if the checkpoint is damaged.
 
         Raises:
             Exception: the file system's error, after retrying for the configured time.
@@ -202,7 +202,7 @@ class RemoteHistory:
 
     @contextlib.contextmanager
     def opened(self, peers: Peers, name: str) -> Iterator[Path]:
-        """Yield a local folder with the files that this host's ranks read; remove it at the end. All ranks call it.
+        """Yield a local folder with the files that this host's ranks read; remove it at the end. All ranks call this.
 
         Only rank 0 downloads the file of a whole checkpoint. Each host downloads all files of a sharded checkpoint,
         once.
@@ -279,7 +279,7 @@ class DownloadError(CheckpointError):
 def download(address: str, retry_s: float) -> Iterator[tuple[Path, str, tuple[str, ...]]]:
     """Download a checkpoint; yield its local path, its own address, and the names of the folder's older checkpoints.
 
-    The address leads to a checkpoint, to a folder of checkpoints (the latest is used), or to a single object.
+    The address is that of a checkpoint, of a folder of checkpoints (the latest is used), or of a single object.
 
     Raises:
         CheckpointError: there is no checkpoint, or it cannot be read.

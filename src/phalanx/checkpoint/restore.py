@@ -26,7 +26,7 @@ from phalanx.checkpoint.tree import Node, build, find, is_dtensor, strides_of_te
 from phalanx.checkpoint.whole import STATE, share_file
 from phalanx.errors import CheckpointError
 
-if TYPE_CHECKING:  # torch.distributed.checkpoint takes most of a second to import: only when needed
+if TYPE_CHECKING:  # torch.distributed.checkpoint takes most of a second to import, so import it only when needed
     from torch.distributed.tensor import DTensor
 
     from phalanx.checkpoint.sharded_read import LoadedPieces
@@ -60,7 +60,7 @@ def restore(
     strict: bool,
     fallback: bool,
 ) -> RestoredCheckpoint | None:
-    """Load the first of the checkpoints `names`, or with `fallback` the first undamaged one."""
+    """Load the first of the checkpoints `names`, or with `fallback` the first undamaged one; None if there are none."""
     require_device(map_location, peers.what)
     parts = {} if parts is None else parts
     if not isinstance(parts, Mapping):
@@ -87,7 +87,7 @@ def restore(
 def _read_shown(
     peers: Peers, folder: Path, path: Path | str, stateful: Mapping[str, Any]
 ) -> tuple[Manifest, dict[str, Any]]:
-    """Return the result of `read_state`; errors name the path of the checkpoint, not of a local copy."""
+    """Return the result of `read_state`; errors name the path of the checkpoint, not that of a local copy."""
     try:
         return read_state(peers, folder, stateful)
     except CheckpointError as error:
@@ -140,7 +140,7 @@ def _load_parts(state: dict[str, Any], parts: Mapping[str, Any], report: Mismatc
 
 
 def require_device(map_location: object, what: str) -> None:
-    """Refuse a device that this process does not have; torch.load's other map_locations pass."""
+    """Refuse a device that this process does not have; accept torch.load's other kinds of map_location."""
     if not isinstance(map_location, (str, torch.device)):
         return
     try:
@@ -162,7 +162,7 @@ def find_latest(path: Path) -> Path | None:
 
 
 def read_moved(peers: Peers, path: Path, map_location: str | torch.device) -> tuple[dict[str, Any], OptimizerNotes]:
-    """Return the whole state of the checkpoint at `path`, on a device, and the optimizers' notes. All ranks call it.
+    """Return the whole state at `path`, on `map_location`, and the notes on its optimizers. All ranks call this.
 
     Raises:
         DamagedError: a file is damaged.
@@ -172,7 +172,7 @@ def read_moved(peers: Peers, path: Path, map_location: str | torch.device) -> tu
 
 
 def read_state(peers: Peers, path: Path, parts: Mapping[str, Any]) -> tuple[Manifest, dict[str, Any]]:
-    """Return a checkpoint's manifest and its state, on the CPU; sharded for sharded parts. All ranks call it.
+    """Return a checkpoint's manifest and its state: on the CPU, or sharded like `parts`. All ranks call this.
 
     Raises:
         DamagedError: a file is damaged; on every rank.
@@ -212,7 +212,7 @@ def _read_sharded(peers: Peers, path: Path, manifest: Manifest, parts: Mapping[s
     problem: str | None = None
     head: tuple[bytes, bytes] | None = None
     files = sorted(manifest.files)
-    if peers.rank in readers:  # each of these ranks verifies the checksums of a share
+    if peers.rank in readers:  # each of these ranks verifies the checksums of a share of the files
         mine = readers.index(peers.rank)
         damaged = (find_damaged_file(path, name, manifest.files[name]) for name in files[mine :: len(readers)])
         problem = next(filter(None, damaged), None)
@@ -244,7 +244,7 @@ def _read_sharded(peers: Peers, path: Path, manifest: Manifest, parts: Mapping[s
 
 
 def _laid_out(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """Return `tensor` with its saved strides, unless these would take more memory, as in a malicious file."""
+    """Return `tensor` with its saved strides, unless they would take more memory, as those of a malicious file may."""
     if len(strides) != tensor.dim() or any(type(step) is not int or step < 0 for step in strides):
         return tensor
     return lay_out(tensor, strides) if is_dense(torch.empty_strided(tensor.shape, strides, device="meta")) else tensor

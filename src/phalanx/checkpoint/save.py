@@ -37,11 +37,11 @@ def save_checkpoint(path: str | os.PathLike[str], state: Mapping[str, Any]) -> N
         CheckpointError: rank 0 could not write the file (the disk is full, the folder is missing or forbidden), or
             `state` holds objects that could not be loaded; the message names them. It is raised on all ranks. The old
             checkpoint is unchanged, unless the message says that the new one is in place.
-        MismatchError, PeerLostError, DeadlineError: some rank did not call this; rank 0 has written the file.
+        MismatchError, PeerLostError, DeadlineError: some rank did not call this; if rank 0 did, the file is written.
     """
     place = place_of(path)  # an invalid path is an error on every rank
     peers = Peers(what="save_checkpoint")
-    if peers.is_joining:  # the ranks that train have saved it
+    if peers.is_joining:  # the ranks that train save the file
         return
     problem: str | None = None
     cause: Exception | None = None

@@ -20,7 +20,7 @@ from phalanx.checkpoint.tree import Tree
 from phalanx.checkpoint.whole import write_whole
 from phalanx.checkpoint.write_problems import explain_unwritten
 
-if TYPE_CHECKING:  # torch.distributed.checkpoint takes most of a second to import: only when needed
+if TYPE_CHECKING:  # torch.distributed.checkpoint takes most of a second to import, so import it only when needed
     from phalanx.checkpoint.sharded import Plan, RankShard
 
 Commit = Callable[[Mapping[str, FileRecord]], Path | str]
@@ -35,9 +35,9 @@ def whole_work(
     memory: SnapshotMemory | None,
     commit: Commit,
 ) -> SaveWork:
-    """Return the work of a save to one file, which rank 0 writes, as the owner of the draft. All ranks call it.
+    """Return this rank's work for a save to one file that rank 0 writes; only rank 0 has a draft. All ranks call this.
 
-    If there is a `memory`, the state is first copied into it.
+    If there is a `memory`, rank 0's state is first copied into it.
 
     Raises:
         CheckpointError: the state cannot be copied; on every rank.
@@ -71,7 +71,7 @@ def sharded_work(
     memory: SnapshotMemory | None,
     commit: Commit,
 ) -> SaveWork:
-    """Return this rank's work of a save in which every rank writes its part of `tree`. All ranks call it.
+    """Return this rank's work for a save in which every rank writes its part of `tree`. All ranks call this.
 
     `tree` is the tree of `state`. If there is a `memory`, this rank's part is first copied into it.
 

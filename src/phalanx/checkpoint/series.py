@@ -43,7 +43,7 @@ from phalanx.checkpoint.write_problems import (
 )
 from phalanx.errors import CheckpointError
 
-if TYPE_CHECKING:  # torch.distributed.checkpoint takes most of a second to import: only when needed
+if TYPE_CHECKING:  # torch.distributed.checkpoint takes most of a second to import, so import it only when needed
     from phalanx.checkpoint import sharded as sharded_files
 
 
@@ -72,7 +72,7 @@ class CheckpointManager:
 
     Arguments:
         folder: on a disk that every rank sees, if `sharded`; created if missing. Or an fsspec address, such as
-            `s3://bucket/runs/a`: files are first written to the folder for temporary files.
+            `s3://bucket/runs/a`: files are first written to the system's temporary directory.
         keep: how many checkpoints to keep; None for all.
         keep_best: ("accuracy", "max", 3): also keep the three with the highest accuracy in the `metrics` of `save`.
         sharded: every rank writes its part, in the files of torch.distributed.checkpoint; otherwise rank 0 writes one
@@ -144,7 +144,7 @@ class CheckpointManager:
     def save(
         self, step: int, parts: Mapping[str, Any], *, metrics: Mapping[str, float] | None = None
     ) -> Path | str | None:
-        """Write a checkpoint, and return its place once it is complete. All ranks call it.
+        """Write a checkpoint, and return its place once it is complete. All ranks call this.
 
         Return None if the save failed and `max_failures` allows that. A rank that joins a running job, and is not in
         `elastic.run` yet, saves nothing: it returns the place of the latest checkpoint, or else the folder.
@@ -156,6 +156,7 @@ class CheckpointManager:
         Raises:
             CheckpointError: writing failed more than `max_failures` times in a row, or `parts` hold values that cannot
                 be saved; on every rank.
+            ValueError, TypeError: `step` is not a number from 0 on, or `parts` is not a dict by name.
             MismatchError, PeerLostError, DeadlineError: some rank did not call this.
         """
         peers = self._peers("CheckpointManager.save")
@@ -171,7 +172,7 @@ class CheckpointManager:
         return self._wait_for_save(peers, is_reported=False)
 
     def async_save(self, step: int, parts: Mapping[str, Any], *, metrics: Mapping[str, float] | None = None) -> None:
-        """Begin to write a checkpoint of the current state, and return when training may continue. All ranks call it.
+        """Start writing a checkpoint of the current state, and return when training may continue. All ranks call this.
 
         Only one checkpoint is written at a time: this first waits for the previous one. A rank that joins a running
         job saves nothing before it is in the group, as with `save`.
@@ -182,6 +183,7 @@ class CheckpointManager:
             CheckpointError: more than `max_failures` saves have failed in a row, or `parts` hold values that cannot be
                 saved; on every rank. Later failures of this save are logged at once, and counted by the next call of
                 this manager.
+            ValueError, TypeError: as `save`.
             MismatchError, PeerLostError, DeadlineError: some rank did not call this.
         """
         peers = self._peers("CheckpointManager.async_save")
@@ -193,7 +195,7 @@ class CheckpointManager:
             saving.start(lambda error: self._failed.report(self._explain(peers, saving.step, error)))
 
     def wait(self) -> Path | str | None:
-        """Wait until the last `async_save` is on the disk, and return its place, or None. All ranks call it.
+        """Wait until the last `async_save` is on the disk, and return its place, or None. All ranks call this.
 
         If the group was destroyed meanwhile, only rank 0 returns the place, and only rank 0 and the ranks whose part
         failed raise an error.
@@ -208,19 +210,19 @@ class CheckpointManager:
 
     @property
     def is_saving(self) -> bool:
-        """Return whether this rank is still writing."""
+        """Return whether this rank's work for the last save is still in progress."""
         return self._saving is not None and not self._saving.wait(0)
 
     @property
     def saved_step(self) -> int | None:
-        """Return the step of the newest checkpoint that this process saved, began to save or loaded, or None."""
+        """Return the step of the checkpoint that this process saved, started to save or loaded last, or None."""
         saving = self._saving
         if saving is not None and not saving.error:
             return saving.step
         return None if self._newest is None else self._newest[0]
 
     def close(self) -> None:
-        """Wait as `wait` does, and release the memory for copies. All ranks call it."""
+        """Wait as `wait` does, and release the memory for copies. All ranks call this."""
         try:
             self.wait()
         finally:
@@ -236,7 +238,7 @@ class CheckpointManager:
             self.give_up()
 
     def give_up(self) -> None:
-        """Abort the current save, unless it is complete already. A rank may call it alone."""
+        """Abort the current save, unless it is complete already. A rank may call this alone."""
         saving, self._saving, self._saving_group = self._saving, None, None
         if saving is not None:
             saving.abort()
@@ -254,7 +256,7 @@ class CheckpointManager:
         metrics: Mapping[str, float] | None,
         memory: SnapshotMemory | None,
     ) -> Saving | None:
-        """Return a save that is ready to start; None if rank 0 has no draft and `max_failures` allows that."""
+        """Return a save that is ready to start; None if rank 0 could not create it and `max_failures` allows that."""
         if isinstance(step, bool) or not hasattr(step, "__index__") or operator.index(step) < 0:
             raise ValueError(f"{peers.what}: step must be a number from 0 on, got {step!r}")
         if not isinstance(parts, Mapping):
@@ -404,16 +406,16 @@ class CheckpointManager:
         strict: bool = True,
         fallback: bool = False,
     ) -> RestoredCheckpoint | None:
-        """Load the latest checkpoint, the checkpoint of `step`, or the best one into `parts`. All ranks call it.
+        """Load the latest checkpoint, the checkpoint of `step`, or the best one into `parts`. All ranks call this.
 
         Return the loaded checkpoint; None if there is no checkpoint at all.
 
         One rank reads each piece, verifies its checksum and sends it to the others; shards of a DTensor are read where
         they are needed, from the files of any number of ranks. A rank whose host does not have the folder receives
-        everything from the others. No part is changed before the whole checkpoint was read and fits (names, shapes,
-        dtypes, the class of optimizers and the order of their parameters). If the `load_state_dict` of a part raises on
-        any rank, that is an error on every rank, and some parts may have changed: create them again. Without `parts`
-        the whole state is returned on every rank.
+        everything from the others. No part is changed before the whole checkpoint has been read and found to fit
+        (names, shapes, dtypes, the class of optimizers and the order of their parameters). If the `load_state_dict` of
+        a part raises on any rank, every rank raises, and some parts may have changed: create them again. Without
+        `parts` the whole state is returned on every rank.
 
         Arguments:
             parts: the objects to restore, by the name under which they were saved. A plain value is only in the
@@ -422,7 +424,7 @@ class CheckpointManager:
             map_location: the device of the returned tensors. The tensors of parts stay on their devices.
             strict: False loads the entries that fit and reports the others; otherwise missing, unexpected or misshapen
                 keys are an error that names them.
-            fallback: if a checkpoint is damaged, warn and load the previous one. Otherwise that is an error.
+            fallback: if a checkpoint is damaged, warn and load the previous one, instead of raising.
 
         Raises:
             CheckpointError: the checkpoint is damaged or does not fit, there is none of `step`, or the folder cannot be
@@ -454,7 +456,7 @@ _open: weakref.WeakSet[CheckpointManager] = weakref.WeakSet()
 
 
 def _finish() -> None:
-    """Finish the current saves when a script ends without `wait`: their threads would die with it."""
+    """Finish the current saves when a script ends without `wait`: their threads would die with the process."""
     for manager in list(_open):
         saving = manager._saving
         if saving is not None:
@@ -468,8 +470,8 @@ def _forget() -> None:
 
 
 os.register_at_fork(after_in_child=_forget)
-# Run before the executors of concurrent.futures close: resolving a host name needs an executor. A Python version
-# without `_register_atexit` runs this later, at exit.
+# Run before the executors of concurrent.futures close: resolving a host name needs an executor. In a Python version
+# without `_register_atexit`, this runs later, at exit.
 vars(threading).get("_register_atexit", atexit.register)(_finish)
 
 
@@ -497,7 +499,7 @@ def best_entries(history: History | RemoteHistory, what: str) -> list[Checkpoint
 
 
 def choose(peers: Peers, history: History | RemoteHistory, place: object, step: int | None, *, best: bool) -> list[str]:
-    """Return the names of the checkpoints to try, in order, as rank 0 sees the folder. All ranks call it.
+    """Return the names of the checkpoints to try, in order, as rank 0 sees the folder. All ranks call this.
 
     Arguments:
         place: the folder or the address, for errors.
@@ -553,7 +555,7 @@ class CollectedState:
 
 
 def collect(peers: Peers, parts: Mapping[str, Any], *, sharded: bool | None) -> CollectedState:
-    """Collect the state of all parts, and decide how all ranks write it. All ranks call it.
+    """Collect the state of all parts, and decide how all ranks write it. All ranks call this.
 
     Arguments:
         sharded: every rank writes its part; None decides by the state.
@@ -626,7 +628,7 @@ def collect(peers: Peers, parts: Mapping[str, Any], *, sharded: bool | None) -> 
 
 
 def _has_no_values(leaf: object, name: str, pinned: set[str], peers: Peers) -> bool:
-    """Return whether this rank may have to write a tensor that is on the meta device."""
+    """Return whether `leaf` is a tensor on the meta device that this rank may have to write."""
     return isinstance(leaf, Tensor) and leaf.is_meta and (peers.is_first or name not in pinned)
 
 
@@ -656,7 +658,7 @@ class FailedSaves:
         )
 
     def add(self, peers: Peers, error: UnwrittenError, *, is_reported: bool) -> None:
-        """Count a failed save. All ranks call it.
+        """Count a failed save. All ranks call this.
 
         Raises:
             CheckpointError: more than `allowed` have failed in a row.
@@ -671,7 +673,7 @@ class FailedSaves:
             _logger.warning("%s %s", error, self._describe_outlook(self._count))
 
     def raise_last(self, peers: Peers) -> None:
-        """Raise if the last save failed. All ranks call it.
+        """Raise if the last save failed. All ranks call this.
 
         Raises:
             CheckpointError: the last save failed.

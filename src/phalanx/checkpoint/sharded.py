@@ -1,4 +1,4 @@
-"""Write a checkpoint in parts, one by each rank, in the files of torch.distributed.checkpoint.
+"""Write a checkpoint in parts, one by each rank, in the file format of torch.distributed.checkpoint.
 
     plan       all ranks    assign the pieces of each tensor to ranks: each rank writes its own shards, and about the
                             same number of bytes of replicated tensors; kept for the next save of the same shapes
@@ -6,7 +6,7 @@
     write      each rank    `__<rank>_0.distcp`, then `.part-<rank>`: the list of its pieces, as a sign of completion
     commit     rank 0       when every part is there: `.metadata`, structure.pt, the manifest, the name
 
-Between plan and commit ranks do not communicate: the parts are in the folder, which all ranks must see.
+After the plan the ranks communicate only through the folder (or address), which all ranks must see.
 """
 
 from __future__ import annotations
@@ -55,7 +55,10 @@ _StorageInfo: Any = find(
 
 @dataclass(frozen=True)
 class Plan:
-    """`Plan` lists the pieces of this rank, and on rank 0 of all. `is_uniform`: all states have the same names."""
+    """`Plan` lists the pieces that this rank writes; `metadata`, only on rank 0, lists all pieces.
+
+    `is_uniform`: the states of all ranks have the same names.
+    """
 
     signature: tuple[Any, ...]
     mine: SavePlan
@@ -64,7 +67,7 @@ class Plan:
 
 
 def plan_save(tree: Tree, pinned: Collection[str], peers: Peers, before: Plan | None) -> Plan:
-    """Divide the work of saving `tree`; `pinned` are the names of values that rank 0 saves. All ranks call it."""
+    """Divide the work of saving `tree`; `pinned` are the names of values that rank 0 saves. All ranks call this."""
     signature = (peers.rank, peers.world_size, *_signature(tree))
     if all(peers.all_gather(before is not None and before.signature == signature)):
         assert before is not None
@@ -182,7 +185,7 @@ def encode(value: object) -> bytes:
 
 
 class _Planner(DefaultSavePlanner):
-    """`_Planner` gives torch's writer the pieces assigned earlier, however the state has changed since."""
+    """`_Planner` gives torch's writer the pieces collected earlier, even if the state has changed since."""
 
     def __init__(self, pieces: SavedPieces) -> None:
         super().__init__()
@@ -198,15 +201,15 @@ class _Planner(DefaultSavePlanner):
 
 
 class RecordingFileSystem(FileSystem):
-    """`RecordingFileSystem` writes for torch's writer: it synchronises files, and records lengths and checksums."""
+    """`RecordingFileSystem` writes the files of torch's writer, with fsync, and records their lengths and checksums."""
 
     def __init__(self) -> None:
         self.records: dict[str, FileRecord] = {}
 
     @contextlib.contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Any:
-        """Yield a stream whose length and checksum are recorded when it ends."""
-        with open(path, mode.replace("+", "") + "+") as file:  # a record without a checksum is read again
+        """Yield a stream whose length and checksum are recorded at the end."""
+        with open(path, mode.replace("+", "") + "+") as file:  # readable, to read a record without a checksum again
             stream = ChecksummedStream(cast(Any, file))
             yield stream
             file.flush()
@@ -269,7 +272,7 @@ def part_name(rank: int) -> str:
 def write_metadata(
     folder: Path, plan: Plan, parts: Sequence[RankShard], aliases: Mapping[str, str], structure: bytes
 ) -> dict[str, FileRecord]:
-    """Write the positions of all pieces (torch's `.metadata`) and the structure. Return the files of all parts."""
+    """Write the positions of all pieces (torch's `.metadata`) and the structure; return the records of all files."""
     assert plan.metadata is not None
     metadata = dataclasses.replace(plan.metadata, state_dict_metadata=dict(plan.metadata.state_dict_metadata))
     results = [
@@ -299,7 +302,7 @@ def write_metadata(
 
 
 def _writer(folder: Path) -> tuple[FileSystemWriter, RecordingFileSystem]:
-    # the recording file system synchronises
+    # the recording file system calls fsync itself
     writer, files = FileSystemWriter(folder, sync_files=False), RecordingFileSystem()
     writer.fs = files
     return writer, files

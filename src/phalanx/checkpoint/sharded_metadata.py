@@ -60,7 +60,7 @@ _NAMED: Final[dict[tuple[str, str], Any]] = {
 # Only pickle's Python implementation can restrict BUILD, which sets attributes of any object: those of a class or an
 # Enum's member belong to the whole process. It takes twice as long as the C implementation: 0.4 s for 8,000 pieces.
 class _Unpickler(pickle._Unpickler):
-    """`_Unpickler` creates only the objects of torch's `.metadata`: a file from a stranger runs no code."""
+    """`_Unpickler` creates only the objects of torch's `.metadata`, so that an untrusted file runs no code."""
 
     dispatch: ClassVar = dict(pickle._Unpickler.dispatch)
 

@@ -30,7 +30,7 @@ compute_local_shape_and_global_offset: Any = find(
 
 
 class LoadedPieces:
-    """`LoadedPieces` are the tensors of a sharded checkpoint in `folder`."""
+    """`LoadedPieces` lists and reads the pieces of the tensors of a sharded checkpoint in `folder`."""
 
     def __init__(self, folder: Path, metadata: Metadata) -> None:
         self._folder = folder
@@ -78,10 +78,10 @@ def read_tensors(
     *,
     on_one_machine: bool,
 ) -> tuple[dict[str, Tensor], str | None]:
-    """Return the named tensors, whole or filled into `shards`, and this rank's first problem. All ranks call it.
+    """Return the named tensors, whole or read into `shards`, and this rank's first problem. All ranks call this.
 
-    `shards` are tensors to fill; this rank has a part of each. `readers` are the ranks that see the folder. With
-    `on_one_machine` all ranks see it, on one machine with one page cache.
+    `shards` are DTensors to fill, of which this rank has its local part. `readers` are the ranks that see the folder.
+    With `on_one_machine` all ranks see it, on one machine with one page cache.
     """
     alone = set(names) if on_one_machine else set(shards) if peers.rank in readers else set()
     by_all = set.intersection(*peers.all_gather(alone))

@@ -21,7 +21,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Box:
-    """A `Box` is the elements `offsets` to `offsets + sizes` of a tensor.
+    """A `Box` covers the elements `offsets` to `offsets + sizes` of a tensor.
 
     `start` is the position of its first element in the rank's range, in memory order.
     """
@@ -60,7 +60,10 @@ def _in_row(shape: tuple[int, ...], row: int, number: int, start: int, stop: int
 
 
 class SlicedTensor:
-    """`SlicedTensor` has the elements `start` to `stop` of a tensor of this shape and strides, in memory order."""
+    """`SlicedTensor` is a range of the elements of a tensor, in memory order: those of `flat`, from `start` on.
+
+    `shape` and `stride` are those of the whole tensor.
+    """
 
     def __init__(self, shape: Sequence[int], stride: Sequence[int], start: int, flat: Tensor) -> None:
         self.shape = torch.Size(shape)

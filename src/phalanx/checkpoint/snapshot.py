@@ -25,14 +25,14 @@ _ALIGN = 64
 
 
 class SnapshotMemory:
-    """`SnapshotMemory` has room for one snapshot at a time; it grows as needed, and is kept."""
+    """`SnapshotMemory` has room for one snapshot at a time. The memory grows as needed, and is kept."""
 
     def __init__(self) -> None:
         self._memory: mmap.mmap | None = None
         self._at = 0
 
     def begin(self, nbytes: int, count: int) -> None:
-        """Make room for a new snapshot of `count` pieces, `nbytes` in all; the previous one is overwritten."""
+        """Make room for a new snapshot of `count` pieces, `nbytes` in total; the previous snapshot is overwritten."""
         room = nbytes + count * _ALIGN
         if self._memory is None or len(self._memory) < room:
             self._memory = mmap.mmap(-1, max(room, 1))
@@ -55,7 +55,7 @@ class SnapshotMemory:
 
 
 def copy_contiguous(tensors: Iterable[Tensor], memory: SnapshotMemory) -> list[Tensor]:
-    """Copy each tensor, contiguous, to the CPU: the form that torch.distributed.checkpoint stores."""
+    """Return contiguous copies of the tensors on the CPU, the form that torch.distributed.checkpoint stores."""
     sources = [tensor.detach() for tensor in tensors]
     plain = [_is_plain(tensor) for tensor in sources]
     memory.begin(sum(t.nbytes for t, is_plain in zip(sources, plain, strict=True) if is_plain), len(sources))
@@ -69,7 +69,7 @@ def copy_contiguous(tensors: Iterable[Tensor], memory: SnapshotMemory) -> list[T
 
 
 def copy_tree(state: Any, memory: SnapshotMemory) -> Any:
-    """Copy a state's tensors to the CPU, and everything else that can change; return the copied state.
+    """Return a copy of `state`: its tensors on the CPU, and copies of all other values that can change.
 
     Copies share memory where the originals do, so that torch.save writes the same file.
     """
@@ -83,7 +83,7 @@ def copy_tree(state: Any, memory: SnapshotMemory) -> Any:
         if storage.nbytes():
             copy.copy_(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage))
         copies[key] = copy.untyped_storage()
-    # This works like copy.deepcopy: the copies are keyed by the identity of the original.
+    # as the memo of copy.deepcopy: the copies are keyed by the id of the original
     known: dict[int, Any] = {key: _copy(tensor, copies) for key, tensor in tensors.items()}
     for key, tensor in tensors.items():
         if (own := vars(tensor)) and known[key] is not tensor:  # attributes that the user has set on the tensor

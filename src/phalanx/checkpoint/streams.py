@@ -1,4 +1,4 @@
-"""Streams for torch.save, which write to the disk early, and for torch.load, which read a part of a file."""
+"""Let torch.save start its writes to the disk early, and let torch.load read a part of a file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Write and read `structure.pt`: a state without its tensors, which torch.load opens with weights_only."""
+"""Encode and decode `structure.pt`: a state without its tensors, in a file that torch.load opens with weights_only."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def merge_structures(encoded: Sequence[bytes]) -> tuple[bytes, Mapping[str, str]
     structure, _ = decoded[0]
     for other, _ in decoded[1:]:
         structure = merge(structure, other)
-    # If a name is an alias on one rank and a tensor on another, the second rank writes the tensor.
+    # A name that is an alias on one rank and a tensor on another is not an alias: the second rank writes the tensor.
     written = {name for one, aliases in decoded for name in tensor_names(one) if name not in aliases}
     merged = {name: same for _, aliases in decoded for name, same in aliases.items() if name not in written}
     return _encode(structure, merged), merged

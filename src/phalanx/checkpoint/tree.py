@@ -155,7 +155,7 @@ def is_tensor(value: object) -> bool:
 
 
 def is_dtensor(value: object) -> bool:
-    """Return whether a value is a DTensor, without importing its module, which takes most of a second."""
+    """Return whether a value is a DTensor, without importing DTensor's module, which takes most of a second."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 

@@ -1,4 +1,4 @@
-"""Write a checkpoint as one file of torch.save on rank 0; read it there and send it to the others."""
+"""Write a checkpoint as one file of torch.save on rank 0, and share the file with all ranks to read it."""
 
 from __future__ import annotations
 
@@ -64,7 +64,8 @@ def write_whole(folder: Path, state: Mapping[str, Any]) -> dict[str, FileRecord]
 def share_file(peers: Peers, path: Path, record: FileRecord) -> tuple[str | None, BinaryIO | None]:
     """Verify the checkpoint file at `path`, and open it on every rank. All ranks call this.
 
-    Return the problem and None, or None and the file: the file itself, or a copy in memory if a rank does not see it.
+    Return the problem and None, or None and the file. If some rank does not see the file, all ranks except rank 0 get
+    a copy in memory.
 
     Cost: if all ranks are on one machine and see the same file, each verifies the checksum of a share, and no contents
     are sent; the file is in the page cache afterwards. Otherwise rank 0 reads the file once, and broadcasts it in
@@ -99,7 +100,7 @@ def _open(path: Path, record: FileRecord) -> tuple[BinaryIO | None, str | None]:
 
 
 def _compare_together(peers: Peers, path: Path, record: FileRecord, file: BinaryIO) -> str | None:
-    """Verify a file that all ranks see, a share on each rank; return its problem, or None."""
+    """Verify a file that all ranks see, each rank a share of it; return its problem, or None."""
     bounds = [record.nbytes * rank // peers.world_size for rank in range(peers.world_size + 1)]
     begin, nbytes = bounds[peers.rank], bounds[peers.rank + 1] - bounds[peers.rank]
     crc, problem = 0, None

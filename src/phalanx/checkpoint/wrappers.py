@@ -52,7 +52,7 @@ def without_wrappers(state: Mapping[str, Any], prefixes: Sequence[str]) -> dict[
 
 
 def versions_as_wrapped(versions: Mapping[str, Any], own: Mapping[str, Any], prefixes: Sequence[str]) -> dict[str, Any]:
-    """Return `versions`, by module names without wrappers, also under the names with wrappers in the state `own`."""
+    """Return `versions`, whose module names are without wrappers, also under the names with wrappers from `own`."""
     names = {name: _unwrap_module(name, prefixes) for name in versions_of(own) or {}}
     return {**versions, **{name: versions[plain] for name, plain in names.items() if plain in versions}}
 
@@ -69,7 +69,7 @@ def set_versions(state: OrderedDict[str, Any], versions: Mapping[str, Any]) -> N
 
 
 def _is_our_wrapper(kind: type) -> bool:
-    """Return whether a class is Phalanx's replacement for a wrapper of PyTorch; it is found by name, not imported."""
+    """Return whether a class is Phalanx's replacement for a wrapper of PyTorch, by its name, without an import."""
     return kind.__module__.startswith("phalanx.") and kind.__name__ in _OURS
 
 

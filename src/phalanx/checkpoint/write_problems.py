@@ -108,7 +108,7 @@ def describe_disk_error(error: BaseException) -> tuple[str, str]:
 
 
 def _disk_error(error: BaseException | None) -> OSError | None:
-    """Return the disk's own error: torch.save replaces it by an error about positions in its archive."""
+    """Return the disk's own error, which torch.save replaces with an error about positions in its archive."""
     while error is not None and not isinstance(error, OSError):
         error = error.__cause__ or error.__context__
     return error
@@ -129,7 +129,7 @@ _ADVICE = {
 
 
 def make_folders(peers: Peers, folders: Mapping[str, str | os.PathLike[str] | None], *, only_try: bool = False) -> None:
-    """Create each folder on rank 0, or test writing at its address. All ranks call it.
+    """Create each folder on rank 0, or test writing at its address. All ranks call this.
 
     The keys are the arguments' names, for errors; None is skipped. `only_try` creates nothing.
 

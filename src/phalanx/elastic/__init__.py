@@ -1,4 +1,4 @@
-"""Keep training when ranks are lost: this package keeps the state from which an elastic job continues."""
+"""Elastic training: `State` names what to keep, and `run` resumes from it after ranks are lost or join."""
 
 from phalanx.elastic.run import run
 from phalanx.elastic.state import State

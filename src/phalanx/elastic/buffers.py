@@ -18,7 +18,10 @@ _ALIGN = 64
 
 
 class Buffers:
-    """`Buffers` finds the buffers of `layers` at each step, and plans again if one was added, removed or reshaped."""
+    """`Buffers` finds the buffers of `layers` at each step, and makes a new plan if one was added, removed or reshaped.
+
+    A buffer's form is its shape, strides, dtype and device.
+    """
 
     def __init__(self, layers: Mapping[str, nn.Module]) -> None:
         self._layers = layers
@@ -29,7 +32,7 @@ class Buffers:
         self.tensors: list[Tensor] = []
         """The buffers found by the latest call of `refresh`, each once."""
         self.plan = b""
-        """Their names and forms, pickled, in the form that `restore` reads."""
+        """Names and forms of the buffers, pickled for `restore`."""
 
     def refresh(self) -> bool:
         """Find the current buffers, and return whether names and forms are unchanged since the previous call."""
@@ -71,7 +74,7 @@ class Buffers:
 
     @property
     def nbytes(self) -> int:
-        """Return the number of bytes of memory that `views` needs."""
+        """Return how many bytes of memory `views` needs."""
         return room_for(self.tensors)
 
     def views(self, memory: Tensor) -> list[Tensor]:
@@ -95,7 +98,7 @@ class Buffers:
 
     @torch.no_grad()
     def restore(self, plan: bytes, saved: Sequence[Tensor]) -> None:
-        """Replace the buffers of the layers by those that `plan` names, with the values of `saved`.
+        """Replace the buffers of the layers by those in `plan`, with the values of `saved`.
 
         Raises:
             JobEndedError: `plan` names a layer that this rank does not have.
@@ -153,12 +156,12 @@ def _has_form(tensor: Any) -> bool:
 
 
 def room_for(tensors: Sequence[Tensor]) -> int:
-    """Return the number of bytes of memory that `views_of` needs for tensors of these forms."""
+    """Return how many bytes of memory `views_of` needs for tensors of these shapes and dtypes."""
     return sum(-(-t.nbytes // _ALIGN) * _ALIGN for t in tensors)
 
 
 def views_of(forms: Sequence[tuple[torch.Size, torch.dtype]], memory: Tensor) -> list[Tensor]:
-    """Return tensors of these forms, one after another in `memory`."""
+    """Return views of `memory` with these shapes and dtypes, one after another."""
     views, at = [], 0
     for shape, dtype in forms:
         nbytes = shape.numel() * dtype.itemsize

@@ -1,4 +1,4 @@
-"""`AgentChannel` is a rank's connection to the agent of `phalanx run`, open until the rank exits."""
+"""`AgentChannel` connects a rank to the agent of `phalanx run`, which decides who is in each generation."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ _REQUEST_EVERY_S = 5.0  # how often the rank asks the agent for the next generat
 
 
 class AgentChannel:
-    """`AgentChannel` is a `Generations` in which the agent decides.
+    """`AgentChannel` implements `Generations` with messages to and from the agent of this host.
 
-    Only the main thread uses it, and only a recovery blocks in it.
+    Only the main thread uses it. Once connected, only a recovery waits for messages.
     """
 
     def __init__(self, agent: str, rank: int, generation: int, *, min_ranks: int, wait_s: float) -> None:
@@ -86,7 +86,7 @@ class AgentChannel:
     # -- messages to the agent -----------------------------------------------------------------------------------
 
     def _send(self, **message: Any) -> None:
-        if os.getpid() == self._pid:  # a fork of the rank does not report
+        if os.getpid() == self._pid:  # a forked child of the rank sends nothing
             with contextlib.suppress(OSError):  # the agent has exited, so the kernel is about to kill this process
                 self._channel.send(message)
 
@@ -110,7 +110,7 @@ class AgentChannel:
         )
 
     def regrouped(self, number: int) -> None:
-        """Report that this rank has joined the group of generation `number`, and has the state."""
+        """Report that this rank has joined the group of generation `number`, and holds the state."""
         self._send(kind="regrouped", generation=number)
 
     def failed(self, step: int, error: str) -> None:
@@ -125,12 +125,12 @@ class AgentChannel:
     # -- messages from the agent ---------------------------------------------------------------------------------
 
     def next_generation(self, after: int, timeout_s: float) -> GenerationNotice:
-        """Wait for a generation later than `after`, and return the latest, polling the agent.
+        """Wait for a generation later than `after`, asking the agent repeatedly, and return the latest one.
 
         Raises:
-            JobEndedError: there will be no later generation.
+            JobEndedError: there will be no later generation, and this rank should save its state.
             LeaveError: the next generation does not include this rank.
-            NoGenerationError: there will be no generation for the loss that this rank has reported.
+            NoGenerationError: there will be no later generation, and this rank fails with the loss that it reported.
             DeadlineError: the agent does not answer.
             PhalanxError: the agent has exited.
         """
@@ -195,19 +195,19 @@ class AgentChannel:
 # Let a rank of an elastic job survive its zygote, and still die with its agent.
 #
 # The kernel kills a rank when its parent, the zygote, dies, so that no process is left behind. A rank that can continue
-# without the zygote requests another signal: the agent sends it the read end of a pipe to which nothing is ever
-# written, and owns the only write end. When the agent exits, for any reason, the kernel closes the write end, and
-# sends the rank the signal, here SIGKILL. No code of the rank needs to run, so this also works in a hang.
+# without the zygote requests a signal on the agent's death instead. The agent owns the only write end of a pipe to
+# which nothing is ever written, and sends the rank the read end. When the agent exits, for any reason, the kernel
+# closes the write end, and sends the rank the signal, here SIGKILL. No code of the rank runs, so this works in a hang.
 
 _PR_SET_PDEATHSIG = 1
 _F_SETSIG = 10  # fcntl.F_SETSIG exists from Python 3.13 on
 
 
 def outlive_zygote(pipe: int) -> bool:
-    """Have the kernel kill this process when the owner of the write end of `pipe` exits, and no longer with its parent.
+    """Have the kernel kill this process when the owner of `pipe`'s write end exits, and no longer when its parent does.
 
-    This process owns `pipe` from now on, and never closes it. Return False and change nothing if the system has no
-    such signal, or if the caller is not the main thread, to which the parent-death signal belongs.
+    This process owns `pipe` from now on, and never closes it. Return False, with the parent-death signal unchanged, if
+    the system has no such signal, or if the caller is not the main thread, to which the parent-death signal belongs.
     """
     if sys.platform != "linux" or threading.current_thread() is not threading.main_thread():
         return False
@@ -217,7 +217,7 @@ def outlive_zygote(pipe: int) -> bool:
         fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
     except OSError:
         return False
-    # Both death signals are requested now; if the agent has died before, the pipe is at its end.
+    # Both death signals are requested now; if the agent has died before, the pipe is at end of file.
     os.set_blocking(pipe, False)
     try:
         if os.read(pipe, 1) == b"":

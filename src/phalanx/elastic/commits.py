@@ -58,8 +58,8 @@ class Commits:
         self._page = open_page(rendezvous.agent_address())  # `phalanx top` reads the progress of this rank here
         self._has_warned_idle = False
         self._restore_random: Callable[[], None] | None = None
-        self._is_restored = False  # at the latest commit, and no loader has begun a pass since
-        # by loader with persistent workers: the number of the commit after which it drew the seed for them
+        self._is_restored = False  # whether the latest commit was restored, and no loader has begun a pass since
+        # by loader with persistent workers: the number of the commit after which it drew their seed
         self._drawn: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._small = SmallState(self.objects, values)
         if self.objects.sampler is not None:
@@ -138,21 +138,21 @@ class Commits:
         return position.samples_between(last, mark)
 
     def save(self) -> None:
-        """Save the small state, which may change before the next commit."""
+        """Save the current small state, schedulers and scalers as those of the latest commit."""
         latest = self.latest
         latest.small = self._small.capture(self.values)
         latest.epoch, latest.step = self.values["epoch"], self.values["step"]
         self.tracker.schedulers_and_scalers.save()
 
     def data_position(self) -> dict[str, Any] | None:
-        """Return the data's position at the latest commit, in the form of the sampler's `state_dict`, or None."""
+        """Return the position in the data at the latest commit, in the form of the sampler's `state_dict`, or None."""
         if self.position is None:
             return None
         mark = self.mark or self.position.mark()
         return {**self.position.sampler.state_dict(), "epoch": mark.epoch, "consumed": mark.consumed}
 
     def load_data_position(self, position: Mapping[str, Any] | None) -> None:
-        """Set the data's position, before `phalanx.elastic.run`."""
+        """Set the position in the data, before `phalanx.elastic.run`."""
         if self.position is not None and position is not None:
             self.position.sampler.load_state_dict(position)
             self.mark = Mark(position["epoch"], None, position["consumed"])
@@ -165,11 +165,11 @@ class Commits:
             self._restore_random = set_random
 
     def _on_iterator(self, loader: Any, is_new: bool) -> None:
-        """Advance the random states by the seeds that this loader would draw for its workers in a job without losses.
+        """Set the random states to what they would be here in a job without losses.
 
-        In such a job the loader draws no seed inside an epoch; with `persistent_workers` it draws one in the job's
-        first epoch only. A loader that resumes inside an epoch has drawn a seed that must not count. If the workers
-        outlived the loss, and their seed was drawn after the commit to which all ranks went back, draw it again.
+        In such a job the loader draws no seed for its workers inside an epoch; with `persistent_workers` it draws one
+        in the job's first epoch only. So the seed that a loader draws when it resumes inside an epoch must not count.
+        If the workers have survived the loss, and drew their seed after the commit that was restored, draw it again.
         """
         again, self._restore_random = self._restore_random, None
         is_restored, self._is_restored = self._is_restored, False
@@ -195,9 +195,9 @@ class Commits:
         self.save()
 
     def count_as_done(self, number: int) -> None:
-        """Count the step as done: its update is made, and only its commit is missing.
+        """Count the step as done: its update is complete, and only its commit is missing.
 
-        Unless its commit had begun, the data's position is that of the update: batches taken later stay unused.
+        Unless its commit had begun, the position in the data is that of the update: batches fetched later are unused.
         """
         mark = None if self.tracker.is_committing else self.tracker.mark
         self.tracker.count(self.values["step"])
@@ -240,7 +240,7 @@ class Commits:
         self.mark = None if where is None else Mark(where[0], None, where[1])
 
     def restore(self, rank: int, world_size: int) -> None:
-        """Restore the latest commit in all objects, once this rank has its state, own or received."""
+        """Restore all objects to the latest commit, once this rank has its state, its own or a received one."""
         self.tracker.end()
         self.tracker.forget_backward()
         self.roll_back_values()
@@ -261,9 +261,9 @@ class Commits:
 
 
 class Switches:
-    """`Switches` saves and restores all layers' train/eval mode, and whether wrappers' next forward copies buffers.
+    """`Switches` saves and restores layers' train/eval mode, and whether wrappers' next forward broadcasts buffers.
 
-    A loss may strike in a validation or in a gradient accumulation.
+    A loss may occur during a validation or a gradient accumulation, for which the loop has changed these switches.
 
     Cost: one check of each layer in each commit.
     """
@@ -273,7 +273,7 @@ class Switches:
         self._wrappers: list[Any] = list(averaging_modules(objects.modules))
         self._layers: list[nn.Module] = []
         self.saved: tuple[list[bool], list[bool]] = [], []
-        """Whether each layer trains, and whether each wrapper's next forward begins with rank 0's buffers."""
+        """Whether each layer is in train mode, and whether each wrapper's next forward broadcasts rank 0's buffers."""
 
     def save_all(self) -> None:
         """Save the switches at the end of an epoch, after which the loop sets them for the next one."""
@@ -283,8 +283,8 @@ class Switches:
     def save(self) -> None:
         """Save the switches at the commit of a step.
 
-        A loop may commit in eval mode and return to train mode after the commit; the latter is not repeated after a
-        loss. So the layers' modes are those of the latest commit at which all models that have an optimizer were in
+        A loop may commit in eval mode and return to train mode after the commit, and that return is not repeated after
+        a loss. So the layers' modes are those of the latest commit at which all models that have an optimizer were in
         train mode.
         """
         modes = self.saved[0]

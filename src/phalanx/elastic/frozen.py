@@ -1,4 +1,4 @@
-"""Split a value into bytes and tensors, and rebuild it; a tensor with two references stays one tensor."""
+"""Pickle a value with its tensors set apart, and rebuild it; a tensor with two references stays one tensor."""
 
 from __future__ import annotations
 
@@ -26,10 +26,12 @@ class Frozen(NamedTuple):
 
 
 def freeze(value: Any, named: Callable[[], Mapping[int, str]] = dict) -> Frozen:
-    """Split `value` into bytes and tensors without copying tensors. A tensor in `named` (name by id) becomes its name.
+    """Split `value` into pickled bytes and its plain strided tensors, which are not copied.
+
+    `named` returns tensors' names by id; a tensor that has one is stored by name.
 
     Raises:
-        TypeError, AttributeError, PicklingError: a part of the value cannot be pickled, or `is_trained`.
+        TypeError, AttributeError, PicklingError: a part of the value cannot be pickled, or is trained (`is_trained`).
     """
     file = io.BytesIO()
     pickler = _Pickler(file, named)
@@ -38,14 +40,14 @@ def freeze(value: Any, named: Callable[[], Mapping[int, str]] = dict) -> Frozen:
 
 
 def thaw(frozen: Frozen, named: Callable[[], Mapping[str, Tensor]] = dict) -> Any:
-    """Rebuild the value with copies of its tensors; tensors that were stored as names come from `named`."""
+    """Rebuild the value with copies of its tensors; `named` returns the tensors that were stored by name."""
     return _Unpickler(frozen, named).load()
 
 
 def is_trained(value: object) -> bool:
     """Return whether `value` is an object that training changes and others refer to, so that no copy can replace it.
 
-    Modules without parameters and buffers (a loss function, a transform) are not.
+    A module without parameters and buffers (a loss function, a transform) is not such an object.
     """
     if isinstance(value, nn.Module):
         return any(True for _ in itertools.chain(value.parameters(), value.buffers()))

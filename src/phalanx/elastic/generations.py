@@ -1,4 +1,4 @@
-"""Let the launcher decide which ranks are in the job: the ranks report losses to it, and wait for its notices."""
+"""Define how a rank and the launcher agree on a new generation: the rank reports losses, the launcher decides."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from phalanx.errors import PhalanxError
 
 @dataclass(frozen=True)
 class GenerationNotice:
-    """A `GenerationNotice` announces a generation: a membership of the job.
+    """A `GenerationNotice` announces a generation, which is one membership of the job.
 
-    `environment` has the variables with which the launcher starts a rank of that generation in this slot.
+    `environment` has the variables that the launcher would set for a process that it starts in this slot.
     """
 
     number: int
@@ -29,7 +29,7 @@ class JobEndedExit(SystemExit):
 
 
 class JobEndedError(PhalanxError):
-    """The job ends: there were fewer ranks than the minimum for too long, or the state cannot be restored.
+    """The job ends: it had fewer ranks than the minimum for too long, or the state cannot be restored.
 
     `exit_code` is the exit code for this process.
     """
@@ -40,11 +40,11 @@ class JobEndedError(PhalanxError):
 
 
 class LeaveError(PhalanxError):
-    """The host of this rank leaves the job, which continues without it: this rank ends, and no rank waits for it."""
+    """The host of this rank leaves the job. This rank exits, and the job continues without waiting for it."""
 
 
 class NoGenerationError(PhalanxError):
-    """The launcher starts no other generation: the reported error is this rank's failure."""
+    """The launcher starts no other generation, so this rank fails with the loss that it reported."""
 
 
 class SupersededError(Exception):
@@ -53,7 +53,7 @@ class SupersededError(Exception):
 
 @dataclass
 class RankLoss:
-    """A `RankLoss` is a rank's report of a loss. With `disagrees` no rank is lost: they called different operations."""
+    """A `RankLoss` is a rank's report of a loss; if `disagrees`, of ranks that called different operations instead."""
 
     generation: int
     step: int
@@ -63,29 +63,29 @@ class RankLoss:
 
 
 class Generations(Protocol):
-    """`Generations` is this rank's connection to the launcher."""
+    """`Generations` is this rank's connection to the launcher, which decides who is in each generation."""
 
     def report(self, loss: RankLoss) -> None:
-        """Report that this rank has lost a peer and waits."""
+        """Report that this rank has lost a peer and waits for the next generation."""
 
     def next_generation(self, after: int, timeout_s: float) -> GenerationNotice:
-        """Wait for a generation later than `after`, while the launcher reports that one may follow.
+        """Wait for a generation later than `after`, for as long as the launcher keeps sending messages.
 
         Raises:
             JobEndedError: there will be no later generation, and this rank should save its state.
             LeaveError: the next generation does not include this rank.
-            NoGenerationError: there will be no generation, and the reported loss is this rank's failure.
+            NoGenerationError: there will be no later generation, and this rank fails with the loss that it reported.
             DeadlineError: the launcher sent nothing for `timeout_s`.
         """
 
     def newer_than(self, number: int) -> bool:
-        """Return, without waiting, whether a later generation is announced, or ranks wait to join."""
+        """Return, without waiting, whether a later generation or the job's end is announced, or ranks wait to join."""
 
     def regrouped(self, number: int) -> None:
         """Report that this rank is in the group of generation `number`."""
 
     def failed(self, step: int, error: str) -> None:
-        """Report that an exception of the user's code is about to end this rank."""
+        """Report that an exception in the user's code is about to end this rank."""
 
     def finished(self) -> None:
         """Report that the training has finished on all ranks."""

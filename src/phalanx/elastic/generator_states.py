@@ -1,9 +1,8 @@
 """Read the states of torch's, Python's and NumPy's random generators at little cost, and restore them.
 
 Python's `random` and NumPy's global generator take 7 and 23 us to read through their own interfaces, more than a commit
-may cost. Both are a Mersenne Twister, 624 words and a position, at an address that can be found. Where a trial shows
-that this memory holds the state, the state is copied from there (0.1 us), and read through the interface only if it
-changed.
+may cost. Both are Mersenne Twisters (624 words and a position) at an address that can be found. If a check shows that
+the memory there holds the state, it is copied from memory (0.1 us), and read through the interface only if it changed.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ class GeneratorStates:
         self._python = _python_words()
         self._numpy: Any = None  # the generator that owns `_numpy_words`
         self._numpy_words: Any = None
-        self._last_numpy = (b"", False)  # the words, and whether half of a pair of normal numbers is kept
+        self._last_numpy = (b"", False)  # the words, and whether the generator keeps the second of a pair of normals
         self._numpy_blob = b""
         self._last_python: Any = None
         self._python_blob = b""
 
     def capture(self) -> tuple[bytes, bytes, bytes, bytes]:
-        """Return the states of torch (CPU), Python, NumPy and CUDA as bytes; empty for a missing generator."""
+        """Return the states of torch (CPU), Python, NumPy and CUDA as bytes; b"" if NumPy or CUDA is not in use."""
         return (
             torch.default_generator.get_state().numpy().tobytes(),
             self._capture_python(),
@@ -85,7 +84,7 @@ def restore(states: tuple[bytes, bytes, bytes, bytes]) -> None:
 
 
 def _python_words() -> Any:
-    """Return a view of the words of Python's generator in memory, if found (CPython: behind the object's header)."""
+    """Return a view of the words of Python's generator in memory (in CPython after the object's header), or None."""
     instance: Any = random._inst
     header = object.__basicsize__
     if sys.implementation.name != "cpython" or type(instance).__basicsize__ < header + 4 * (_WORDS + 1):
@@ -96,7 +95,7 @@ def _python_words() -> Any:
 
 
 def _numpy_words(generator: Any) -> Any:
-    """Return a view of the words of NumPy's generator in memory, if it is a Mersenne Twister and they are found."""
+    """Return a view of the words of NumPy's generator in memory; None if not found, or no Mersenne Twister."""
     if type(generator).__name__ != "MT19937":
         return None
     address = generator.ctypes.state_address

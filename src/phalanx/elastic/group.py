@@ -45,12 +45,12 @@ if TYPE_CHECKING:
 
 
 class ElasticGroup:
-    """`ElasticGroup` is this rank's membership in the group, and the `Runner` of its commits."""
+    """`ElasticGroup` is this rank's membership in the job's default group, and the `Runner` of its commits."""
 
     def __init__(self, commits: Commits, group: Any, membership: Generations, name: str = "") -> None:
         self._set_group(group)
         self.generation = rendezvous.generation()
-        self.is_complete = True  # False while a state is only partly received
+        self.is_complete = True  # False until a state that this rank receives has arrived completely
         self._commits, self._membership, self._name = commits, membership, name
         self._random = GeneratorStates()
         self._records: RankRecords | None = None
@@ -58,7 +58,10 @@ class ElasticGroup:
         self._prepared_seq = (-1, -1)
         self._script_groups = ScriptGroups(group)
         self.ranks_differ = False
-        """Whether ranks differ in their small state, or in when they change the rest: then they wait in each commit."""
+        """Whether the ranks' small states differ, or random states or buffers change after a backward.
+
+        If so, the ranks wait for each other in each commit.
+        """
         self._page = open_page(rendezvous.agent_address())
         self._page.set_generation(self.generation)
 
@@ -68,7 +71,7 @@ class ElasticGroup:
         self._ours: PhalanxProcessGroup = ours
 
     def start(self) -> None:
-        """Form the run's first group, in which all ranks hold the same state. All ranks call it."""
+        """Begin the run in its first group, in which all ranks hold the same state. All ranks call this."""
         self._commits.begin_run()
         self._records = self._new_records(self._layers())
         self._records_generation = self.generation
@@ -79,12 +82,12 @@ class ElasticGroup:
         self.ranks_differ = self._records.gather_answers(0).differ and not self._commits.objects.rounds
 
     def _new_records(self, layers: dict[str, Any], room: tuple[int, int] = (0, 0)) -> RankRecords:
-        """Return new records for a group that was just formed, or that needs more room. All ranks call it."""
+        """Return new records, for a group that was just formed or for more room. All ranks call this."""
         apart = bool(self._commits.objects.rounds)
         return RankRecords(self.process_group, layers, self._random, room, apart=apart)
 
     def _layers(self) -> dict[str, Any]:
-        """Return the layers whose buffers differ between ranks."""
+        """Return the layers of the trained models, whose buffers may differ between ranks."""
         objects = self._commits.objects
         trained = {id(layer) for module in objects.trained for layer in module.modules()}
         return {key: layer for key, layer in objects.named_layers().items() if id(layer) in trained}
@@ -108,16 +111,16 @@ class ElasticGroup:
         return ours._get_sequence_number_for_group(), ours.num_gradient_rounds
 
     def require_group(self) -> None:
-        """Wait in a barrier; raise the reason at once if the group has ended."""
+        """Wait in a barrier, which raises at once if the group has ended."""
         dist.barrier(group=self.process_group)
 
     def before_commit(self, number: int, small: Frozen, counted: tuple[int, int]) -> bool:
         """Write the record of this commit, and return whether the ranks wait for each other in commits like this one.
 
-        They wait in the job's first commits, whatever is returned, and in a commit without a collective since the
-        step's backward began. After the first commits, the previous commit decides: the ranks wait again if ranks
-        differed in their small state, drew random numbers or changed buffers after a backward, or needed room. A rank
-        that has contributed gradients to this step has made the previous commit, so all ranks know the answer.
+        They wait in the run's first commits, regardless of the result, and in a commit without a collective since the
+        step's backward began. After the first commits, the previous commit decides: the ranks wait again if their small
+        states differed, or if a rank drew random numbers or changed buffers after a backward, or needed more room. A
+        rank that has contributed gradients to this step has completed the previous commit, so all ranks decide alike.
         """
         records = self._records
         assert records is not None
@@ -139,7 +142,7 @@ class ElasticGroup:
         return self.ranks_differ or is_unseen
 
     def _grow_records(self, number: int, small: Frozen, room: tuple[int, int]) -> None:
-        """Switch to larger records that contain this commit. All ranks call it."""
+        """Switch to larger records that contain this commit. All ranks call this."""
         assert self._records is not None
         fresh = self._new_records(self._layers(), room)
         fresh.is_late = self._records.is_late
@@ -149,19 +152,19 @@ class ElasticGroup:
         self._records = fresh
 
     def after_commit(self) -> None:
-        """Raise if ranks wait to join: only here do the ranks of the group stop for them."""
+        """Raise if ranks wait to join, or the launcher has announced another change: ranks stop for it only here."""
         if self._membership.newer_than(self.generation):
             raise NewGenerationError("phalanx.elastic: other ranks join the job")
 
     def finish(self) -> None:
-        """Wait until all ranks have finished: the state of a rank that is lost after this could not be restored."""
+        """Wait until all ranks have finished: a rank that is lost after others have exited could not be replaced."""
         reached(FINISH)
         if self.process_group.size() > 1:
             dist.barrier(group=self.process_group)
         self._membership.finished()
 
     def find_loss(self, error: BaseException) -> BaseException | None:
-        """Return the loss of a peer behind `error`, also if `error` passed through torch's C++ (a reducer)."""
+        """Return the loss of a peer that caused `error`, or None; torch's reducer turns a loss into a RuntimeError."""
         if is_loss(error):
             return error
         if type(error) is not RuntimeError:
@@ -171,7 +174,7 @@ class ElasticGroup:
         return next((failure for failure in failures if failure is not None and is_loss(failure)), None)
 
     def restore_own(self) -> None:
-        """Restore this rank's own state to the latest commit."""
+        """Restore this rank's random states and buffers to the latest commit."""
         record = None if self._records is None else self._records.read(self._records.rank, self._commits.latest.number)
         if self._records is not None and record is not None:
             self._records.restore(record)
@@ -179,12 +182,12 @@ class ElasticGroup:
     # -- in a new generation --------------------------------------------------------------------------------------
 
     def enter(self, generation: GenerationNotice) -> None:
-        """Leave the group, join `generation`'s, and restore the state to resume from. All of its ranks call it.
+        """Leave the group, join `generation`, and restore the state to resume from. All of its ranks call this.
 
         Raises:
             SupersededError: a later generation has started meanwhile.
-            ValueError: the ranks train different things.
-            JobEndedError: no rank holds the whole state.
+            ValueError: the ranks' functions or States differ.
+            JobEndedError: no rank holds the whole state, or a part of it cannot be restored.
         """
         old = self.process_group
         self._resume(old, self._form_group(generation))
@@ -213,7 +216,7 @@ class ElasticGroup:
         return rank_states
 
     def _resume(self, old: Any, rank_states: list[RankState]) -> None:
-        """Restore the state from which the ranks resume. All ranks call it."""
+        """Restore the state from which the ranks resume. All ranks call this."""
         rank = self.process_group.rank()
         with checked_while_forming(self._check):
             self._script_groups.form(self.process_group, [one.groups for one in rank_states])
@@ -284,7 +287,7 @@ class ElasticGroup:
             fresh.restore(mine, random=is_own)
         fresh.prepare(commits.latest.number)
         fresh.write_small(commits.latest.number, commits.latest.small)
-        # If a rank is lost from here on, its new record exists; until then the old records count.
+        # From here on a lost rank can be restored from its new record, and until here from its old one.
         dist.barrier(group=self.process_group)
         self._records, self._records_generation = fresh, self.generation
         self.is_complete = True
@@ -320,7 +323,7 @@ class ElasticGroup:
             )
 
     def _transfer_shards(self, agreement: ResumePoint, kept: list[Any] | None) -> None:
-        """Load each rank's new shards of sharded optimizers' states: the old shards ended with the old group."""
+        """Load each rank's new shard of every sharded optimizer's state: the old shards ended with the old group."""
         others = [rank for rank in range(self.process_group.size()) if rank != agreement.source]
         for number, optimizer in enumerate(self._commits.objects.sharded):
             part = ShardedPart(optimizer, None if kept is None else kept[number])
@@ -333,8 +336,8 @@ class ElasticGroup:
     def _find_record(self, step: int, rank_states: list[RankState]) -> tuple[Tensor | None, bool, bool]:
         """Return the record of this rank, or of the rank that it replaces, for the step to resume from. Collective.
 
-        The second value says whether the record is its own: an additional rank, or one that replaces a rank whose
-        memory is lost, gets another rank's buffers. The third says whether a record was lost.
+        The second value is False if the record is that of yet another rank, for its buffers: an additional rank gets
+        one, and so does the replacement of a rank whose memory is lost. The third tells whether a record was lost.
         """
         size = self.process_group.size()
         newest = max(one.records_of for one in rank_states)
@@ -346,7 +349,7 @@ class ElasticGroup:
         if self._records is not None and me.records_of == newest:
             mine = self._records.read(self._records.rank, step), True, False
         alive = {one.was_rank for one in rank_states if one.records_of == newest}
-        # A rank without a record reads the slot of the rank with its number, from a rank that was on that rank's host.
+        # A rank without records gets the slot of the old rank with its number, from a rank that can read that slot.
         for newcomer in (r for r in range(size) if r not in holders):
             reader = next((rank for rank in holders if newcomer in rank_states[rank].reads), holders[0])
             answer: list[Any] = [None]
@@ -361,17 +364,17 @@ class ElasticGroup:
         return mine
 
 
-# Form the groups that a script has made before `elastic.run` (`new_group`, a DeviceMesh's) again after a loss.
+# Form again, after a loss, the groups that a script created before `elastic.run` (with `new_group` or a DeviceMesh).
 #
-# They stay the same Python objects, under the names by which a mesh finds them. A group is formed again from the ranks
-# that it had, by number, if all of these name it; a group of all ranks gets all current ranks. The next operation of
-# any other group raises an error with the group's name.
+# They stay the same Python objects, under the names by which a mesh finds them. A group is formed again from the same
+# rank numbers if all of these ranks list it; a group of all ranks gets all current ranks. The next operation of any
+# other group raises an error with the group's name.
 
 Named = tuple[str, tuple[int, ...]]
 
 
 def plan_groups(own: Sequence[Named], named: Sequence[Sequence[Named]]) -> list[bool]:
-    """Return, for each of a rank's groups, whether all members name it in `named`; only then is it formed again."""
+    """Return, for each of a rank's groups, whether all its members list it in `named`; only then is it formed again."""
     return [all(group in named[member] for member in group[1]) for group in own]
 
 
@@ -410,7 +413,7 @@ class ScriptGroups:
         return tuple(range(size)) if self._is_of_all(kept) else kept.ranks
 
     def form(self, world: Any, named: Sequence[Sequence[Named]]) -> None:
-        """Form each group again from its members; `named`: the groups that each rank names. All ranks call it."""
+        """Form each group again from its members; `named` has the groups that each rank lists. All ranks call this."""
         rank, size = world.rank(), world.size()
         own = self.name_all(rank, size)
         formed = {group[0] for group, forms in zip(own, plan_groups(own, named), strict=True) if forms}
@@ -450,17 +453,17 @@ def _refused(group: str, rank: int, ranks: Sequence[int], old_size: int, size: i
     return RefusingTransport(group, rank, len(ranks), explain)
 
 
-# Decide from which step a new generation resumes, and which rank sends its state to which; pure functions.
+# Decide from which step a new generation resumes, and which rank sends its state to which others; pure functions.
 
 
 @dataclass(frozen=True)
 class RankState:
     """A `RankState` is a rank's report on its state when a generation forms its group.
 
-    `number` counts commits; -1 for a rank that has just started. `is_whole`: parameters and optimizer are as they were
-    at that commit; else the rank was between the update and its commit, or in the middle of a transfer. `has_stepped`:
-    the rank had made the next step's update, and only its commit is missing. `was_rank` is its rank in the generation
-    whose records it has, -1 for none.
+    `number` is that of the rank's latest commit, -1 if it has just started. `is_whole`: parameters and optimizers are
+    as they were at that commit; otherwise the rank was between an update and its commit, or in the middle of a
+    transfer. `has_stepped`, if not whole: the next step's update is complete, and only its commit is missing.
+    `was_rank` is its rank in the generation whose records it has, -1 for none.
     """
 
     number: int
@@ -470,23 +473,23 @@ class RankState:
     records_of: int = -1
     """The generation whose records this rank can read; -1 for none."""
     reads: tuple[int, ...] = ()
-    """The ranks of this rank's host, in that generation, whose records it can read."""
+    """The ranks of that generation whose records this rank can read: those of its host, and its primaries."""
     groups: tuple[tuple[str, tuple[int, ...]], ...] = ()
-    """The groups, by name and members, that the rank's script has made before `elastic.run`."""
+    """The groups, by name and members, that the rank's script created before `elastic.run` and can form again."""
     differs: bool = False
-    """Whether ranks differ in their small state, so that each must get its own back."""
+    """Whether the ranks' small states differ, so that each rank must restore its own."""
     form: str = ""
     """The function that the rank runs, and the names and kinds of its State's objects; the same on all ranks."""
     progress: tuple[int, bool] = (0, False)
-    """How many updates the rank has made since that commit, and whether it was in the next commit, if `has_stepped`."""
+    """How many updates the rank has made since that commit, and whether the next commit had begun."""
 
 
 @dataclass(frozen=True)
 class ResumePoint:
     """A `ResumePoint` is the step to resume from.
 
-    `source` sends its state of that step to `receivers`; the other ranks have it. With `is_ahead` no rank has committed
-    the step, but ranks have made its update: it counts as done, as far as `source` has got in it.
+    `source` sends its state of that step to `receivers`; the other ranks have it already. If `is_ahead`, no rank has
+    committed the step, but ranks have made its update: the step counts as done, up to where `source` was interrupted.
     """
 
     number: int
@@ -509,10 +512,10 @@ def decide_resume_point(rank_states: Sequence[RankState], *, apart: bool = False
 
     `apart`: the ranks train apart (LocalSGD, DiLoCo), so each resumes from its own step, and only new ranks receive.
 
-    The point is the last step that a rank has completed, if that rank still holds its state. Ranks differ by one step
-    at most: a rank that updates has the gradients of all ranks. In a step that no rank has committed, they may differ
-    in what they have done since the first update (further updates, a scheduler's step, values): all resume from the
-    rank that is farthest.
+    The point is the latest commit that a rank can still restore; if there is none, it is the step whose update is
+    complete but not committed. Ranks differ by one step at most, because a rank that updates has received the gradients
+    of all ranks. In a step that no rank has committed, ranks may differ in what they have done since the first update
+    (further updates, a scheduler's step, values): all resume from the rank that has got farthest.
     """
     if apart:
         old = [rank for rank, one in enumerate(rank_states) if one.number >= 0 and (one.is_whole or one.has_stepped)]
@@ -531,6 +534,6 @@ def decide_resume_point(rank_states: Sequence[RankState], *, apart: bool = False
     most = max(rank_states[rank].progress for rank in holders)
     holders = [rank for rank in holders if rank_states[rank].progress == most]
     _, is_committing = most
-    if not is_committing:  # they may have done more than the update, but not all of the step
+    if not is_committing:  # ranks may have done more than the update, and not the same
         holders = holders[:1]
     return ResumePoint(number, holders[0], tuple(r for r in range(len(rank_states)) if r not in holders), is_ahead=True)

@@ -1,4 +1,4 @@
-"""Leave the groups of this process, in which lost ranks no longer answer, and form new ones."""
+"""Leave this process's groups after a loss, without waiting for the lost ranks, and form the default group again."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _last_rendezvous = -1, 0  # the generation, and the index of its latest rendezvo
 
 
 def next_rendezvous(environment: Mapping[str, str]) -> rendezvous.StoreAndRank:
-    """Return the address of a generation's next rendezvous: its store, this rank, and the world size.
+    """Return the store, this rank and the world size for the next rendezvous of the generation in `environment`.
 
-    All ranks of the generation call this the same number of times.
+    All ranks of the generation must call this the same number of times.
     """
     global _last_rendezvous
     store, rank, world_size = rendezvous.enter_generation(environment)
@@ -43,20 +43,20 @@ def form_world(store: Any, rank: int, world_size: int, timeout: timedelta, check
 
 
 def leave_all_groups() -> None:
-    """Leave all groups without waiting for any rank: lost ranks do not answer, and the others detect the leave."""
+    """Leave all groups without waiting: lost ranks do not answer, and the others detect that this rank has left."""
     for group in list_groups():
         if (ours := phalanx_group(group)) is not None:
             ours.abort()
     if dist.is_initialized():
         dist.destroy_process_group()
-    # torch counts the groups that a process tries to form, and names the next one by the count, which may differ here.
+    # torch names a group by the number of groups that the process has tried to form, which may differ between ranks.
     reset_group_count()
 
 
 # Keep torch's excepthook, which prints uncaught exceptions, from piling up when groups are formed again.
 #
-# `init_process_group` wraps the current hook in torch's hook, which puts the rank in front of each line. Each new group
-# would wrap it once more, until a thousand hooks overflow Python's stack and nothing is printed.
+# `init_process_group` wraps the current hook in torch's hook, which prefixes each line with the rank. Each new group
+# would wrap it once more, until a thousand nested hooks overflow Python's stack and nothing is printed.
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 
@@ -65,7 +65,7 @@ _TORCH_HOOK = "init_process_group.<locals>._distributed_excepthook"
 
 @contextmanager
 def one_except_hook() -> Iterator[None]:
-    """Wrap the script's hook in torch's hook only once, although this context forms another default group."""
+    """Keep the script's hook wrapped in torch's hook only once, while this context forms another default group."""
     hook = sys.excepthook
     inner = _find_inner(hook)
     sys.excepthook = hook if inner is None else inner

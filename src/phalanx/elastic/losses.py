@@ -1,4 +1,4 @@
-"""Decide whether an error is the loss of a peer, which an elastic job survives, or a mistake, which ends it."""
+"""Decide whether an error is a loss, which an elastic job survives, or an error of the program, which ends it."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from phalanx.errors import DeadlineError, MismatchError, PeerLostError, PhalanxE
 
 
 class NewGenerationError(PhalanxError):
-    """Other ranks wait to join, so all ranks stop at a commit and form the group anew."""
+    """Other ranks wait to join, so all ranks stop at a commit and form a new group."""
 
 
 def is_mismatch(error: BaseException) -> bool:
-    """Return whether `error`, or its cause, is a disagreement between ranks: the same program would repeat it."""
+    """Return whether `error`, or an error in its chain, is a mismatch between ranks; a new attempt would repeat it."""
     return _has(error, (MismatchError,))
 
 
 def is_loss(error: BaseException) -> bool:
-    """Return whether `error`, or its cause, is the loss of a peer, and not a mistake."""
+    """Return whether `error`, or an error in its chain, is a lost peer, a timeout, or the end of the generation."""
     return _has(error, (PeerLostError, DeadlineError, NewGenerationError, dist.DistBackendError, dist.DistNetworkError))
 
 
@@ -35,7 +35,7 @@ def _has(error: BaseException, types: tuple[type[BaseException], ...]) -> bool:
 
 
 def forget(error: BaseException) -> None:
-    """Clear the frames that the error has passed through, which ends iterators and a loader's workers."""
+    """Clear the error's tracebacks, their frames and its chain, which ends iterators and a loader's workers."""
     seen: set[int] = set()
     now: BaseException | None = error
     while now is not None and id(now) not in seen:

@@ -1,4 +1,4 @@
-"""`Objects` sorts the arguments of `State` by kind, and returns the parts to transfer and the states to save."""
+"""`Objects` sorts the arguments of `State` by kind, and returns which parts to transfer and which states to save."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Objects:
     def layers(self) -> Iterator[nn.Module]:
         """Return all modules and their submodules."""
         below = (layer for module in self.modules for layer in module.modules())
-        return itertools.chain(self.pipelines, below)  # a Pipeline's modules belong to the model only
+        return itertools.chain(self.pipelines, below)  # `Pipeline.modules()` does not include the Pipeline itself
 
     def named_layers(self) -> dict[str, nn.Module]:
         """Return all modules and their submodules by name, each once."""
@@ -84,9 +84,9 @@ class Objects:
         """Refuse objects whose state a replacement could not receive, before a job of `world_size` ranks trains.
 
         Raises:
-            ValueError: a Pipeline; a model without its wrapper; a comm hook with a state of its own; a sparse or
-                quantized buffer; an optimizer whose state is sharded over ranks that do not share memory, or over some
-                ranks only.
+            ValueError: a Pipeline; a model whose wrapper is not in State; a comm hook with a state of its own; a sparse
+                or quantized buffer; PyTorch's ZeroRedundancyOptimizer, or ours over ranks that do not share memory, or
+                over some ranks only.
         """
         for name, thing in self.things.items():
             if isinstance(thing, Pipeline):
@@ -155,7 +155,7 @@ class Objects:
             if isinstance(thing, nn.Module):
                 parts.append(ModulePart(thing, buffers=False, without=shared))
             elif thing in self.sharded:
-                continue  # its part comes last, and goes to all ranks
+                continue  # a ShardedPart is transferred last, and to all ranks
             elif isinstance(thing, Optimizer):
                 parts.append(OptimizerPart(thing, models))
             elif not isinstance(thing, DistributedSampler) and name not in self.small:
@@ -163,7 +163,7 @@ class Objects:
         return parts
 
     def parts_of_update(self) -> list[StatePart]:
-        """Return the parts that change between an update and its commit, also in a loop that averages the model."""
+        """Return the parts that may change from an update to its commit, large objects (an averaged model) included."""
         return [part for part in self.parts() if not isinstance(part, StatefulPart) or part.is_large]
 
     # -- in a checkpoint -----------------------------------------------------------------------------------------
@@ -171,7 +171,7 @@ class Objects:
     def state_dict(self) -> dict[str, Any]:
         """Return the state of each object but the sampler, by name.
 
-        One rank may call it alone, unless there is a Pipeline.
+        One rank may call this alone, unless there is a Pipeline.
         """
         states: dict[str, Any] = {}
         for name, thing in self.things.items():
@@ -205,7 +205,7 @@ class Objects:
 
 
 def has_state(thing: Any) -> bool:
-    """Return whether `thing` is an object with a state of its own, and not a plain value.
+    """Return whether `thing` is an object with `state_dict` and `load_state_dict`, and not a plain value.
 
     Raises:
         TypeError: a sampler that cannot report its position.
@@ -219,7 +219,7 @@ def has_state(thing: Any) -> bool:
 
 
 def _is_small(state: Any) -> bool:
-    """Return whether `state` is small enough to copy in each step, unlike an averaged model, for example."""
+    """Return whether `state` is small enough to copy in each step, up to 1 MiB; an averaged model, say, is larger."""
     tensors: list[Tensor] = []
     split(state, tensors)
     return sum(t.nbytes for t in tensors) <= _SMALL
@@ -250,7 +250,7 @@ def _is_of_torch_in_shards(thing: object) -> bool:
 
 
 def _pipeline_of(thing: Any) -> Pipeline | None:
-    """Return the pipeline whose parameters an optimizer updates."""
+    """Return the pipeline whose parameters the optimizer `thing` updates; None if there is none."""
     owner = owner_of(thing) if isinstance(thing, Optimizer) else None
     return owner if isinstance(owner, Pipeline) else None
 

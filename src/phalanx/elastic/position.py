@@ -19,12 +19,12 @@ from phalanx.data.partition import Partition
 
 @dataclass(frozen=True)
 class Mark:
-    """A `Mark` is this rank's position at a commit; cheap to make, and converted to the job's position on demand."""
+    """A `Mark` is this rank's position in the data at a commit; `consumed` converts it to the job's position."""
 
     epoch: int
     partition: Partition | None
     used: int
-    """How many samples are used: of this rank's partition, or without a partition, of the whole job's epoch."""
+    """How many samples are used: of this rank's partition, or without a partition, of the epoch by all ranks."""
 
     @property
     def consumed(self) -> int:
@@ -41,7 +41,7 @@ class Mark:
 
     @property
     def is_inside(self) -> bool:
-        """Return whether the epoch has begun."""
+        """Return whether samples of the epoch have been used."""
         return self.consumed > 0
 
 
@@ -77,7 +77,7 @@ class DataPosition:
             )
         self._batch_size = size
         self._drops_last = bool(getattr(batch_sampler, "drop_last", False))
-        is_next = self.sampler._pass is not None  # the epoch advances by itself
+        is_next = self.sampler._pass is not None  # then the sampler advances to the next epoch by itself
         if hasattr(loader, "worker_init_fn"):
             seed_workers(loader, self.sampler.seed, self.sampler.epoch + is_next)
 
@@ -85,12 +85,12 @@ class DataPosition:
         if not self._is_over_mine(loader):
             return
         self._iterator = weakref.ref(iterator)
-        # above zero if the iterator has loaded a state, as those of torchdata do
+        # above zero if the iterator has loaded a state, as torchdata's iterators do
         self._yielded_before = iterator._num_yielded
         self._on_iterator(loader, is_new)
 
     def samples_between(self, last: Mark | None, mark: Mark) -> int:
-        """Return how many samples this rank has used since `last`, or since the pass began if `last` is of another."""
+        """Return how many samples this rank has used since `last`, or since its pass began if `last` is in another."""
         if mark.partition is None:
             return 0
         before = last.used if last is not None and last.partition is mark.partition else 0
@@ -107,7 +107,7 @@ class DataPosition:
     def next_pass(self) -> Mark:
         """Return the position of a pass that begins now, unless the loop sets an epoch."""
         sampler = self.sampler
-        is_next = sampler._pass is not None  # the epoch advances by itself
+        is_next = sampler._pass is not None  # then the sampler advances to the next epoch by itself
         return Mark(sampler.epoch + 1, None, 0) if is_next else Mark(sampler.epoch, None, sampler._consumed)
 
     @property
@@ -116,16 +116,17 @@ class DataPosition:
         return self._counted[0] is not None and self._counted[0] is self.sampler._pass
 
     def count(self, samples: int) -> None:
-        """Count `samples` more of this pass as used; from now on ignore the loader's own count.
+        """Count `samples` more of this pass as used, and ignore the loader's own count until the pass ends.
 
         Raises:
-            ValueError: the loader has not returned so many, or is already in another pass.
+            ValueError: `samples` is not an int from 0 on, or the loader has not yielded so many, or has begun another
+                pass too early.
         """
         if isinstance(samples, bool) or not isinstance(samples, int) or samples < 0:
             raise ValueError(f"State.commit(samples={samples!r}): pass how many samples of this rank the step has used")
         stream = self.sampler._pass
         counted, used = self._counted
-        # A loop that breaks out of an epoch begins the next one, too, but has not received all of this one.
+        # A loop that breaks out of an epoch begins the next pass, too, but its sampler has not yielded all of this one.
         if counted is not None and counted is not stream and stream is not None and counted.is_over:
             length = counted.length - (counted.length % self._batch_size if self._drops_last else 0)
             if used < length:
@@ -144,13 +145,13 @@ class DataPosition:
         self._counted = stream, used
 
     def end_epoch(self) -> None:
-        """Skip the rest of the current pass."""
+        """Forget the samples that the loop has reported for the current pass."""
         self._counted = None, 0
 
     def _count_yielded(self, stream: Any) -> int:
         iterator = self._iterator()
         if iterator is None:
-            ahead = self.sampler._loader_pass  # the loop has ended: its loader's workers have read more than it used
+            ahead = self.sampler._loader_pass  # the iterator is gone, and its workers may have read more than was used
             known = ahead is not None and ahead.stream is stream and ahead.batch_size is not None
             return ahead.samples if ahead is not None and known else int(stream.num_yielded)
         batches = iterator._num_yielded - self._yielded_before
@@ -159,7 +160,7 @@ class DataPosition:
         return min(samples, count)  # the last batch may be smaller
 
     def seek(self, epoch: int, consumed: int) -> None:
-        """Set the position: the next pass begins with the rest of that epoch."""
+        """Move to `consumed` samples of `epoch`: the next pass begins there, with the rest of that epoch."""
         self._iterator = lambda: None
         self.end_epoch()
         own = self.sampler.state_dict()
@@ -167,10 +168,10 @@ class DataPosition:
 
 
 def seed_workers(loader: Any, seed: int, epoch: int) -> None:
-    """Derive the random draws of `loader`'s workers for a batch from the seed, the epoch and the batch's first index.
+    """Make `loader`'s workers seed their generators for each batch from the seed, the epoch and the first index.
 
-    The draws do not depend on a worker's past, nor on which rank or worker makes the batch. PyTorch seeds a worker
-    once, at its start: a worker started in the middle of an epoch would repeat the draws of the epoch's beginning.
+    So the draws do not depend on a worker's earlier batches, nor on which rank or worker makes the batch. PyTorch seeds
+    a worker only at its start, so a worker started in the middle of an epoch would repeat the epoch's first draws.
     """
     if loader.num_workers == 0:
         return
@@ -180,11 +181,11 @@ def seed_workers(loader: Any, seed: int, epoch: int) -> None:
 
 
 class _SeedBatches:
-    """`_SeedBatches` is a `worker_init_fn` that also calls the user's."""
+    """`_SeedBatches` is a `worker_init_fn` that seeds a worker before each batch, and calls the user's own function."""
 
     def __init__(self, seed: int, then: Callable[[int], None] | None) -> None:
         self._seed, self._then = seed, then
-        # Workers of `persistent_workers` see its changes, forked or not.
+        # In shared memory, so that persistent workers see a new epoch, whether they were forked or spawned.
         self._epoch = torch.zeros((), dtype=torch.int64, device="cpu").share_memory_()  # type: ignore[no-untyped-call]
 
     @property

@@ -5,11 +5,11 @@
     rank a, host C     before it joins that collective             has b's record of step n, in memory shared on host C
 
 A rank that has completed step n has received a's gradients, and a sent them only after it had received b's record. So
-the copy of the agreed step is complete whenever host B is lost. (For the record itself, on one host, see
+the copy of the agreed step is complete, no matter when host B is lost. (For the record itself, on one host, see
 `phalanx.elastic.records`.) Any two hosts may be lost at once; if a host is lost together with the two after it, its
 records are lost.
 
-A record holds pickles, which are read after a loss. So each message carries a MAC
+A record holds pickles, which are loaded after a loss. So each message carries a MAC
 (`phalanx._comm.transport.authentication`).
 """
 
@@ -41,7 +41,7 @@ Span = tuple[int, int]
 
 
 def plan_backups(hosts: Sequence[Sequence[int]]) -> dict[int, tuple[int, ...]]:
-    """Return the backups of each rank, which keep copies of its records: one rank on each of the next hosts."""
+    """Return the backups of each rank, which keep copies of its records: one rank on each of the next two hosts."""
     backups: dict[int, tuple[int, ...]] = {}
     for number, ranks in enumerate(hosts):
         steps = range(1, min(NUM_COPIES, len(hosts) - 1) + 1)
@@ -57,7 +57,7 @@ def plan_primaries(backups: Mapping[int, Sequence[int]]) -> dict[int, tuple[int,
 
 
 def hosts_of(group: Any) -> Sequence[Sequence[int]]:
-    """Return the ranks of a group by host if it spans several hosts with shared memory on each; else nothing."""
+    """Return the ranks of a group by host if it spans several hosts with shared memory on each; otherwise ()."""
     ours = phalanx_group(group)
     if ours is None:
         return ()
@@ -75,8 +75,8 @@ class RecordCopies:
     Creating it is collective. `slots` hold this rank's records, `copies` the primaries'. A record is valid only
     if it begins with its number.
 
-    Cost: one message to each of two hosts in a step, with the blocks that differ from the record before (random states
-    that were drawn from, buffers that have changed), and as many messages from other hosts.
+    Cost: in each step one message to each of two hosts, with the blocks that differ from the previous record (random
+    states that were drawn from, buffers that have changed), and one message from each primary.
     """
 
     def __init__(
@@ -107,8 +107,8 @@ class RecordCopies:
     def announce(self, number: int, spans: Sequence[Span], *, again: bool = False) -> None:
         """Send record `number` with the next collective, unless it was announced before; `again` sends it anyway.
 
-        Its contents at that time are sent. `spans` are its two used ranges of bytes. All ranks call this between the
-        same two collectives.
+        The record is sent as it is at the time of that collective. `spans` are its two used ranges of bytes. All ranks
+        call this between the same two collectives.
         """
         self._number, self._spans = number, [(begin // BLOCK, -(-end // BLOCK)) for begin, end in spans]
         if number != self._announced or again:
@@ -116,7 +116,7 @@ class RecordCopies:
             self._ours.precede(self._exchange)
 
     def is_stale(self, number: int) -> bool:
-        """Return whether the backups' copy of record `number` is out of date, apart from its second span."""
+        """Return whether the backups' copy of record `number` is out of date; the second span is not compared."""
         if self._sent != number or self._number != number:
             return False
         (begin, end), _ = self._spans
@@ -138,7 +138,7 @@ class RecordCopies:
         slot = self._slots[number % len(self._slots)]
         valid_number = int.from_bytes(_bytes(slot)[:8], "little", signed=True)
         news = [self._find_new(number, span) for span in spans]
-        self._is_mirrored[:] = False  # the backups copy nothing else from one slot to the next
+        self._is_mirrored[:] = False  # a backup copies only these spans from one slot to the next
         for (begin, end), which in zip(spans, news, strict=True):
             self._is_mirrored[begin:end] = True
             _blocks(self._mirror)[which] = _blocks(slot)[which]
@@ -188,7 +188,7 @@ def _blocks(memory: Tensor) -> Any:
 
 
 def _contents(message: Tensor, count: int) -> tuple[Any, Any]:
-    """Return the numbers of the blocks in a message, and the blocks."""
+    """Return the numbers of the blocks in a message, and the blocks, as views of the message."""
     begin = _HEAD_BYTES + 8 * count
     words = message.numpy()
     return words[_HEAD_BYTES:begin].view("u8"), words[begin : begin + count * BLOCK].view("u8").reshape(count, -1)

@@ -3,19 +3,19 @@
     forward of step n
     its backward begins        slot n%3: number -1; random states and buffers; number n          prepared
     gradients, update          ...                   (a rank with all gradients of step n knows that all have prepared)
-    commit of step n           slot n%3, apart: the small state (values, extra states); its checksum; number n
+    commit of step n           slot n%3, separately: small state (values, extra states); its checksum; number n
                                ranks wait for each other: in the first commits, and if their small states differ, they
                                draw random numbers or change buffers after a backward, or need more room
 
-The slots of a rank that dies remain in memory that the others map. A rank that has completed step n has received every
-rank's gradients, and each rank sent them after it had prepared: so the slot of the agreed step is complete, whenever
-its rank died. The small state is in the slot if ranks waited for each other in that commit; otherwise a survivor has
-an equal one.
+The slots of a dead rank stay in memory that the other ranks have mapped. A rank that has completed step n has received
+every rank's gradients, and each rank sent them only after it had prepared. So the slot of the agreed step is complete,
+no matter when its rank died. The small state is in the slot if ranks waited for each other in that commit; otherwise a
+survivor has an identical one.
 
-The third slot lets a rank begin the next step while another rank still reads the slot of the step before the last.
+With three slots, a rank can begin step n+1 while another rank, in the commit of step n, still reads slots of step n-1.
 
-On several hosts the slots of a rank are copied to two others (`phalanx.elastic.record_copies`), which have them before
-any rank can complete the step.
+On several hosts the slots of a rank are copied to two other hosts (`phalanx.elastic.record_copies`), which have them
+before any rank can complete the step.
 
 A slot describes its own layout, so the buffers may change form in the next step. A survivor rolls back to its own slot
 of the agreed step.
@@ -41,14 +41,14 @@ from phalanx.elastic.frozen import Frozen
 from phalanx.elastic.generator_states import GeneratorStates
 from phalanx.elastic.record_copies import RecordCopies, hosts_of, plan_backups, plan_primaries
 
-_HEAD = struct.Struct("q7Q")  # the number; sizes of four random states, of the buffers' plan, the buffers, their room
-# The number; sizes of data, forms, tensors; whether they exist; the checksum; whether late; requested room.
+_HEAD = struct.Struct("q7Q")  # the number; sizes of four random states, the buffers' plan, the buffers and their room
+# The number; sizes of data, forms, tensors; whether they are in the slot; the checksum; whether late; requested room.
 _SMALL_HEAD = struct.Struct("q8Q")
 _SMALL_AT = 128
 _ANSWERS, _ANSWERS_AT = struct.Struct("4Q"), _SMALL_AT + 40  # the last four numbers of `_SMALL_HEAD`
-_LACK = struct.Struct("qQ")  # the number, and whether there was no room when its backward began
+_LACK = struct.Struct("qQ")  # the number, and whether its record had no room when the backward began
 _LACK_AT = 256
-_RANDOM_BYTES = 16384  # 5056 torch's, 3.7 KiB Python's, 2.7 KiB NumPy's; and CUDA's
+_RANDOM_BYTES = 16384  # torch: 5056 bytes, Python: 3.7 KiB, NumPy: 2.7 KiB; the rest is for CUDA
 _PAGE = 4096
 _RANDOM_AT = 512
 _BEGIN = _RANDOM_AT + _RANDOM_BYTES
@@ -59,8 +59,8 @@ _SLOTS = 3
 class CommitAnswers(NamedTuple):
     """`CommitAnswers` combines the answers of all ranks in a commit.
 
-    The answers say whether the small states differ, whether a rank draws or changes buffers after the backward, and the
-    room requested.
+    They tell whether the small states differ, whether a rank draws random numbers or changes buffers after a backward,
+    and how much room is requested.
     """
 
     differ: bool
@@ -74,7 +74,7 @@ class _Slot:
     def __init__(self, memory: Tensor) -> None:
         self.memory = memory
         self.bytes = memoryview(_array(memory))
-        self.plan = b""  # the plan of the views
+        self.plan = b""  # the plan by which `views` are laid out
         self.views: list[Tensor] = []
         self.small: Frozen | None = None  # the small state that was written last, if it had no tensors
         self.answers: tuple[int, ...] = ()  # the answers that were written with the small state
@@ -85,7 +85,7 @@ class RankRecords:
 
     `room` is the number of bytes for buffers and for the small state, the same on all ranks, and 0 if still unknown. A
     rank that needs more than half of it requests more; a record that does not fit stays in this rank's private memory.
-    Ranks that train `apart` have no copies.
+    Records of ranks that train `apart` are not copied to other hosts.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class RankRecords:
     # -- writing --------------------------------------------------------------------------------------------------
 
     def prepare(self, number: int) -> None:
-        """Write the slot of step `number` with this rank's current state."""
+        """Write this rank's current random states and buffers into the slot of step `number`."""
         self._captured = states = self._random.capture()
         if sum(map(len, states)) > _RANDOM_BYTES:
             raise ValueError("the random states of this process do not fit")
@@ -154,7 +154,7 @@ class RankRecords:
         self._versions = buffers.versions()
         room, needed = self.room[0], _aligned(len(buffers.plan)) + buffers.nbytes
         self._request_room(0, needed)
-        if self._numbers[number % _SLOTS] != number:  # in a commit ranks check this at different times
+        if self._numbers[number % _SLOTS] != number:  # once per step: other ranks read it at any time in their commits
             self._numbers[number % _SLOTS] = number
             _LACK.pack_into(slot.bytes, _LACK_AT, number, needed > room)
         if needed > room:
@@ -179,7 +179,7 @@ class RankRecords:
         self._announce(number)
 
     def _announce(self, number: int, *, again: bool = False) -> None:
-        """Send the copies of step `number` to other hosts by the end of the next collective."""
+        """Have the record of step `number` sent to the other hosts with the next collective."""
         if self._copies is None:
             return
         slot, begin = self._slots[number % _SLOTS], _BEGIN + self.room[0]
@@ -191,11 +191,11 @@ class RankRecords:
         self._copies.announce(number, [(0, used), (begin, begin + small_bytes)], again=again)
 
     def is_copied(self, number: int) -> bool:
-        """Return whether the copies of this rank's record of step `number`, if other hosts have any, are current."""
+        """Return whether other hosts' copies of this rank's record of step `number`, if there are any, are current."""
         return self._copies is None or not self._copies.is_stale(number)
 
     def is_prepared(self, number: int) -> bool:
-        """Return whether this rank's slot is of step `number`, with no draw and no change of a buffer since."""
+        """Return whether step `number` was prepared, and no random number was drawn or buffer changed since."""
         return (
             self._numbers[number % _SLOTS] == number
             and self._buffers.refresh()
@@ -208,7 +208,7 @@ class RankRecords:
         return self._numbers[number % _SLOTS] == number
 
     def write_small(self, number: int, small: Frozen) -> None:
-        """Write the small state of commit `number`; without room, keep it in this process and request more."""
+        """Write the small state of commit `number`; if it does not fit, keep it in this process, and request room."""
         slot = self._slots[number % _SLOTS]
         self._smalls[number] = small
         self._smalls.pop(number - _SLOTS, None)
@@ -276,11 +276,11 @@ class RankRecords:
         return _summarize(gathered)
 
     def may_skip_wait(self, number: int) -> bool:
-        """Return whether the ranks need not wait for each other in commit `number`: the same on all ranks of a host.
+        """Return whether the ranks can skip the wait for each other in commit `number`; the same on all ranks.
 
-        This is so if in the previous commit all small states were equal and no rank was late or requested room, and if
-        no rank lacked room when step `number` began, which all have begun. Without shared memory, as on several hosts,
-        the answers of other ranks cannot be read, and this is always True.
+        They can if, in the previous commit, all small states were equal and no rank was late or requested room, and if
+        no rank lacked room when it began step `number`; all ranks have begun it. Without shared memory, as on several
+        hosts, the answers of other ranks cannot be read, and this is always True.
         """
         if not self._is_shared:
             return True
@@ -313,7 +313,7 @@ class RankRecords:
     # -- restoring: slots may belong to an earlier group ----------------------------------------------------------
 
     def restore(self, slot: Tensor, *, random: bool = True) -> None:
-        """Restore the buffers in a slot and, with `random`, its random states."""
+        """Restore the buffers from a slot and, with `random`, the random states."""
         if random:
             restore_random(slot)
         *_, plan_bytes, _, _ = _HEAD.unpack_from(_array(slot))
@@ -329,7 +329,7 @@ def _summarize(heads: Sequence[tuple[int, ...]]) -> CommitAnswers:
 
 
 def small_of(slot: Tensor, number: int) -> Frozen | None:
-    """Return the small state in a slot; None if its rank did not complete commit `number`, or had no room."""
+    """Return the small state in a slot; None if its rank did not reach commit `number`, or had no room for it."""
     *_, room = _HEAD.unpack_from(_array(slot))
     found, data, forms_bytes, _, is_there, *_ = _SMALL_HEAD.unpack_from(_array(slot), _SMALL_AT)
     if found != number or not is_there:
@@ -345,7 +345,7 @@ def small_of(slot: Tensor, number: int) -> Frozen | None:
 
 
 def restore_random(slot: Tensor) -> None:
-    """Restore the random states in a slot."""
+    """Restore the random states from a slot."""
     _, *sizes = _HEAD.unpack_from(_array(slot))
     at, states = _RANDOM_AT, []
     for size in sizes[:4]:

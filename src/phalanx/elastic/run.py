@@ -1,4 +1,4 @@
-"""`run` calls a function until it has completed on every rank, even if ranks are lost."""
+"""`elastic.run` calls a training function again after each loss of ranks, until it returns on every rank."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ tree_map: Any = find("torch.utils._pytree.tree_map", loses="NumPy's numbers prev
 _logger = get_logger(__name__)
 _Result = TypeVar("_Result")
 _running: State | None = None
-_has_begun = False  # whether this process has begun an `elastic.run` under an agent
+_has_begun = False  # whether this process has started an `elastic.run` under an agent
 Train = Callable[[State], _Result]
 
 
@@ -54,7 +54,7 @@ def run(
     checkpoint: str | os.PathLike[str] | None = None,
     membership: Generations | None = None,
 ) -> Callable[[Train[_Result]], Callable[..., _Result]]:
-    """Keep the function that trains `state` running when ranks are lost or join.
+    """Decorate the function that trains `state`, so that it continues when ranks are lost or join.
 
         @phalanx.elastic.run(state)
         def train(state):
@@ -67,32 +67,32 @@ def run(
         train(state)
 
     `train(state)` returns what the function returns, once it has returned on all ranks. When a rank is lost, the
-    current operation fails on the others. The error ends the function, a new group is formed, all ranks roll back to
-    the latest step that any of them completed, and the function is called again. Nothing else is repeated: the script
-    does not start again, and objects made outside the function stay. Without `phalanx run` the function is called once.
+    current operation fails on the others. The error ends the function, a new group is formed, all ranks restore the
+    latest step that any of them completed, and the function is called again. Nothing else is repeated: the script does
+    not restart, and objects created outside the function survive. Without `phalanx run` the function is called once.
 
     Arguments:
-        min_ranks: with fewer ranks the job waits, with its state in memory.
+        min_ranks: with fewer ranks the job pauses, and keeps its state in memory.
         wait_s: how many seconds the job waits for more ranks before it ends.
-        checkpoint: the local file to which `state.state_dict()` is saved before the job ends.
+        checkpoint: the local file to which `state.state_dict()` is saved if the job ends for lack of ranks.
         membership: the source of membership decisions; by default the agent of `phalanx run`.
 
     `sys.exit(0)` in the function returns from it, and ends the process once all ranks have returned. So does
-    `sys.exit(75)`, by which all ranks ask to be started again later (EX_TEMPFAIL). Any other exit code counts as the
-    loss of the rank that calls it.
+    `sys.exit(75)` (EX_TEMPFAIL), with which all ranks ask to be started again later. Any other exit code counts as the
+    loss of the rank that exits.
 
-    The loss of a rank in a script's second `elastic.run` ends the job: its replacement would start with the first run,
-    which the others have finished. Put the runs into one function.
+    The loss of a rank in a script's second `elastic.run` ends the job, because a replacement would begin with the first
+    run, which the other ranks have finished. Put both runs into one function.
 
     Raises:
-        Exception: any error of the function that is not the loss of a peer.
-        TypeError: `state` is not a State, or the function is a method, which takes `self` as well.
-        PhalanxError: no remaining rank holds the state.
-        RuntimeError: it is called inside another function of `elastic.run`.
-        ValueError: `state` holds an object whose state a replacement could not receive, such as a Pipeline; or
-            `checkpoint` is an fsspec address.
-        SystemExit: fewer than `min_ranks` for longer than `wait_s`, with exit code 75; or the host of this rank leaves
-            the job (SIGTERM), with 0.
+        Exception: any error that the function raises, unless it is the loss of a peer.
+        TypeError: `state` is not a State, the function is a method, or it is called with another argument than `state`.
+        PhalanxError: a rank was lost, and no new group will be formed.
+        RuntimeError: the function is called inside another function that `elastic.run` decorates.
+        ValueError: `state` holds an object whose state a replacement could not receive, such as a Pipeline;
+            `checkpoint` is an fsspec address; or the ranks' States differ when a new group is formed.
+        SystemExit: fewer than `min_ranks` for longer than `wait_s`, or no remaining rank holds the whole state, with
+            exit code 75; or the host of this rank leaves the job (SIGTERM), with 0.
     """
 
     if not isinstance(state, State):
@@ -168,7 +168,7 @@ class ElasticJob:
         if self._checkpoint is not None:
             self._checkpoint.parent.mkdir(parents=True, exist_ok=True)
         group = commits.tracker.runner = ElasticGroup(commits, world, membership, _name(train))
-        del world  # an old group is released when the next one is formed
+        del world  # so that an old group is released when the next one is formed
         is_new = is_joining(group.process_group)
         has_begun = False
         watch = commits.tracker.watch_other_optimizers()
@@ -214,7 +214,7 @@ class ElasticJob:
     def _end(self, group: ElasticGroup, error: JobEndedError) -> NoReturn:
         """Save this rank's state to the checkpoint, and end the process.
 
-        The survivors of a host save one after another; a rank whose state is older than the saved one does not save.
+        The survivors of a host save one after another; a rank whose step is not later than the saved one does not save.
         """
         state, commits = self._state, self._commits
         commits.tracker.undo_update(state.step)
@@ -265,7 +265,7 @@ class ElasticJob:
         """Wait until this rank is in the group of a later generation, with the state to resume from.
 
         Raises:
-            `cause`, or the error of a later generation: no other generation will be formed.
+            `cause`, or the loss in a later generation: no other generation will be formed.
         """
         generation: GenerationNotice | None = None
         if loss is not None:
@@ -305,7 +305,7 @@ def _name(train: Any) -> str:
 
 
 def _is_second_run(train: Any) -> bool:
-    """Return whether this process has begun an `elastic.run` before, and log that a loss in this one ends the job."""
+    """Return whether this process has started an `elastic.run` before; if so, log that a loss in this one is final."""
     global _has_begun
     is_second, _has_begun = _has_begun, True
     if is_second:
@@ -341,9 +341,9 @@ def _stamp(path: Path | None) -> tuple[int, ...]:
 
 
 def drop_unreadable(state: dict[str, Any]) -> dict[str, Any]:
-    """Return `state` without the plain values that torch.load refuses: one of them must not cost the whole checkpoint.
+    """Return `state` without the plain values that torch.load refuses, since one would make the file unreadable.
 
-    NumPy's numbers become Python's, also in objects' states.
+    NumPy scalars become Python numbers, also in the states of objects.
     """
     numpy = sys.modules.get("numpy")
 

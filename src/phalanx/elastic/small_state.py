@@ -2,11 +2,11 @@
 
     values            the plain values of State                         {"best": 0.25}
     others            states of small objects with `state_dict`          a metric
-    extra             the results of layers' `get_extra_state`           scales of float8
-    attributes        numbers and generators in layers of the script's own classes
-    buffers           of models that no optimizer trains                 an average's
+    extra             the results of layers' `get_extra_state`           float8 scales
+    attributes        numbers, strings and generators in layers of the script's own classes
+    buffers           of models that no optimizer trains                 an averaged model
 
-The small state is captured at each commit, and restored after a loss: the rank's own if ranks differ.
+The small state is captured at each commit, and restored after a loss. If ranks differ, each restores its own.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from phalanx.elastic.frozen import Frozen, freeze, thaw
 from phalanx.elastic.objects import Objects
 
 _POSITION = ("epoch", "step")  # restored with the number of the commit
-_PLAIN = b"values:"  # this prefix, which begins no pickle, then the values in Python's fastest format
+_PLAIN = b"values:"  # this prefix, with which no pickle begins, then the values in Python's fastest format
 _NUMBERS = frozenset((int, float, bool, complex, str, type(None)))
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
@@ -66,7 +66,7 @@ class SmallState:
             return NO_VALUES
         own = {name: value for name, value in values.items() if name not in _POSITION}
         if self._is_plain and _NUMBERS.issuperset(map(type, own.values())):
-            return Frozen(_PLAIN + marshal.dumps(own, 2), [])  # later versions write references, so bytes may differ
+            return Frozen(_PLAIN + marshal.dumps(own, 2), [])  # above version 2, equal values may give different bytes
         content: dict[str, Any] = {"values": {name: _shown(value) for name, value in own.items()}}
         if self._objects.small:
             content["others"] = {name: thing.state_dict() for name, thing in self._objects.small.items()}
@@ -112,7 +112,7 @@ class SmallState:
                 _put(vars(self._user_layers[key]), name, value)
 
     def _remove_others(self, names: Collection[str]) -> None:
-        """Remove the values that the script has set since, except for the position."""
+        """Remove the values that are not in `names`, which the script has added since, except for epoch and step."""
         for name in self._values.keys() - set(names) - set(_POSITION):
             del self._values[name]
 
@@ -167,7 +167,7 @@ def _find_unpicklable(content: Mapping[str, Any]) -> str:
     return "a value"
 
 
-# Restore plain values in place, because the script may refer to the same objects by names of its own.
+# Restore plain values in place, because the script may have its own references to the same objects.
 #
 #     history = []
 #     state = State(history=history)    the loop calls `history.append`; `state.history` is the same list after a loss
@@ -178,7 +178,7 @@ _HOOKS = ("__getstate__", "__setstate__", "__reduce__", "__reduce_ex__", "__getn
 
 
 def restore_values(values: dict[str, Any], saved: Mapping[str, Any]) -> None:
-    """Replace `values` by `saved`, whose objects nothing else refers to; keep the objects in `values` where possible.
+    """Set `values` to `saved`, whose objects nothing else refers to; keep the objects in `values` where possible.
 
     Lists, dicts, sets, deques, generators of Python and NumPy, and objects that are pickled by their `__dict__` are
     kept. An object is replaced if its type has changed, or if `saved` contains it a second time, inside another value.

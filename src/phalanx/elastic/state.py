@@ -1,4 +1,4 @@
-"""`State` names what to keep when ranks are lost; `Commits` does the work."""
+"""`State` names the objects and values to restore when ranks are lost; `Commits` records and restores them."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ class State:
         state = phalanx.elastic.State(model=model, optimizer=optimizer, scheduler=scheduler, sampler=sampler, best=0.0)
 
     Each argument becomes an attribute of that name. Modules, optimizers, schedulers, gradient scalers, a
-    `phalanx.DistributedSampler` and other objects with `state_dict` and `load_state_dict` are recognized by type; all
-    others, such as `epoch=0`, are plain values. After a loss, plain values go back to the latest commit.
+    `phalanx.DistributedSampler` and other objects with `state_dict` and `load_state_dict` are recognized; all other
+    arguments, such as `epoch=0`, are plain values. After a loss, plain values return to the latest commit.
 
-    The loader determines the sampler's position; a loop that takes batches ahead of training (its own prefetcher)
-    reports how many samples a step has used: `commit(samples=n)`.
+    The batches that the loader has yielded determine the sampler's position. A loop that fetches batches ahead of
+    training (its own prefetcher) reports how many samples a step has used: `commit(samples=n)`.
 
-    `commit()` marks a step as complete. Without `phalanx.elastic.run` it only counts.
+    `commit()` marks a step as complete. Without `phalanx.elastic.run` it only counts steps.
 
     Raises:
         TypeError: a sampler that cannot report its position; a model, an optimizer, a scheduler, a scaler or a sampler
-            inside a dict, a list or another plain value.
+            inside a dict, a list or another plain value; a Pipeline inside another module.
         ValueError: a name that State itself uses, or several samplers.
     """
 
@@ -74,11 +74,12 @@ class State:
     # -- called by the loop ---------------------------------------------------------------------------------------
 
     def epochs(self, num_epochs: int) -> Iterator[int]:
-        """Yield the epochs from `state.epoch` up to `num_epochs`; the first may be partly done already.
+        """Yield the epochs from `state.epoch` to `num_epochs - 1`; the first may be partly done already.
 
         Code after the last batch of an epoch (validation, a scheduler's step) belongs to the epoch, and is repeated if
-        ranks are lost in it. So is code before the first batch (`rate *= 0.5`): compute such values from the epoch.
-        Collective: all ranks end an epoch together, except those that train apart (LocalSGD).
+        ranks are lost before the epoch ends. Code before the first batch (`rate *= 0.5`) is repeated as well, so
+        compute such values from the epoch. Collective: all ranks end an epoch together, except those that train apart
+        (LocalSGD, DiLoCo).
         """
         while self.epoch < num_epochs:
             if self._commits.position is not None:
@@ -89,15 +90,16 @@ class State:
     def commit(self, *, samples: int | None = None) -> None:
         """Commit a step that is complete on this rank: a later loss of ranks does not undo it.
 
-        `samples` is how many of this rank's samples the step used, for a loop that takes batches from its loader ahead
-        of training; pass it in each commit of an epoch, or in none. Otherwise all samples that the loader has yielded
-        count as used.
+        `samples` is how many of this rank's samples the step used, for a loop that fetches batches from its loader
+        ahead of training. Pass it in each commit of an epoch, or in none. Without it, all samples that the loader has
+        yielded count as used.
 
-        Call it after the optimizer's step, while no gradient is still being accumulated. Code between the commit and
-        the next batch is not repeated after a loss; code before the commit belongs to the step.
+        Call `commit` after the optimizer's step, not in the middle of a gradient accumulation. Code between the commit
+        and the next batch is not repeated after a loss; code before the commit belongs to the step.
 
-        Cost: where ranks wait for each other between an update and its commit (a second optimizer's backward, a loss
-        that is reduced), a copy of the models and of the optimizers' states in each step, to undo it.
+        Cost: a copy of the models and of the optimizers' states in each step, with which the step can be undone, if
+        ranks wait for each other between an update and its commit (in a second optimizer's backward, or to reduce a
+        loss). The first 100 steps make this copy in any case.
 
         Raises:
             ValueError: `samples` are more than the loader has yielded, or not passed in each commit of an epoch; or
@@ -112,25 +114,25 @@ class State:
         self._commits.commit(is_step=True)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the contents of a checkpoint: each object's state by name, the plain values, and the data's position.
+        """Return the contents of a checkpoint: each object's state by name, plain values, and the position in the data.
 
-        Call it right after a commit to get the state of that commit. A rank may call it alone, unless there is a
-        Pipeline. Keys of models are those of the module inside a wrapper. The states of a sharded optimizer and of a
+        Call this right after a commit to get the state of that commit. A rank may call this alone, unless there is a
+        Pipeline. A model's keys are those of the module inside its wrapper. The states of a sharded optimizer and of a
         Pipeline's stages are complete: they load into another split, and into a model without a Pipeline.
         """
         objects = self._commits.objects.state_dict()
         return {"objects": objects, "values": dict(self._values), "position": self.data_position()}
 
     def data_position(self) -> dict[str, Any] | None:
-        """Return the data's position at the latest commit, in the form of the sampler's `state_dict`, or None."""
+        """Return the position in the data at the latest commit, in the form of the sampler's `state_dict`, or None."""
         return self._commits.data_position()
 
     def load_data_position(self, position: dict[str, Any] | None) -> None:
-        """Set the data's position, before `phalanx.elastic.run`. `load_state_dict` calls it, too."""
+        """Set the position in the data, before `phalanx.elastic.run`. `load_state_dict` calls this, too."""
         self._commits.load_data_position(position)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Resume from a checkpoint: call it on every rank, before `phalanx.elastic.run`, with any number of ranks.
+        """Load a checkpoint, saved by any number of ranks. Call it on every rank, before `phalanx.elastic.run`.
 
         Raises:
             ValueError: the state belongs to other objects, or to an optimizer of other parameters.

@@ -1,4 +1,4 @@
-"""Transfer one rank's state to others: first the structure as pickled bytes, then tensors from memory to memory.
+"""Transfer one rank's state to others: first the structure as pickled bytes, then the tensors, without pickling.
 
 The state is a list of parts, in the same order on all ranks. A part returns its contents (`get_contents`), and loads
 those of another rank's part (`load_contents`). Tensors of the same form are received in place.
@@ -35,7 +35,7 @@ class StatePart(Protocol):
 class ModulePart:
     """`ModulePart` transfers a module's parameters by name, and with `buffers` its buffers.
 
-    It includes the decisions of wrappers that average gradients (`sync_batchnorm="auto"`).
+    It also transfers what the wrappers in the module have decided (for `sync_batchnorm="auto"`), and `requires_grad`.
     """
 
     def __init__(self, module: nn.Module, *, buffers: bool, without: frozenset[int] = frozenset()) -> None:
@@ -52,7 +52,7 @@ class ModulePart:
         }
 
     def load_contents(self, value: Any) -> None:
-        """Load received contents. They are in place already, unless their form differed.
+        """Load received contents. Tensors are in place already, unless their strides or device differed.
 
         Raises:
             JobEndedError: the sender's module has parameters that this module lacks, or parameters of other shapes.
@@ -91,7 +91,8 @@ def _describe(form: Any) -> str:
 class OptimizerPart:
     """`OptimizerPart` transfers an optimizer's groups and its state, by parameter number or by other keys.
 
-    Tensors are not converted. A group that the loop has added is matched by the names of the parameters of `models`.
+    Unlike `load_state_dict`, this casts no tensor. A group that the loop has added is matched by the names that its
+    parameters have in `models`.
     """
 
     def __init__(self, optimizer: Optimizer, models: Mapping[str, nn.Module]) -> None:
@@ -114,7 +115,7 @@ class OptimizerPart:
         """Set groups, options and state.
 
         Raises:
-            JobEndedError: a group has parameters that belong to no model of the State.
+            JobEndedError: a group has parameters of no model in State, or a tensor outside all groups has a state.
         """
         optimizer = self._optimizer
         if any(isinstance(key, Tensor) for key in value["other"]):
@@ -165,7 +166,7 @@ def _options(group: dict[str, Any]) -> dict[str, Any]:
 
 
 class ShardedPart:
-    """`ShardedPart` transfers a sharded optimizer's options and whole state. `state` is None on a receiver."""
+    """`ShardedPart` transfers a sharded optimizer's options and its whole `state`, which is None on a receiver."""
 
     def __init__(self, optimizer: ZeroRedundancyOptimizer, state: Any) -> None:
         self._optimizer = optimizer
@@ -179,7 +180,7 @@ class ShardedPart:
         """Set the options, and this rank's shard of the state.
 
         Raises:
-            JobEndedError: there is no state.
+            JobEndedError: the state was not backed up, or the numbers of groups differ.
         """
         _require_groups(self._optimizer, value["groups"])
         for mine, theirs in zip(self._optimizer.param_groups, value["groups"], strict=True):
@@ -229,7 +230,9 @@ class ValuePart:
 
 
 def transfer_state(parts: Sequence[StatePart], source: int, receivers: Sequence[int], group: Any) -> int:
-    """Replace the parts of the `receivers` by `source`'s; return how many bytes went to each. All ranks call it.
+    """Copy the contents of `source`'s parts to those of the `receivers`. All ranks call this.
+
+    Return how many bytes of tensors each receiver gets; 0 on a rank that takes no part.
 
     Cost: one broadcast of the structure to all; the tensors go to receivers only, within a host by one copy
     (`phalanx.elastic.tensor_transfer`). All ranks wait until the tensors have arrived; the timeout grows with their
@@ -260,7 +263,7 @@ def transfer_state(parts: Sequence[StatePart], source: int, receivers: Sequence[
 def devices_here(leaves: Sequence[Sequence[Leaf]], mine: Sequence[Sequence[Tensor]]) -> dict[str, str]:
     """Map each of the source's devices to this rank's device that holds the same tensors.
 
-    Parts that are still empty on this rank (an optimizer's state) do not count; the parameters determine the device.
+    Parts that are still empty on this rank (an optimizer's state) are skipped; the parameters determine the device.
     """
     return {
         leaf.device: str(own.device)
@@ -272,7 +275,7 @@ def devices_here(leaves: Sequence[Sequence[Leaf]], mine: Sequence[Sequence[Tenso
 
 
 def _places(leaves: Sequence[Leaf], mine: Sequence[Tensor], devices: Mapping[str, str]) -> list[Tensor]:
-    """Return the tensors to receive into: this rank's own if all have the forms of the source's, else new ones."""
+    """Return the tensors to receive into: this rank's own where they have the forms of the source's, else new ones."""
     places = []
     for leaf in leaves:
         own = mine[leaf.index] if len(mine) == len(leaves) else None

@@ -1,4 +1,4 @@
-"""Track the current step: whether its backward runs, and whether its update is made, counted or undone.
+"""Track the current step: whether its backward is running, and whether its update was made, counted or undone.
 
 forward │ backward │ optimizer.step │ commit
         ╰ open ────╯ ╰ stepped: 1 ──╯ 2 until here
@@ -34,33 +34,33 @@ _backward_number: Any = find("torch._C._current_graph_task_id", loses=_LOSES)
 _engine: Any = find("torch.autograd.Variable._execution_engine", loses=_LOSES)
 
 _logger = get_logger(__name__)
-TRIAL_STEPS = 100  # in so many first steps a copy is made and ranks wait, to find out whether later steps need that
+TRIAL_STEPS = 100  # in this many first steps ranks make a copy and wait, to find out whether later steps need that
 
 
 class Runner(Protocol):
-    """A `Runner` is notified of commits while the job runs."""
+    """A `Runner` is notified of a rank's backwards and commits while the job runs."""
 
     def before_commit(self, number: int, small: Frozen, counted: tuple[int, int]) -> bool:
         """Prepare commit `number` with its small state; return whether the ranks wait for each other in such commits.
 
-        `counted` is the result of `count_collectives` just before the commit. In the job's first commits the ranks
-        wait whatever is returned.
+        `counted` is the result of `count_collectives` just before the commit. In the run's first commits the ranks
+        wait regardless of the result.
         """
 
     def after_commit(self) -> None: ...
 
     def count_collectives(self) -> tuple[int, int]:
-        """Return two counts, which change whenever the ranks have waited for each other."""
+        """Return two counters, of which at least one changes whenever the ranks have waited for each other."""
 
     def require_group(self) -> None:
-        """Raise if the group has ended because a rank is lost. All ranks call it."""
+        """Raise if the group has ended because a rank is lost. All ranks call this."""
 
     def before_backward(self) -> None:
-        """Record that this rank has made the step's random draws and its forward's changes; gradients follow."""
+        """Record the random states and buffers as the step's forward left them, before any gradient is sent."""
 
 
 class StepTracker:
-    """`StepTracker` tracks, with hooks on `objects`, how far a step has got while there is a `runner`."""
+    """`StepTracker` tracks, with hooks on `objects`, how far the current step has got, while there is a `runner`."""
 
     def __init__(self, objects: Objects, find_mark: Callable[[], Mark] | None) -> None:
         self._find_mark = find_mark
@@ -84,12 +84,13 @@ class StepTracker:
         self._undo = None if trains_apart else StepUndo(objects.parts_of_update())
         # the number of updates of each sharded optimizer before the step's first update
         self._num_updates: list[int] = []
-        # whether to save the state before each update: a step may be interrupted after it; decided in the first steps
+        # whether to save the state before each update, to undo a step that is interrupted after it; the first steps
+        # decide this
         self._saves_updates = True
         self._num_without_wait = 0  # how many of the first steps did not wait after the update
         self._has_waited = False
         self._open_backward: int | None = None  # autograd's number of a backward that has begun and not ended
-        self._has_failed = False  # a backward has not ended, and another one has begun
+        self._has_failed = False  # whether a backward had not ended when the next one began
         self._at_update: tuple[int, int] | None = None
 
     @property
@@ -109,9 +110,10 @@ class StepTracker:
         self._forward_changes.forget()
 
     def watch_other_optimizers(self) -> RemovableHandle:
-        """Warn of optimizers that `State` lacks, once they step parameters of its models, until the handle is removed.
+        """Warn of optimizers outside State that step parameters of its models, until the handle is removed.
 
-        An optimizer inside another one (a sharded one's, a wrapper's) steps during the other's step.
+        An optimizer inside another one (a sharded optimizer, a wrapper) steps during the outer one's step, and is not
+        reported.
         """
         known = {id(one) for one in self._objects.optimizers}
 
@@ -172,7 +174,7 @@ class StepTracker:
         if task not in (-1, self._open_backward):
             self._has_failed |= self._open_backward is not None
             self._open_backward = task
-            # after the callbacks of wrappers, which wait there
+            # queued twice, so that it runs after the callbacks in which wrappers wait
             _after_backward(lambda: _after_backward(self._end_backward))
         self.runner.before_backward()
 
@@ -180,9 +182,9 @@ class StepTracker:
         self._open_backward = None
 
     def require_backward(self) -> None:
-        """Raise if the loop has swallowed the error of a loss: its work since then does not count.
+        """Raise if the loop has caught and ignored a loss, because its work since then is invalid.
 
-        A backward that failed on all ranks with an error of the loop's own is allowed.
+        A backward that failed on all ranks with an error in the loop's own code is allowed.
         """
         if not self._has_failed and (self._open_backward is None or self._open_backward == _backward_number()):
             return
@@ -190,7 +192,7 @@ class StepTracker:
             self.runner.require_group()
         self._open_backward, self._has_failed = None, False
 
-    # -- its end --------------------------------------------------------------------------------------------------
+    # -- the end of a step ----------------------------------------------------------------------------------------
 
     def begin_commit(self, number: int, small: Frozen) -> None:
         """Prepare the commit of a step that the loop has completed."""
@@ -206,9 +208,9 @@ class StepTracker:
         """Record whether this rank has waited for others between the update and the commit of this step.
 
         A loss could interrupt the step there. Once a step has waited, the state is saved before each later update, to
-        undo it. Without such a step, saving stops after `TRIAL_STEPS` steps: so many, because a loop may, for example,
-        reduce a loss in every tenth step only. A commit itself waits if a rank has changed its own state after the
-        update.
+        undo it. Without such a step, saving stops after `TRIAL_STEPS` steps, which are many, because a loop may, for
+        example, reduce its loss in every tenth step only. A commit itself waits if a rank has changed its own state
+        after the update.
         """
         if has_waited:
             self._saves_updates = self._has_waited = True
@@ -217,7 +219,7 @@ class StepTracker:
             self._saves_updates = self._num_without_wait < TRIAL_STEPS
 
     def end(self) -> None:
-        """End a step that is committed, or that was undone to the latest commit."""
+        """End a step that was committed or undone."""
         self.stepped = self.num_updates = 0
         self.mark = None
         self._forward_changes.end_step()
@@ -230,7 +232,7 @@ class StepTracker:
         """Forget a backward that began before a loss."""
         self._open_backward, self._has_failed = None, False
 
-    # -- when it was interrupted ---------------------------------------------------------------------------------
+    # -- an interrupted step -------------------------------------------------------------------------------------
 
     @property
     def is_whole(self) -> bool:
@@ -245,10 +247,10 @@ class StepTracker:
     def undo_update(self, step: int) -> None:
         """Undo an uncommitted update after an error in step number `step`, if it can be undone.
 
-        An interrupted sharded update was already undone on all ranks, or was completed. A completed one is undone as
-        well, since the loop has not run its code after the update.
+        The interrupted update of a sharded optimizer has already been undone or completed on all ranks. A completed
+        update is undone as well, since the loop has not run its code after the update.
         """
-        if self.stepped == 1 and self._objects.rounds:  # the failure was in its round, which follows the update
+        if self.stepped == 1 and self._objects.rounds:  # the update is complete, and the round that follows it failed
             self._after_step()
         if self.stepped and self._undo is not None and self._undo.is_saved and self._can_roll_back_shards():
             self._undo.restore()
@@ -260,7 +262,7 @@ class StepTracker:
             updated = {one.has_updated for one in self._objects.sharded}
             if updated == {True}:
                 self._after_step()
-            elif updated == {False} and self._undo is None:  # otherwise there were other updates in this step before
+            elif updated == {False} and self._undo is None:  # otherwise this step has made other updates before
                 self.stepped = 0
         if not self.stepped:
             self.schedulers_and_scalers.restore()
@@ -295,7 +297,7 @@ class StepTracker:
 def _call_before_backward(output: Any, function: Callable[..., None]) -> None:
     """Call `function` when gradients of `output` are about to be computed.
 
-    If the tensors of `output` are hidden in an object of the user's own, call it at once.
+    If no tensor is found in `output`, as inside an object of the user's own class, call `function` at once.
     """
     nodes = {tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None}
     for node in nodes:
@@ -305,34 +307,34 @@ def _call_before_backward(output: Any, function: Callable[..., None]) -> None:
 
 
 def _after_backward(function: Callable[[], None]) -> None:
-    """Call `function` when the current backward has succeeded."""
+    """Call `function` once the current backward has succeeded."""
     _engine.queue_callback(function)
 
 
 # Restore tensors that a loop changes before its update, so that a repeated step changes them only once.
 #
-#     momentum encoder changes │ forward │ backward, where a rank is lost        on survivors it has changed already
+#     momentum encoder changes │ forward │ backward, where a rank is lost        on survivors the encoder has changed
 
 
 class ForwardChanges:
     """`ForwardChanges` finds and restores the `tensors` that forwards change and no optimizer updates.
 
-    A change through `.data` changes no version, so the first step compares values; a `.data` change that first occurs
-    later is missed.
+    A change through `.data` does not change a tensor's version, so the first step compares values; a `.data` change
+    that first occurs later is missed.
 
     Cost: a check of each tensor's version, twice a step; and a copy, before each step, of the tensors that forwards
-    change. In the first step all are copied, and compared with the copies.
+    change. In the first step all tensors are copied, and compared with the copies.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._tensors = tensors
         self._changing: set[int] | None = None  # positions in `tensors`; None before they are known
         self._copies: dict[int, Tensor] = {}
-        self._places: dict[int, int] = {}  # by position: the memory that was copied
+        self._places: dict[int, int] = {}  # by position: the address of the memory that was copied
         self._versions: list[int] | None = None  # the versions when the step began; None outside a step
 
     def forget(self) -> None:
-        """Discard which tensors forwards change; the next step finds them again."""
+        """Forget which tensors forwards change; the next step finds them again."""
         self._changing, self._versions = None, None
         self._copies, self._places = {}, {}
 
@@ -360,12 +362,12 @@ class ForwardChanges:
             del self._copies[number], self._places[number]
 
     def end_step(self) -> None:
-        """Forget the copies of a step that is committed, or was undone."""
+        """End a step that was committed or undone: its copies are no longer valid."""
         self._versions = None
 
     @torch.no_grad()
     def restore(self) -> list[int]:
-        """Restore the tensors to their values at the step's beginning; return the positions of those without a copy."""
+        """Restore the changed tensors to their values before the step; return the positions of those without a copy."""
         if self._versions is None:
             return []
         changed = self._changed() | (self._changing or set())
@@ -379,7 +381,7 @@ class ForwardChanges:
         return sorted(changed - self._copies.keys())
 
     def _changed(self) -> set[int]:
-        """Return the positions of the tensors whose version has changed; if all have copies, compare values as well."""
+        """Return the positions of the tensors whose version has changed; in the first step, compare values as well."""
         assert self._versions is not None
         changed = {i for i, (t, v) in enumerate(zip(self._tensors, self._versions, strict=True)) if t._version != v}
         if self._changing is None:
@@ -407,9 +409,9 @@ def _place(tensor: Tensor) -> int:
 # Copy the state that an update is about to change, to undo a step that a loss interrupts after its update.
 #
 #     backward │ optimizer.step │ all_reduce(loss) │ scheduler.step │ commit        one collective after the update
-#     backward │ optimizer.step │ backward │ optimizer.step         │ commit        two optimizers, as of a GAN
+#     backward │ optimizer.step │ backward │ optimizer.step         │ commit        two optimizers, as in a GAN
 #
-# A rank interrupted there has parameters between the latest commit and the next.
+# A rank that is interrupted there has parameters of neither the latest commit nor the next.
 
 
 class StepUndo:
@@ -452,11 +454,11 @@ class StepUndo:
         values = join(self._structure, self._copies)
         for part, value in zip(self._parts, values, strict=True):
             part.load_contents(value)
-        self.end_step(drop=True)  # the tensors now belong to the optimizer
+        self.end_step(drop=True)  # the copies now belong to the optimizer
 
 
 def _version(option: Any) -> Any:
-    """Return a value that changes when an option of an optimizer's group does: a number, for example, or a tensor."""
+    """Return a value that changes when this option of a parameter group changes, also in place if it is a tensor."""
     if isinstance(option, Tensor):
         return id(option), option._version
     return option if isinstance(option, (int, float, str, tuple, type(None))) else id(option)
@@ -469,7 +471,7 @@ def _count(scheduler: LRScheduler) -> Any:
 
 
 def _copy_state(scheduler: LRScheduler, state: dict[str, Any]) -> dict[str, Any]:
-    """Copy a scheduler's state; methods of the scheduler in it stay bound to the scheduler."""
+    """Copy a scheduler's state; bound methods in it stay bound to the same scheduler."""
     memo = {id(one): one for one in (*_with_inner(scheduler), getattr(scheduler, "optimizer", None))}
     return copy.deepcopy(state, memo)
 
@@ -487,10 +489,10 @@ def _remove_groups(optimizer: Optimizer, first: int) -> None:
 
 
 class SchedulersAndScalers:
-    """`SchedulersAndScalers` saves schedulers, gradient scalers, and the options and number of optimizers' groups.
+    """`SchedulersAndScalers` saves schedulers, gradient scalers, and the options and number of parameter groups.
 
-    They may be ahead of the last update: a rank may be lost in the validation after a scheduler's step at the end of an
-    epoch.
+    All of these may change after the last update: at the end of an epoch, a rank may be lost in the validation after a
+    scheduler's step.
     """
 
     def __init__(self, schedulers: Sequence[LRScheduler], scalers: Sequence[Any], optimizers: Sequence[Optimizer]):
@@ -512,7 +514,7 @@ class SchedulersAndScalers:
         return versions
 
     def warn_of_steps_after_commit(self) -> None:
-        """Warn once if a scheduler has stepped since the commit of a step; a backward is about to begin."""
+        """Warn once if a scheduler has stepped between a step's commit and the backward that is about to begin."""
         if not self._watches:
             return
         self._watches = False
@@ -525,7 +527,7 @@ class SchedulersAndScalers:
             )
 
     def save(self, *, is_step: bool = False) -> None:
-        """Save the current states, at little cost if nothing has changed; `is_step` in the commit of a step."""
+        """Save the current states, at little cost if nothing has changed; `is_step`: this is the commit of a step."""
         self._watches = is_step and bool(self._schedulers) and not self._has_warned
         versions = self._read_versions()
         if versions == self._saved_versions:

@@ -1,10 +1,10 @@
-"""Copy tensors from one rank to the ranks that lack them: through memory on a host, in messages between hosts.
+"""Copy tensors from one rank to the ranks that lack them: through memory on a host, by messages between hosts.
 
     round 1    source ──read by──▶ receivers of its host        source ──messages──▶ first receiver of another host
     round 2                                                     that rank ──read by──▶ the other receivers of its host
 
-Between rounds all ranks report what has arrived. Meanwhile `extended_timeout` raises the group's timeout, since a
-transfer may take longer than any operation of the group should.
+After each round all ranks report what has arrived. `extended_timeout` raises the group's timeout for the transfer,
+which may take longer than any operation of the group should.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from phalanx._comm.transport.tensors import is_dense
 from phalanx.elastic.buffers import room_for, views_of
 
 _SMALL = 1 << 16  # smaller tensors are packed; larger ones are sent as they are
-_SLOWEST_BYTES_PER_S = 8 << 20  # the slowest link, or an overloaded machine
+_SLOWEST_BYTES_PER_S = 8 << 20  # assumed for the slowest link, or an overloaded machine
 
 
 @dataclass(frozen=True)
 class TransferPeer:
     """A `TransferPeer` is a rank in a transfer: its host, its process, and the addresses of its pieces.
 
-    `addresses` is None if the pieces are on another device.
+    `addresses` is None if some piece is not in CPU memory.
     """
 
     host: str
@@ -42,7 +42,7 @@ class TransferPeer:
     addresses: tuple[int, ...] | None
 
     def can_read(self, other: TransferPeer) -> bool:
-        """Return whether this rank may be able to read the other one's memory."""
+        """Return whether this rank may be able to read the memory of `other`."""
         mine, theirs = self.process.namespace, other.process.namespace
         return (
             self.host == other.host
@@ -55,7 +55,7 @@ class TransferPeer:
 
 @dataclass(frozen=True)
 class TransferPlan:
-    """A `TransferPlan` is how one receiver gets the bytes in a round: by reading `holder`'s memory, or in messages."""
+    """A `TransferPlan` is how one receiver gets the bytes in a round: by reading `holder`'s memory, or by messages."""
 
     receiver: int
     holder: int
@@ -86,7 +86,7 @@ def plan_round(
 
 
 def transfer_tensors(tensors: Sequence[Tensor], source: int, receivers: Collection[int], group: Any) -> None:
-    """Copy the tensors of `source` to the tensors of `receivers`. All ranks call it.
+    """Copy the tensors of `source` to the tensors of `receivers`. All ranks call this.
 
     The tensors have the same forms on the source and on all receivers; other ranks' tensors stay unchanged.
     """
@@ -125,7 +125,7 @@ def transfer_tensors(tensors: Sequence[Tensor], source: int, receivers: Collecti
 
 @contextlib.contextmanager
 def extended_timeout(group: Any, nbytes: int) -> Iterator[None]:
-    """Extend the timeout of `group` by the time that moving `nbytes` takes; `nbytes` is the same on all ranks."""
+    """Extend the timeout of `group` by the longest time that moving `nbytes` may take; the same on all ranks."""
     ours = phalanx_group(group)
     assert ours is not None  # elastic.run forms no other groups
     timeout_s = ours.timeout_s
@@ -143,7 +143,7 @@ def _gather(value: Any, group: Any) -> list[Any]:
 
 
 class _Payload:
-    """A `_Payload` is the tensors of a transfer: large ones as they are, all others packed into one piece.
+    """A `_Payload` holds the tensors of a transfer: large dense ones as they are, all others packed into one piece.
 
     Both sides know the tensors' forms.
     """
@@ -158,7 +158,7 @@ class _Payload:
 
     @property
     def addresses(self) -> tuple[int, ...] | None:
-        """Return the addresses of the pieces in this process; None if some piece has none."""
+        """Return the addresses of the pieces in this process; None if some piece is not in CPU memory."""
         if any(piece.device.type != "cpu" for piece in self._pieces):
             return None
         return tuple(piece.data_ptr() for piece in self._pieces)

@@ -1,4 +1,4 @@
-"""The processes of a host reach the agent of `phalanx run` at a socket that has a name, but no file.
+"""Listen as the agent of `phalanx run`, or connect to it, at a socket that has a name but no file.
 
 A rank has the address `name:token` in PHALANX_AGENT. Every user can read the name (in /proc/net/unix), but only the
 job's processes know the token. The socket is in Linux's abstract namespace, so that no file is left behind. Other
@@ -58,7 +58,7 @@ def connect(name: str, timeout_s: float = 0.0, *, max_fds: int = 1) -> Channel:
 def connect_within(sock: socket.socket, address: str, timeout_s: float) -> None:
     """Connect `sock`, waiting up to `timeout_s` while the listener's queue is full.
 
-    Python's own timeout fails at once in that case.
+    With Python's own socket timeout, `connect` would fail at once in that case.
     """
     timeout_s = max(timeout_s, 0.001)  # zero would mean no timeout
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _SECONDS.pack(int(timeout_s), int(timeout_s % 1 * 1e6)))
@@ -74,7 +74,7 @@ def split(agent: str) -> tuple[str, str]:
 
 
 def notify(agent: str, kind: str, *, fds: Sequence[int] = (), **fields: Any) -> bool:
-    """Send one message, with the job's token, to the agent at `agent`; return whether the agent received it.
+    """Send one message, with the job's token, to the agent at `agent`; return whether it was sent.
 
     This costs a connection, about 20 µs, and never waits. It returns False if the agent has ended, is in another
     network namespace, or has more connections than it can accept.
@@ -87,7 +87,7 @@ def notify(agent: str, kind: str, *, fds: Sequence[int] = (), **fields: Any) -> 
 
 
 def request(agent: str, kind: str, timeout_s: float) -> tuple[int, ...]:
-    """Send one message to the agent at `agent`, and return the descriptors of its answer, which the caller owns.
+    """Send one message to the agent at `agent`, and return the descriptors in its answer, which the caller owns.
 
     The result is empty if the agent does not answer.
     """

@@ -47,8 +47,8 @@ class ChannelMessage(NamedTuple):
 class Channel:
     """A `Channel` is one end of a connection. It owns the socket, whose other end may be stopped, hostile or gone.
 
-    `max_bytes` and `max_fds` limit a received message; a longer one ends the channel. `max_queued` limits the messages
-    that wait for a peer that does not receive; further ones are dropped.
+    `max_bytes` and `max_fds` limit a received message; one that exceeds them ends the channel. `max_queued` limits the
+    messages that are queued for a peer that does not receive; further messages are dropped.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Channel:
         self.has_lost_fds = False  # the kernel dropped descriptors: this process is at its limit
 
     def fileno(self) -> int:
-        """Return the descriptor to poll: for reading, and while `waiting` also for writing."""
+        """Return the descriptor to poll for reading, and while `waiting` for writing as well."""
         return self._sock.fileno()
 
     @property
@@ -133,7 +133,7 @@ class Channel:
     def _send_part(self, data: bytearray, fds: Sequence[int]) -> bool:
         """Send as much of `data` as possible, and remove that part; return whether anything was sent.
 
-        `fds` are sent with the first byte. Data for an end that is gone count as sent.
+        `fds` are sent with the first byte. If the other end is gone, the data count as sent.
         """
         passed = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
         try:
@@ -199,7 +199,7 @@ class Channel:
         return None
 
     def _is_whole(self) -> bool:
-        """Return whether the message is complete; if only its length is, expect the body next."""
+        """Return whether the message is complete; if only its length has arrived, expect the body next."""
         if self._expected > _LENGTH.size:
             return True
         length = int(_LENGTH.unpack(self._received)[0])

@@ -94,7 +94,7 @@ class LocalListener:
         self.close()
 
     def close(self) -> None:
-        """Close the sockets in this process only; a fork may call this, too."""
+        """Close the sockets in this process only; a forked child may call this, too."""
         self._open.close()
 
     def open_to_containers(self) -> socket.socket | None:
@@ -140,8 +140,9 @@ def connect(
 ) -> socket.socket:
     """Return a connection to the process that listens at `address`; errors call it `whose`.
 
-    If the listener's queue is full, this waits inside the system's `connect`: retries would overtake others. With
-    `retry`, also wait for a process that does not listen yet. `check` is called between attempts, and may raise.
+    If the listener's queue is full, this waits inside the system's `connect`, because retries could overtake processes
+    that wait there. With `retry`, also wait for a process that does not listen yet. `check` is called between attempts,
+    and may raise.
 
     Raises:
         OSError: no process listens at `address`.

@@ -1,7 +1,7 @@
 """Listen on Unix sockets that no other user of the machine can reach or block.
 
-A name in the abstract namespace is visible to all in /proc/net/unix, and any process may connect to it: a process that
-fills its queue blocks the others. A socket's file can be reached only by users who may enter its folder.
+A name in the abstract namespace is visible to all users in /proc/net/unix, and any process can connect to it: a process
+that fills its queue blocks the others. A socket's file can be reached only by users who may enter its folder.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def use_place(folder: str) -> None:
 def new_listener(backlog: int) -> tuple[socket.socket, int]:
     """Return a listening socket and a descriptor; our processes connect to /proc/<pid>/fd/<descriptor>.
 
-    The socket's file is removed before this returns, so that a later kill leaves nothing behind; after a kill during
-    the call, the file is in the folder of `use_place`. The caller closes the socket and the descriptor.
+    The socket's file is removed before this returns, so that a later kill leaves nothing behind; a kill during the call
+    leaves the file in the folder of `use_place`. The caller closes the socket and the descriptor.
 
     Raises:
         OSError: this system has no Unix sockets, or no folder for temporary files.
@@ -68,7 +68,7 @@ def _listen_in(folder: str, backlog: int) -> tuple[socket.socket, int]:
 
 
 def listen_at(path: str, backlog: int) -> socket.socket:
-    """Return a listening socket at `path` in `folder()`; it replaces the file of a killed process.
+    """Return a socket that listens at `path` in `folder()`, and replaces the file that a killed process has left.
 
     Raises:
         OSError: it cannot be created; EADDRINUSE: a running process listens there.

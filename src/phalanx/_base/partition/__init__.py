@@ -1,1 +1,1 @@
-"""Find where a model can be cut, measure the costs of its layers, and decide where to cut it."""
+"""Find where a model can be cut, measure the costs of its layers, divide it into parts, and run its layers."""

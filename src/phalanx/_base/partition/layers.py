@@ -1,8 +1,8 @@
 """List a model's layers, between which it may be cut, and the values that are passed between layers.
 
-An `nn.Sequential` is the list of its layers, and so are those inside it. Another module's `forward` is traced with
-torch.fx: each call of a child is a layer, with the operations after it up to the next call. So every value that crosses
-a cut is known, including those that skip layers. The inside of a layer is not examined.
+An `nn.Sequential` is split into its children, and so is each `nn.Sequential` inside it. Another module's `forward` is
+traced with torch.fx: each call of a child is a layer, with the operations after it up to the next call. So every value
+that crosses a cut is known, including values that skip layers. The inside of a layer is not examined.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class TracedConstants:
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        """Record the attributes that are read from modules in the block; this replaces a method of nn.Module."""
+        """Record the attributes that are read from modules in this context, which replaces a method of nn.Module."""
         read = self._read
         before = vars(nn.Module).get("__getattribute__")
 
@@ -110,7 +110,7 @@ class LayerList:
 
 
 def list_layers(module: nn.Module, split_points: Sequence[str] = (), *, given: Sequence[str] = ()) -> LayerList:
-    """List the layers of `module`. A child that contains one of `split_points` is opened, as an nn.Sequential is.
+    """List the layers of `module`. A child that contains one of `split_points` is split, as an nn.Sequential is.
 
     Arguments:
         split_points: dotted names of modules at which the caller wants to cut.
@@ -136,7 +136,7 @@ def list_layers(module: nn.Module, split_points: Sequence[str] = (), *, given: S
 
 
 def given_arguments(module: nn.Module, example: Any) -> list[str]:
-    """Return the names of forward's arguments in an example: a tuple of arguments, a dict, or the first argument."""
+    """Return the names of the arguments that `example` has: a tuple, a dict, or forward's first argument alone."""
     if example is None:
         return []
     if isinstance(example, Mapping):
@@ -187,9 +187,9 @@ def _leaves(module: nn.Module, prefix: str) -> Iterator[str]:
 
 
 class _Tracer(fx.Tracer):
-    """A `_Tracer` opens the given modules, and every plain nn.Sequential; all other modules are leaves.
+    """A `_Tracer` traces into the given modules, and into every plain nn.Sequential; all other modules are leaves.
 
-    Buffers are values, too: constants would keep their current content.
+    Buffers are values of the graph, too: as constants they would keep their current content.
     """
 
     proxy_buffer_attributes = True
@@ -200,7 +200,7 @@ class _Tracer(fx.Tracer):
         self._switches = _switches()
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
-        """Create a node as torch.fx does, and record the current switches, which a graph does not have."""
+        """Create a node as torch.fx does; raise if forward has switched gradients or autocast, which a graph lacks."""
         if _switches() != self._switches:
             raise RuntimeError("it switches gradients or autocast, which a graph cannot record")
         return super().create_node(*args, **kwargs)
@@ -210,7 +210,7 @@ class _Tracer(fx.Tracer):
 
 
 def _switches() -> tuple[Any, ...]:
-    """Return the state of `torch.no_grad` and similar switches."""
+    """Return whether gradients, inference mode and autocast are on."""
     autocast = [torch.is_autocast_enabled(device) for device in ("cpu", "cuda")]
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocast
 
@@ -248,7 +248,7 @@ def _trace(module: nn.Module, split_points: Sequence[str], defaults: dict[str, A
 
 @contextlib.contextmanager
 def _refused_changes(module: nn.Module) -> Iterator[None]:
-    """Undo forward's changes to the attributes of its modules, after an error also the attributes that it has added.
+    """Undo forward's changes to attributes of its modules; after a change or an error, also remove what it has added.
 
     Raises:
         ValueError: forward has changed an attribute; the change is undone.

@@ -38,12 +38,12 @@ class LayerCost:
 
 
 def measure_layers(layers: LayerList, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> list[LayerCost]:
-    """Run every layer on the results of the previous layers, and return the shortest times of three rounds.
+    """Run every layer on the results of the previous layers, and return its cost: the shortest times of three rounds.
 
     Layers on the meta device get memory for the measurement. Parameters, gradients, buffers and random states do not
     change.
 
-    Cost: four times forward and backward of the model, in this thread; memory for the values between layers.
+    Cost: four forward and backward passes of the model, in this thread; memory for the values between layers.
 
     Raises:
         ValueError: the arguments do not match forward's.
@@ -155,7 +155,7 @@ def _clock(devices: Iterable[torch.device]) -> float:
 class _Own(nn.Module):
     """An `_Own` module is a copy of one layer's modules and tensors, so that measuring does not change the model.
 
-    It has memory even if the model is on the meta device.
+    The copy has memory even if the model is on the meta device.
     """
 
     def __init__(self, root: nn.Module, layer: Layer) -> None:

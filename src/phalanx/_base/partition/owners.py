@@ -44,13 +44,13 @@ class PartOwner(Protocol):
 
 
 class _Entry(NamedTuple):
-    """An `_Entry` is a tensor's name in the whole model ("" if only optimizers use it), and a weak reference."""
+    """An `_Entry` is a tensor's name in the whole model ("" if only optimizers use it), and a weak ref to its owner."""
 
     name: str
     owner: Callable[[], PartOwner | None]
 
 
-# == of a Parameter compares elements, so it cannot be a key of a plain dict
+# `==` compares the elements of a Parameter, so a Parameter cannot be a key of a plain weak dict
 _entries: MutableMapping[torch.Tensor, _Entry] = WeakIdKeyDictionary()
 
 

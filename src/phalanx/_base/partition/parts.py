@@ -1,4 +1,4 @@
-"""Divide a model into parts, with the layers, tensors and exchanged values of each part."""
+"""Divide a model into parts, and list the layers, tensors and exchanged values of each part."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from phalanx._base.partition.layers import Layer, LayerList
 
 @dataclass(frozen=True)
 class LayerRange:
-    """A `LayerRange` is a run of layers. `receives` and `sends` have the exchanged graph nodes, by the other part."""
+    """A `LayerRange` is one part: consecutive layers. `receives` and `sends` map another part to exchanged nodes."""
 
     index: int
     layers: tuple[Layer, ...]
@@ -31,9 +31,9 @@ class LayerRange:
 
 
 def split(layers: LayerList, counts: Sequence[int]) -> list[LayerRange]:
-    """Divide `layers` into parts of these sizes. The first part has the model's arguments, the last its result.
+    """Divide `layers` into parts with `counts` layers. The first part has the model's arguments, the last its result.
 
-    A value that several parts need, or a part after the next, is sent directly to each of them.
+    A value is sent directly to each part that needs it, even if that part is not the next one.
 
     Raises:
         ValueError: the counts do not add up to all layers, or a part would be empty.

@@ -15,14 +15,14 @@ _NOTHING = nullcontext()
 
 
 class LayerProgram:
-    """A `LayerProgram` runs prepared layers repeatedly. `at` is the layer that runs, or ran last."""
+    """A `LayerProgram` runs prepared layers repeatedly. `at` is the layer that is running, or ran last."""
 
     def __init__(
         self, root: nn.Module, layers: Iterable[Layer], results: Iterable[fx.Node], marked: Collection[fx.Node] = ()
     ) -> None:
         """Prepare the layers to compute `results`. `root` has the modules and tensors by name.
 
-        `marked` has the nodes that run inside the context given to `run`.
+        `marked` has the nodes that run in the context that is passed to `run`.
         """
         self._root = root
         self._results = tuple(results)
@@ -79,7 +79,7 @@ class LayerProgram:
 
 
 def _is_simple(node: fx.Node) -> bool:
-    """Return whether the node's arguments are distinct values and nothing else: then no search is needed."""
+    """Return whether the node's arguments are distinct values and nothing else, so that `map_arg` is not needed."""
     plain = all(isinstance(argument, fx.Node) and argument.op != "get_attr" for argument in node.args)
     return plain and not node.kwargs and len(node.args) == len(node.all_input_nodes)
 

@@ -1,4 +1,4 @@
-"""Distinguish the name of a local file from an address such as `s3://bucket/key`."""
+"""Distinguish the path of a local file from an address such as `s3://bucket/key`, and open either for reading."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, BinaryIO, cast
 
 from phalanx._base.extras import require
 
-# The packages of schemes for which fsspec has no reader of its own.
+# the extras of schemes for which fsspec needs another package
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "abfs": "azure", "abfss": "azure", "az": "azure"}
 _PACKED = (".gz", ".bz2", ".xz", ".zst", ".zip", ".lz4", ".snappy")
 _PACKAGES = {"s3": "s3fs", "gcs": "gcsfs", "azure": "adlfs"}
@@ -21,7 +21,7 @@ def is_address(name: object) -> bool:
 
 
 def place_of(name: str | os.PathLike[str]) -> Path | str:
-    """Return an address, without a trailing slash, or the path of a local file (`file:///a`, too)."""
+    """Return `name` as an address, without a trailing slash, or as the path of a local file (also `file:///a`)."""
     text = os.fspath(name)
     if is_address(text):
         return text.rstrip("/")
@@ -30,7 +30,7 @@ def place_of(name: str | os.PathLike[str]) -> Path | str:
 
 
 def split_address(address: str) -> tuple[Any, str]:
-    """Return fsspec's file system of an address, and the path in it.
+    """Return fsspec's file system for an address, and the path in it.
 
     Raises:
         ModuleNotFoundError: the package for this scheme is not installed; the message names the extra.

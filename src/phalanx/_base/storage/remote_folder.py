@@ -22,16 +22,19 @@ _OF_CREDENTIALS = frozenset(("NoCredentialsError", "PartialCredentialsError", "P
 
 @dataclass(frozen=True)
 class RemoteObject:
-    """A `RemoteObject` is an object in a folder: its size, and its time (seconds), if the file system reports it."""
+    """A `RemoteObject` is an object in a folder: its size, and when it was modified, if the file system reports it.
+
+    `modified_s` is in seconds since the epoch.
+    """
 
     nbytes: int
     modified_s: float | None
 
 
 class RemoteFolder:
-    """A `RemoteFolder` has the objects below `address`.
+    """A `RemoteFolder` gives access to the objects below `address`.
 
-    Each operation with a network error is retried for `retry_s` seconds, with a warning.
+    An operation that fails with a network error is retried for `retry_s` seconds, with a warning.
     """
 
     def __init__(self, address: str, retry_s: float) -> None:
@@ -45,7 +48,7 @@ class RemoteFolder:
         return f"{self.address}/{name}" if name else self.address
 
     def list(self, below: str = "") -> dict[str, RemoteObject]:
-        """Return all objects by their names in this folder; none if the folder does not exist."""
+        """Return all objects by their names in this folder; an empty dict if the folder does not exist."""
 
         def find() -> Any:
             self._files.invalidate_cache()
@@ -113,7 +116,7 @@ class RemoteFolder:
 
 
 def fails_for_now(error: BaseException) -> bool:
-    """Return whether an operation on a remote file system may succeed later, for the many errors of its libraries."""
+    """Return whether an operation that raised `error`, perhaps an error of fsspec's libraries, may succeed later."""
     if isinstance(error, OSError):
         return is_transient(error)
     return not isinstance(error, LASTING) and type(error).__name__ not in _OF_CREDENTIALS

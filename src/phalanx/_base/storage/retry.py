@@ -21,7 +21,7 @@ _LASTING_NUMBERS = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ENA
 
 
 def is_transient(error: BaseException) -> bool:
-    """Return whether a retry may succeed: the error is one of a network or a device."""
+    """Return whether a retry may succeed, as after an error of the network or of a device."""
     return isinstance(error, OSError) and not isinstance(error, _LASTING) and error.errno not in _LASTING_NUMBERS
 
 
