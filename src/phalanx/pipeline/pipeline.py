@@ -298,7 +298,7 @@ class Pipeline(StageModule):
         Shape: that of the model's result for the whole mini-batch (N, ...).
 
         Raises:
-            The errors of `step`; ValueError or TypeError also if the micro-batches' results cannot be joined.
+            ValueError, TypeError, PhalanxError: as for `step`; or the micro-batches' results cannot be joined.
         """
         self._require_usable()
         rows: dict[int, int] = {}
