@@ -49,7 +49,7 @@ class DistributedSampler(torch_sampler.DistributedSampler[int]):
 
     Raises:
         TypeError: `dataset` has no length.
-        ValueError: `rank` is not below `num_replicas`; or there is no group, and only one of the two is given, or a
+        ValueError: `rank` is not in `range(num_replicas)`; or there is no group, and only one of the two is given, or a
             launcher started this process.
     """
 
@@ -160,7 +160,7 @@ class DistributedSampler(torch_sampler.DistributedSampler[int]):
         """Divide the data among `num_replicas` ranks from the next iteration on; `load_state_dict` may follow.
 
         Raises:
-            ValueError: `rank` is not below `num_replicas`.
+            ValueError: `rank` is not in `range(num_replicas)`.
         """
         if not 0 <= rank < num_replicas:
             raise ValueError(f"regroup: rank {rank} of {num_replicas}: ranks are 0 to {num_replicas - 1}")

@@ -181,7 +181,7 @@ class Stream(OrderedDataset):
 
 _logger = get_logger(__name__)
 _VERSION = 1
-_THREADS = 16  # more than cores, because counting waits for disks and networks
+_THREADS = 16  # many, because counting waits for disks and networks
 _SLOW_S = 2.0
 
 Count = Callable[[Any], int]

@@ -72,9 +72,9 @@ def map_reduce(
             1000 records.
         encoding: the encoding of the lines; with None, records are bytes. A line that cannot be decoded is bad. An
             encoding whose lines cannot be decoded one by one is refused: UTF-16, UTF-32, EBCDIC, UTF-7.
-        max_bad_records: the job fails if more records are bad (by default: if any is), or if all are. None sets no
-            limit.
-        max_attempts: the job fails when a task has failed so many times on all ranks together, for example because
+        max_bad_records: the job fails if more records are bad (by default: if any is). With None, any number may be
+            bad, but not all.
+        max_attempts: the job fails when a task has failed this many times, on all ranks together, for example because
             ranks cannot read a file.
         group: the process group. Default: the default group.
 
@@ -82,7 +82,8 @@ def map_reduce(
     replaced and the call starts again.
 
     Raises:
-        TypeError, ValueError: an argument is invalid, a key has an unsupported type, or keys cannot be sorted.
+        TypeError, ValueError: an argument is invalid; or, on every rank, a key has an unsupported type, or keys cannot
+            be sorted.
         FileNotFoundError: an input does not exist.
         TaskError: a function failed, too many records were bad, or a task failed too often. Every rank raises it.
         PeerLostError, DeadlineError: a rank was lost.

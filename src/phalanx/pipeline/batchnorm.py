@@ -26,7 +26,7 @@ _BatchNorm: Any = find(
 )
 
 _Seen = list[tuple[float, Tensor, Tensor]]
-"""For each micro-batch, the number of values per channel, their means and their variances."""
+"""The number of values per channel, their means and their variances, for each micro-batch."""
 
 
 class MiniBatchStatistics:

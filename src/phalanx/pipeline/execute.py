@@ -43,7 +43,7 @@ class StepWork:
     """A function that the last stage calls with each micro-batch's result; with `grad` it returns the loss."""
     results: dict[int, Any] = field(default_factory=dict)
     seed: int = 0
-    """In training, the seed for the first micro-batch's random numbers."""
+    """The seed for the first micro-batch's random numbers, in training."""
 
 
 class Executor:
@@ -332,7 +332,7 @@ class ReceiveQueue:
         self._stages = stages
         self._step = step
         self._posted_for: list[int] = []
-        """For each posted receive of a later action, that action's position, in order."""
+        """The positions of later actions, in order, one for each posted receive."""
 
     def post(self, at: int) -> None:
         """Post the receives of the action at this position, and up to `AHEAD` receives of later actions.

@@ -75,7 +75,7 @@ class StepProgress:
         self.at: Action | None = None
         """The action in progress, or in progress when the step failed."""
         self.turn = 0.0
-        """When the action began, in seconds of `time.perf_counter`."""
+        """The time at which the action began, in seconds of `time.perf_counter`."""
         self.awaited: int | None = None
         """The stage whose message is awaited, or was awaited when the step failed."""
 

@@ -26,11 +26,11 @@ class PendingMicroBatch:
 
     inputs: dict[fx.Node, Any]
     leaves: dict[int, list[Tensor]] = field(default_factory=dict)
-    """By source stage, the received tensors for which that stage expects a gradient."""
+    """The received tensors for which their source stage expects a gradient, by source stage."""
     outputs: dict[int, list[Tensor]] = field(default_factory=dict)
-    """By target stage, the sent tensors for which that stage may return a gradient."""
+    """The sent tensors for which their target stage may return a gradient, by target stage."""
     needs: dict[int, list[bool]] = field(default_factory=dict)
-    """By target stage, whether each sent tensor is among the `outputs`."""
+    """Whether each sent tensor is among the `outputs`, by target stage."""
     loss: Tensor | None = None
     random_state: Tensor | None = None
     buffers: dict[tuple[nn.Module, str], Tensor] = field(default_factory=dict)
@@ -66,9 +66,9 @@ class Stage:
         self._mode = (False, False)
         """Whether gradients are needed, and whether layers are in training: both decide which layers work in place."""
         self._written: dict[tuple[bool, bool], set[fx.Node]] = {}
-        """By mode, the values of other stages that some layer changes in place; known after the first micro-batch."""
+        """The values of other stages that some layer changes in place, by mode; known after the first micro-batch."""
         self.seen: dict[tuple[bool, bool], ValueAliases] = {}
-        """By mode, what the first micro-batch showed: which values overlap, and which are changed in place."""
+        """What the first micro-batch showed, by mode: which values overlap, and which are changed in place."""
         self._buffers = RecomputedBuffers(root.get_submodule(name) for name in part.modules)
         own = [module for name in part.modules for module in root.get_submodule(name).modules()]
         self._own = own

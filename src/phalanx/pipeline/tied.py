@@ -1,4 +1,4 @@
-"""Keep tied parameters equal on the ranks that use them: an embedding whose weight is also the output layer's.
+"""Keep tied parameters equal on the ranks that use them, for example an embedding that is also the output layer.
 
 Each of these ranks has a copy. In every step, the gradients of all copies are added in rank order, so that each rank
 makes the same update.

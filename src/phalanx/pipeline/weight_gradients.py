@@ -128,8 +128,8 @@ class Weights:
     def find(self, roots: Sequence[Tensor], room: float, *, convolutions: bool = True) -> WeightGradients | None:
         """Return the weight gradients of `roots` to compute outside of autograd; None if there are none.
 
-        The gradients that the backward reaches last are deferred, as many as have room for their factors in `room`
-        bytes: by then the activations of the other layers have been freed. The others are accumulated in place at once.
+        The gradients that the backward reaches last are deferred, as many as their factors fit into `room` bytes: the
+        activations of the other layers have been freed by then. The others are accumulated in place at once.
         Gradients of convolutions cannot be accumulated in place: autograd computes those that are not deferred, and
         without `convolutions` all of them.
         """

@@ -112,7 +112,7 @@ class FrameLengths:
 
 
 def end_of(begin: int, nbytes: Iterable[int]) -> int:
-    """Return where parts of these sizes end that begin at `begin`."""
+    """Return the end of parts of these sizes that begin at offset `begin`."""
     return begin + sum(map(aligned, nbytes))
 
 
@@ -415,7 +415,7 @@ class Wire:
         return parts.read(shape, dtype, self._device)
 
     def post(self, edge: Edge) -> None:
-        """Post a receive for the next frame on the edge. Its sender always sends one, if only a failure notice."""
+        """Post a receive for the next frame on the edge. The sender always sends one, if need be a failure notice."""
         frame = torch.empty(self._frames.length_of(edge) // 8, dtype=torch.int64, device="cpu")
         work = self._group.recv([frame], self._rank_of[edge.source], self._tag(edge))
         self._posted[edge].append((work, frame))

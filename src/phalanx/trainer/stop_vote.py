@@ -1,4 +1,4 @@
-"""A `StopVote` makes all ranks stop after the same step, no matter which rank is asked to stop, and when.
+"""A `StopVote` makes all ranks stop after the same step, no matter which rank is asked to stop, or when.
 
 asked, on any rank ──▶ a vote, on all ranks ──▶ agreed: stop after this step
 """
