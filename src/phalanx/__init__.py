@@ -1,4 +1,4 @@
-"""Phalanx is distributed training for PyTorch behind PyTorch's own names.
+"""Phalanx is a distributed-training system for PyTorch that keeps PyTorch's own names.
 
 Importing this package does no work: names are loaded on first use, so that the launcher, which never needs torch,
 starts in milliseconds.
@@ -45,7 +45,7 @@ _MODULE_OF = {
     "PeerLostError": "phalanx.errors",
 }
 
-# Packages that are used by their own name: `phalanx.elastic.run`, `phalanx.rpc.rpc_sync`.
+# Packages that are used under their own names: `phalanx.elastic.run`, `phalanx.rpc.rpc_sync`.
 _PACKAGES = (
     "checkpoint",
     "collectives",

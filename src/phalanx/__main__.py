@@ -1,4 +1,4 @@
-"""Run the command `phalanx`, as `python -m phalanx`."""
+"""Run the command `phalanx` as `python -m phalanx`."""
 
 from phalanx.cli.__main__ import main
 

@@ -1,6 +1,7 @@
 """Register the backend's names during `import torch`, without importing the backend.
 
-PyTorch calls `register` through the `torch.backends` entry point; programs without the backend pay for a dict entry.
+PyTorch calls `register` through the `torch.backends` entry point. Programs that do not use the backend pay only for a
+dict entry.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Define every exception that Phalanx raises at run time; each is named after who caused the failure.
+"""Define the exceptions that Phalanx raises at run time; each is named after the cause of the failure.
 
     RuntimeError
     └── PhalanxError
@@ -13,10 +13,10 @@
         ├── DataError          a shard of a stream could not be read, or is damaged
         └── InternalError      our bug: please report it
 
-A wrong call (an argument that no world could make right) raises `ValueError` or `TypeError` on entry instead.
+A wrong call (an argument that is invalid whatever other ranks do) raises `ValueError` or `TypeError` on entry instead.
 
 `MismatchError` and `PeerLostError` are also `torch.distributed.DistBackendError`, which PyTorch's users already catch.
-They are built on first use, because the launcher raises errors of this module and never imports torch.
+These two are created on first use, because the launcher raises errors of this module and never imports torch.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from typing import TYPE_CHECKING, Any
 
 
 def message_of(error: BaseException) -> str:
-    """Return the text of an exception, which may be a user's; never raises."""
+    """Return the text of an exception, whose class may be a user's; never raises."""
     try:
-        return str.__str__(str(error))  # a subclass of str might not be pickled
+        return str.__str__(str(error))  # an instance of a subclass of str might not be picklable
     except BaseException as second:
         return f"(its text cannot be had: __str__ raised {class_of(second)})"
 
@@ -39,12 +39,12 @@ def class_of(error: BaseException) -> str:
     """Return the name of an exception's class, with its module; never raises."""
     try:
         return f"{type(error).__module__}.{type(error).__qualname__}"
-    except BaseException:  # a metaclass of the user's may raise anything
+    except BaseException:  # a user's metaclass may raise anything
         return type.__dict__["__name__"].__get__(type(error))  # type: ignore[no-any-return]
 
 
 def summary_of(error: BaseException) -> str:
-    """Return a summary such as `ValueError: too large`, the last line of a traceback; never raises."""
+    """Return a summary such as `ValueError: too large`, as in the last line of a traceback; never raises."""
     return f"{class_of(error).rpartition('.')[2]}: {message_of(error)}"
 
 
@@ -195,10 +195,10 @@ if TYPE_CHECKING:
 
 
 def _define_torch_errors() -> None:
-    """Create the two classes that are also torch's `DistBackendError`; this costs one import of torch, once."""
+    """Create the two classes that are also torch's `DistBackendError`; this imports torch."""
     try:
         from torch.distributed import DistBackendError
-    except ImportError:  # a torch without torch.distributed, or no torch at all: the names still exist
+    except ImportError:  # torch without torch.distributed, or no torch: the names still exist
         DistBackendError = RuntimeError  # type: ignore[misc,assignment]
 
     class MismatchError(PhalanxError, DistBackendError):
@@ -236,7 +236,7 @@ def _define_torch_errors() -> None:
         globals()[cls.__name__] = cls
 
 
-_defining = threading.RLock()  # the import of torch may look the names up, too
+_defining = threading.RLock()  # importing torch may look up these names, too
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Combine several datasets into one, with a fixed number of samples of each in a step.
+"""Combine several datasets into one, with a fixed number of samples from each in every step.
 
     a: 10 samples, 4 in a step      b: 3 samples, 2 in a step
 
@@ -6,7 +6,7 @@
     of a        a0 a1    a2 a3    a4 a5    a6 a7    a8 a9    |  a' a'     an epoch is that of the largest dataset
     of b        b0       b1       b2       b'0      b'1      |  b'2       the others repeat, in a new order each time
 
-A unit is an index, so that the position in all datasets is one number.
+Each unit has an index, so one number is the position in all datasets.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from phalanx.data.permutation import Indices, Permutation
 
 @dataclass(frozen=True)
 class CombinedMember:
-    """`CombinedMember` is a dataset with `batch_size` samples in each step of all ranks together."""
+    """`CombinedMember` is one dataset, of which each step of all ranks together reads `batch_size` samples."""
 
     dataset: Any
     batch_size: int
@@ -37,7 +37,7 @@ class CombinedMember:
 
 
 class CombinedDataset(OrderedDataset):
-    """`CombinedDataset` is a dataset of units: a unit has a list of samples of each of `members`, by name.
+    """`CombinedDataset` is a dataset of units: a unit has a list of samples from each of `members`, by name.
 
     `collate` turns the units of a DataLoader's batch into a dict with a batch of each member. If a member drops an
     incomplete last batch, an epoch has only complete steps: all batches are full.
@@ -49,13 +49,13 @@ class CombinedDataset(OrderedDataset):
         self._sizes = {name: one.batch_size // self.units_per_step for name, one in self.members.items()}
         lengths = {name: len(one.dataset) for name, one in self.members.items()}
         self.drop_last = any(one.drop_last for one in self.members.values())
-        """Whether an epoch has only complete steps; it has none if no dataset has a full batch."""
+        """Whether an epoch has only complete steps (none at all if no dataset has a full batch)."""
         self._lengths = lengths
         self._length = max(map(self._units_of, self.members))
         self._orders: dict[tuple[str, int], IndexOrder | None] = {}
 
     def _units_of(self, name: str) -> int:
-        """Return the number of units in which an epoch reads this member once."""
+        """Return the number of units that read this member once."""
         length = self._lengths[name]
         if self.drop_last:
             return length // self.members[name].batch_size * self.units_per_step
@@ -66,7 +66,7 @@ class CombinedDataset(OrderedDataset):
         return self._length
 
     def __getitem__(self, index: int) -> dict[str, list[Any]]:
-        """Return a unit by its number, which counts through all epochs."""
+        """Return a unit by its number, which keeps counting from epoch to epoch."""
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, list[Any]]]:
@@ -120,7 +120,7 @@ class CombinedDataset(OrderedDataset):
         }
 
     def order(self, seed: int, epoch: int, *, shuffle: bool) -> IndexOrder:
-        """Return the units of an epoch in order: members shuffle themselves."""
+        """Return the units of an epoch in order: each member has a shuffle of its own."""
         return _Units(epoch * self._length)
 
     def describe_order(self) -> dict[str, Any]:

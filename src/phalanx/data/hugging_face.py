@@ -1,4 +1,4 @@
-"""Read shards of Hugging Face's `datasets`: the shards of a streamed dataset, or pieces of a table."""
+"""Read a dataset of Hugging Face's `datasets`: by the shards of a streamed dataset, or by ranges of rows of a table."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ def from_datasets(dataset: Any, *, rows_per_shard: int = 1000, **options: Any) -
 
     Arguments:
         dataset: one split. Do not shuffle it: the stream shuffles.
-        rows_per_shard: the size of the pieces of a `Dataset` that serve as shards.
-        options: of `Stream`. The samples of an IterableDataset are counted by reading its shards, unless `lengths` are
-            given: keep the lengths in an `index`.
+        rows_per_shard: the number of rows of a `Dataset` that form a shard.
+        options: options of `Stream`. Without `lengths`, the samples of an IterableDataset are counted by reading it;
+            pass `index` to keep the counts.
 
-    Cost: rows of a `Dataset` are read by index, several at once. The shards of an IterableDataset are read in sequence.
+    Cost: rows of a `Dataset` are read by index, several at a time; shards of an IterableDataset are read in sequence.
 
     Raises:
         ModuleNotFoundError: datasets is not installed.
@@ -52,7 +52,7 @@ class _Read:
 
 
 class Rows:
-    """`Rows` are `length` rows of a table, from row number `begin` on."""
+    """`Rows` are `length` rows of a table, starting at row `begin`."""
 
     def __init__(self, dataset: Any, begin: int, length: int) -> None:
         self._dataset, self._begin, self._length = dataset, begin, length
@@ -64,7 +64,7 @@ class Rows:
         return self._dataset[self._begin + number]
 
     def __getitems__(self, numbers: Sequence[int]) -> list[Any]:
-        """Return several rows, with one read."""
+        """Return several rows with one read."""
         return list(self._dataset.__getitems__([self._begin + number for number in numbers]))
 
 
@@ -73,7 +73,7 @@ class _IterableShardReader:
         self._dataset = dataset
 
     def __call__(self, shard: int) -> Iterator[Any]:
-        # Iterating over the shard itself would divide it among a DataLoader's workers: most workers would get nothing.
+        # Iterating over the shard itself would divide it among a DataLoader's workers, and most would get nothing.
         for batch in self._dataset.shard(num_shards=self._dataset.num_shards, index=shard).iter(_ROWS_AT_ONCE):
             for number in range(len(next(iter(batch.values())))):
                 yield {name: column[number] for name, column in batch.items()}

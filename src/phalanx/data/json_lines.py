@@ -20,19 +20,19 @@ def from_json_lines(
     transform: Callable[[Any], Any] | None = None,
     **options: Any,
 ) -> Stream:
-    """Return a stream over local or remote files of JSON lines; `.gz`, `.bz2` and `.xz` are unpacked.
+    """Return a stream over local or remote files of JSON lines; `.gz`, `.bz2` and `.xz` are decompressed.
 
     Arguments:
         loads: parses a line. Blank lines are not samples.
         transform: applied to the result of `loads`.
-        options: of `Stream`. Without `lengths` the lines are counted.
+        options: options of `Stream`. Without `lengths`, the lines are counted.
 
     Cost: files are read in sequence; a skipped line is read, but not parsed.
 
     Raises:
         TypeError: `files` is one path.
-        DataError: as of `Stream`; later, also if `loads` fails on a line: the message has the file, and the number of
-            the sample in it, from 0.
+        DataError: as for `Stream`; also later, if `loads` fails on a line. The message gives the file, and the sample's
+            number in it, from 0.
     """
     names = list_paths("from_json_lines", files)
     parse = _Parse(loads) if transform is None else _Compose(_Parse(loads), transform)
@@ -40,7 +40,7 @@ def from_json_lines(
 
 
 class _Parse:
-    """`_Parse` calls `loads`, and raises its errors as `UnreadableSample`; the stream adds the sample's place."""
+    """`_Parse` calls `loads`, and raises its errors as `UnreadableSample`, to which the stream adds the place."""
 
     def __init__(self, loads: Callable[[bytes], Any]) -> None:
         self._loads = loads
@@ -53,7 +53,7 @@ class _Parse:
 
 
 class _Compose:
-    """`_Compose` composes two functions, and can be pickled for a spawned worker."""
+    """`_Compose` calls two functions one after the other, and can be pickled for a spawned worker."""
 
     def __init__(self, first: Callable[[Any], Any], second: Callable[[Any], Any]) -> None:
         self._first, self._second = first, second
@@ -63,7 +63,7 @@ class _Compose:
 
 
 class Lines(Iterator[bytes]):
-    """`Lines` are the nonempty lines of a file."""
+    """`Lines` iterates over the lines of a file that are not blank."""
 
     def __init__(self, name: str) -> None:
         self._file = open_for_reading(name, compression="infer")

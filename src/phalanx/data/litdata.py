@@ -12,8 +12,8 @@ from phalanx._base.extras import require
 from phalanx.data.stream import Stream
 from phalanx.errors import DataError
 
-_MOST_OPEN = 64  # the most open chunks of a process; litData keeps one, or four
-_ROWS = 1024  # the rows of a shard, if the chunks' sizes differ from the dataset's
+_MOST_OPEN = 64  # the maximum number of open chunks per process; litData itself keeps one or four
+_ROWS = 1024  # the samples of a shard, if the chunks' sizes do not add up to the dataset's
 
 
 def from_litdata(dataset: Any, **options: Any) -> Stream:
@@ -21,9 +21,9 @@ def from_litdata(dataset: Any, **options: Any) -> Stream:
 
     Arguments:
         dataset: a `litdata.StreamingDataset`, whose `shuffle` has no effect, or the folder or address of one.
-        options: of `Stream`; `lengths` are litData's own, and `interleave` is 4 unless given.
+        options: options of `Stream`; `lengths` come from litData, and `interleave` defaults to 4.
 
-    Cost: chunks are read by index, as litData does; remote chunks are downloaded whole into its cache. A switch to
+    Cost: chunks are read by index, as in litData; remote chunks are downloaded whole into its cache. A switch to
     another chunk takes 0.2 ms, so many lanes cost more than with other formats.
 
     Raises:
@@ -47,7 +47,7 @@ def from_litdata(dataset: Any, **options: Any) -> Stream:
 
 
 class _Read:
-    """`_Read` opens the dataset once per process. `is_own`: the dataset and its reader were created here."""
+    """`_Read` opens the dataset once per process. `is_own` says whether `from_litdata` created the dataset."""
 
     def __init__(self, dataset: Any, *, is_own: bool) -> None:
         self._dataset, self._is_own = dataset, is_own
@@ -77,7 +77,7 @@ def _make_loader() -> Any:
 
 
 class Samples(Sequence[Any]):
-    """`Samples` are `length` samples of a dataset, from number `begin` on."""
+    """`Samples` are `length` samples of a dataset, starting at number `begin`."""
 
     def __init__(self, dataset: Any, begin: int, length: int) -> None:
         self._dataset, self._begin, self._length = dataset, begin, length

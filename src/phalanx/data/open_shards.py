@@ -1,4 +1,4 @@
-"""Keep a process's current shards open, and read them by index if possible, otherwise in sequence."""
+"""Keep the shards that a process is reading open; read them by index if possible, otherwise in sequence."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from phalanx.errors import DataError, summary_of
 _logger = get_logger(__name__)
 _END = object()
 _FEW_JUMPS = 16
-_of_parents: list[Any] = []  # open shards that this worker has inherited: only the process that opened them closes them
+_of_parents: list[Any] = []  # shards that this worker has inherited: only the process that opened them may close them
 
 
 class _OpenShard(Protocol):
@@ -27,7 +27,7 @@ class _OpenShard(Protocol):
 
     @property
     def is_used_up(self) -> bool:
-        """Return whether all samples were returned."""
+        """Return whether all samples have been returned."""
 
 
 class IndexedShard:
@@ -53,8 +53,8 @@ class IndexedShard:
 class IteratedShard:
     """`IteratedShard` is a shard that is read in sequence.
 
-    Samples of the current window that were passed over are kept, as they may be requested. Samples before the window
-    are skipped: with the iterator's `skip(count)` if it has this method, otherwise by reading them.
+    Samples of the current window that were passed over are kept, because they may be requested later. Samples before
+    the window are skipped: with the iterator's `skip(count)` if it has this method, otherwise by reading them.
     """
 
     def __init__(self, name: str, begin: Callable[[], Any], samples: Any, length: int, window: int) -> None:
@@ -62,11 +62,11 @@ class IteratedShard:
         self._skipped: dict[int, Any] = {}
         self._skipped_window = -1
         self.num_jumps = 0
-        """How often reading started again, because a sample before the current position was requested."""
+        """The number of times that reading restarted, because a sample before the current position was requested."""
         self._source = samples
         self._iterator: Iterator[Any] = iter(samples)
         self._next = 0
-        self._is_counted = True  # whether each sample before `_next` was read
+        self._is_counted = True  # whether every sample before `_next` was read, none skipped
 
     def get(self, numbers: Sequence[int]) -> list[Any]:
         found = {number: self._get(number) for number in sorted(set(numbers))}
@@ -125,9 +125,9 @@ class IteratedShard:
 
 
 class OpenShards:
-    """`OpenShards` opens shards on request, and keeps up to `most` of them open.
+    """`OpenShards` opens shards on demand, and keeps at most `most` of them open.
 
-    A read with a network error is retried for `retry_s` seconds: the shard is opened again, and the read repeated.
+    A read that fails with a network error is retried for `retry_s` seconds, each time from a newly opened shard.
     """
 
     def __init__(
@@ -147,10 +147,10 @@ class OpenShards:
         self._num_jumps = self._num_samples = 0
 
     def get(self, shard: int, numbers: Sequence[int]) -> list[Any]:
-        """Return the samples with these numbers of shard number `shard`.
+        """Return the samples with these numbers in shard number `shard`.
 
         Raises:
-            DataError: the shard cannot be read, or has another number of samples than was given.
+            DataError: the shard cannot be read, or does not have the given number of samples.
         """
         # In a DataLoader's worker, inherited open files share the parent's file position.
         if self._process != os.getpid():

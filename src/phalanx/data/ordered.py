@@ -16,12 +16,12 @@ class IndexOrder(Protocol):
     def take(self, positions: Indices) -> Indices:
         """Return the indices at `positions`.
 
-        Shape: (n), and so is the result.
+        Shape: `positions` and the result (n).
         """
 
 
 class OrderedDataset(Dataset[Any], ABC):
-    """`OrderedDataset` is a map-style dataset with an order for `phalanx.DistributedSampler` to use."""
+    """`OrderedDataset` is a map-style dataset that gives `phalanx.DistributedSampler` the order of its samples."""
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -36,5 +36,5 @@ class OrderedDataset(Dataset[Any], ABC):
 
 
 def epoch_key(seed: int, epoch: int) -> str:
-    """Return the key of an epoch's shuffle."""
+    """Return the key of the permutation that shuffles an epoch."""
     return f"seed {seed}, epoch {epoch}"

@@ -1,4 +1,4 @@
-"""Read shards of Parquet: files whose rows are read one row group at a time."""
+"""Read Parquet files as shards, one row group at a time."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def from_parquet(
 
     Arguments:
         columns: the columns to read; None for all.
-        options: of `Stream`. Without `lengths`, they are read from the files' footers, sixteen at a time.
+        options: options of `Stream`. Default `lengths` come from the files' footers, read from sixteen files at a time.
 
-    Cost: a row group is decoded when one of its rows is requested; two per open file are kept.
+    Cost: a row group is decoded when one of its rows is requested; each open file keeps two decoded groups.
 
     Raises:
         ModuleNotFoundError: pyarrow is not installed.
@@ -45,7 +45,7 @@ class _Read:
 
 
 class ParquetShard:
-    """`ParquetShard` reads the rows of a file by number."""
+    """`ParquetShard` reads rows of a file by number."""
 
     def __init__(self, name: str, columns: list[str] | None) -> None:
         self._source = open_for_reading(name)
@@ -63,7 +63,7 @@ class ParquetShard:
         return self.__getitems__([number])[0]
 
     def __getitems__(self, numbers: Sequence[int]) -> list[dict[str, Any]]:
-        """Return several rows; each of their row groups is decoded once."""
+        """Return several rows, decoding each of their row groups at most once."""
         rows: list[Any] = [None] * len(numbers)
         of_groups = [bisect.bisect_right(self._ends, number) for number in numbers]
         for group in dict.fromkeys(of_groups):
@@ -83,7 +83,7 @@ class ParquetShard:
         return self._groups[number]
 
     def close(self) -> None:
-        """Close the file, and release its rows."""
+        """Close the file, and release the decoded row groups."""
         self._groups.clear()
         self._file.close()
         self._source.close()

@@ -1,4 +1,4 @@
-"""Compute which positions of an epoch one rank reads, as pure arithmetic."""
+"""Compute, by pure arithmetic, which positions of an epoch a rank reads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Partition:
         position   0  1  2  3  4  5  6  7  8  9   the same epoch, resumed by three ranks after 4 samples
         rank       -  -  -  -  0  1  2  0  1  2
 
-    So the samples consumed by the whole job are always a prefix of the order, and one number describes them.
+    So the samples that the whole job has consumed are always a prefix of the order, which one number describes.
     Positions from `length` on are padding: they repeat the beginning of the order (position modulo `length`).
     """
 
@@ -39,7 +39,7 @@ class Partition:
     def consumed_after(self, num_read: int) -> int:
         """Return how many samples the whole job has consumed when every rank has read `num_read` of its partition.
 
-        At the end of its partition a rank counts the whole epoch, even if other partitions are longer by one.
+        A rank at the end of its partition counts the whole epoch, even if other partitions are longer by one.
         """
         if num_read >= self.count:
             return self.length
@@ -51,8 +51,8 @@ def plan_partition(
 ) -> Partition:
     """Return the partition of `rank` in the rest of an epoch of `length` samples after `consumed` of them.
 
-    With `drop_last` every rank reads the same number, and the remainder is left out. Otherwise with `padding` every
-    rank reads the same number, and the first samples are repeated. With neither, the first ranks read one sample more.
+    With `drop_last`, every rank reads the same number, and the remainder is left out. Otherwise, with `padding`, every
+    rank reads the same number, because the first samples are repeated. With neither, the first ranks may read one more.
     """
     left = length - consumed
     if drop_last:

@@ -7,8 +7,8 @@ It is a Feistel network over pairs. An index x of [0, n) is written as (l, r) wi
     round 3:  l <- (l + F3(r)) mod a        | --- F2 ---> +
     ...                                     + <-- F3 ---- |
 
-Every round is invertible for any F, so the whole is a permutation of [0, a b). A result of n or more is encrypted again
-until it is below n ("cycle walking"), which makes it a permutation of [0, n). Fewer than one in b results need this.
+Every round is invertible for any F, so the network permutes [0, a b). A result of n or more is encrypted again until it
+is below n ("cycle walking"), which makes it a permutation of [0, n). Fewer than one in b results need this.
 
 Source: Black and Rogaway (2002), Ciphers with arbitrary finite domains, sections 4 and 5; the use of such a cipher to
 shuffle is from Mitchell, Stokes, Frank and Holmes (2022), Bandwidth-optimal random shuffling for GPUs.
@@ -25,9 +25,9 @@ from numpy.typing import NDArray
 
 Indices: TypeAlias = NDArray[np.uint64]
 
-# Six rounds mix a large domain: from four on, the tests of tests/data/test_permutation.py see no trace of the network.
-# A small domain has few values of each F, and needs more rounds until all orders are equally likely (checked for up to
-# 7 samples: 12 rounds are too few, 16 are enough); there, rounds cost little.
+# Six rounds mix a large domain: from four on, tests/data/test_permutation.py detects no structure. In a small domain,
+# each F has few values, so more rounds are needed until all orders are equally likely (checked for up to 7 samples: 12
+# rounds are too few, 16 are enough); there, rounds cost little.
 ROUNDS = 6
 SMALL_ROUNDS = 24
 SMALL = 4096
@@ -41,8 +41,8 @@ _MIX_2 = np.uint64(0xBF58476D1CE4E5B9)
 class Permutation:
     """`Permutation` is a pseudorandom permutation of [0, length), the same for `length` and `key` on every machine.
 
-    Cost: no memory that grows with `length`; some 50 ns per index for thousands at a time. It is not secret: the rounds
-    use a fast hash, and a part of the order reveals the rest.
+    Cost: no memory that grows with `length`; about 50 ns per index in a batch of thousands. It is not cryptographically
+    secure: the rounds use a fast hash, and a part of the order reveals the rest.
 
     Raises:
         ValueError: `length` is negative or above 2**63 - 1.
@@ -53,8 +53,8 @@ class Permutation:
             raise ValueError(f"length must be from 0 to 2**63 - 1, got {length}")
         self.length = length
         self.key = key
-        # a is near the root of n, and even: with a and b odd every round is an even permutation, and only half of all
-        # orders could come out. Both stay below 2**32, so that a hash of 32 bits times a or b fits into 64.
+        # a is near the root of n, and even: with a and b odd, every round is an even permutation, and only half of all
+        # orders are possible. Both stay below 2**32, so that a 32-bit hash times a or b fits into 64 bits.
         a = max(2, (math.isqrt(max(length - 1, 0)) + 2) // 2 * 2)
         self._a = np.uint64(a)
         self._b = np.uint64(max(1, -(-length // a)))
@@ -80,18 +80,18 @@ class Permutation:
 
 
 class WindowPermutations:
-    """`WindowPermutations` are pseudorandom permutations of many short ranges: numbered windows.
+    """`WindowPermutations` is a pseudorandom permutation of each of many short ranges, the numbered windows.
 
-    Cost: no memory; some 300 ns per index, for any number of windows.
+    Cost: no memory; about 300 ns per index, for any number of windows.
     """
 
     def __init__(self, key: str) -> None:
         self._round_keys = _derive_round_keys(key, SMALL_ROUNDS)
 
     def take(self, positions: Indices, lengths: Indices, windows: Indices) -> Indices:
-        """Return the results at `positions`; each is below the length of its window.
+        """Return the permuted positions; each position, before and after, is below the length of its window.
 
-        Shape: all three (n), and the result.
+        Shape: all arguments and the result (n).
         """
         a = np.maximum(2, (np.sqrt(np.maximum(lengths, 1) - 1).astype(np.uint64) + np.uint64(2)) & ~np.uint64(1))
         b = np.maximum(1, -(-lengths.astype(np.int64) // a.astype(np.int64))).astype(np.uint64)
@@ -103,7 +103,7 @@ class WindowPermutations:
 
 
 def _mix(numbers: Indices) -> Indices:
-    """Return a hash of each number; neighbouring numbers get unrelated hashes."""
+    """Return a hash of each number; consecutive numbers have unrelated hashes."""
     mixed: Indices = (numbers + np.uint64(1)) * _MIX_1
     mixed ^= mixed >> _HALF
     mixed *= _MIX_2
@@ -120,7 +120,7 @@ def _encrypt(
 ) -> Indices:
     """Return x after one pass through the network, on [0, a b); arithmetic is modulo 2**64 throughout.
 
-    Arrays `a`, `b` and `tweaks` have a value for each x; each tweak selects another permutation.
+    If `a`, `b` and `tweaks` are arrays, they have a value for each x; each tweak selects another permutation.
     """
     moving_size, fixed_size = a, b
     fixed: Indices = x // a
@@ -139,12 +139,12 @@ def _encrypt(
         h *= moving_size  # a hash of 32 bits, scaled to [0, moving_size)
         h >>= _HALF
         moving += h
-        np.subtract(moving, moving_size, out=wrapped)  # a value that is too small wraps around to a huge value
+        np.subtract(moving, moving_size, out=wrapped)  # a difference below zero wraps around to a huge number
         np.minimum(moving, wrapped, out=moving)
         moving, fixed = fixed, moving
         moving_size, fixed_size = fixed_size, moving_size
     fixed *= a
-    moving += fixed  # an even number of rounds: each half is back in its place
+    moving += fixed  # after an even number of rounds, each half is back in its place
     return moving
 
 

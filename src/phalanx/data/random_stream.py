@@ -1,4 +1,4 @@
-"""A `RandomStream` gives data loading random numbers of its own, separate from the model's."""
+"""A `RandomStream` gives data loading its own random numbers, separate from the model's."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class RandomStream:
     Numbers drawn inside depend only on the seed and on earlier draws inside; numbers drawn outside continue as if
     nothing had been drawn inside.
 
-    Cost: some tens of microseconds for each time that it is entered.
+    Cost: tens of microseconds each time it is entered.
     """
 
     def __init__(self, seed: int) -> None:
@@ -44,7 +44,7 @@ class RandomStream:
             self._numpy = self._swap_numpy(before_numpy)
 
     def _swap_numpy(self, state: Any) -> Any:
-        """Set NumPy's state, or with None this stream's; return the previous one.
+        """Set NumPy's state to `state`, or to this stream's if it is None; return the previous state.
 
         If NumPy was not imported, or has another kind of generator, do nothing and return None.
         """

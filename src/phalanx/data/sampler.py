@@ -24,33 +24,33 @@ from phalanx.errors import CheckpointError
 class DistributedSampler(torch_sampler.DistributedSampler[int]):
     """Assign every sample of a dataset to exactly one rank, once per epoch.
 
-    It is a drop-in replacement for `torch.utils.data.DistributedSampler`: the same arguments, the same lengths, and
-    with `shuffle=False` the same indices. It is a subclass of PyTorch's class. The differences:
+    It is a drop-in replacement for `torch.utils.data.DistributedSampler`, and its subclass: the same arguments, the
+    same lengths, and with `shuffle=False` the same indices. The differences:
 
     - The shuffle is a keyed permutation that is computed on demand: an epoch over any number of samples starts at once,
       in the memory of one block of indices. The order differs from PyTorch's.
-    - `padding=False` assigns the exact data, for evaluation: the first ranks read the last samples, nothing is
-      repeated, and ranks may differ by one sample.
-    - Without `set_epoch` the epoch advances by itself: the k-th iteration is epoch k. `set_epoch(e)` makes the next
-      iteration epoch e and the one after it e + 1. An iteration begins with its first index, not with `iter()`.
-      So all ranks must iterate equally often; if a single rank reads a batch, call `set_epoch`.
+    - `padding=False` assigns each sample exactly once, for evaluation: nothing is repeated, and the first ranks may
+      have one sample more.
+    - Without `set_epoch`, the epoch advances by itself: the k-th iteration is epoch k. So all ranks must iterate the
+      same number of times; if a single rank reads a batch, call `set_epoch`. `set_epoch(e)` makes the next iteration
+      epoch e and the one after it e + 1. An iteration begins with its first index, not with `iter()`.
     - `state_dict()` is the position of the whole job in samples, from which any number of ranks can continue.
-    - Without a process group, in a process that no launcher started, the job has one rank: a script also runs alone.
-    - Over a `phalanx.data.Stream` the order is the stream's own, in which its shards are read in sequence.
+    - Without a process group, in a process that no launcher started, the job has one rank, so a script also runs alone.
+    - Over a `phalanx.data.Stream`, the order is the stream's own, in which its shards are read in sequence.
 
     Arguments:
         dataset: an object with a length, which the constructor reads once.
         num_replicas: the number of ranks that share the data. Default: the size of the default process group.
         rank: this process's rank. Default: its rank in the default process group.
         shuffle: False keeps the dataset's order.
-        seed: the same on every rank; another seed gives another sequence of orders.
+        seed: the same on every rank. Another seed gives another order in every epoch.
         drop_last: leave out the samples that remain after an equal division among the ranks.
         padding: repeat the first samples until all ranks have the same number; no effect with `drop_last`.
 
     Raises:
         TypeError: `dataset` has no length.
-        ValueError: `rank` is not one of `num_replicas`, only one of the two is given, or a launcher started this
-            process and there is no group yet.
+        ValueError: `rank` is not in `range(num_replicas)`; or there is no group, and only one of the two is given, or a
+            launcher started this process.
     """
 
     def __init__(
@@ -70,10 +70,10 @@ class DistributedSampler(torch_sampler.DistributedSampler[int]):
         self.padding = padding
         self.num_samples = self._count(consumed=0)
         self.total_size = self.num_samples * num_replicas if padding or drop_last else self.length
-        self._consumed = 0  # samples of epoch `self.epoch` that were consumed before the next pass
+        self._consumed = 0  # samples of epoch `self.epoch` that are consumed before the next pass
         # the latest pass; None if the next pass will be epoch `self.epoch`
         self._pass: IndexStream | None = None
-        self._before_loader: object = None  # the latest pass when a DataLoader was about to begin a pass
+        self._before_loader: object = None  # the latest pass when a DataLoader last began to iterate
         self._loader_pass: LoaderPass | None = None  # the latest pass of a DataLoader's workers
         observe_loaders(self, DistributedSampler._note_loader, DistributedSampler._note_iterator)
 
@@ -81,8 +81,8 @@ class DistributedSampler(torch_sampler.DistributedSampler[int]):
         return chain.from_iterable(self._begin())
 
     def __len__(self) -> int:
-        """Return how many indices this rank gets in the current pass or, between passes, in the next; fewer in an epoch
-        that is resumed in the middle.
+        """Return how many indices this rank gets in the current pass or, between passes, in the next one; fewer if the
+        epoch is resumed in the middle.
         """
         if self._pass is None:
             return self._count(self._consumed)
@@ -98,18 +98,18 @@ class DistributedSampler(torch_sampler.DistributedSampler[int]):
     def state_dict(self, consumed: int | None = None) -> dict[str, Any]:
         """Return the position of the job: the epoch, and the number of its samples that all ranks have consumed.
 
-        The position is the same on every rank at the same step. (With `padding=False` a rank at the end of its
+        The position is the same on every rank at the same step. (With `padding=False`, a rank at the end of its
         partition reports the end of the epoch, even if rank 0 has one more batch: use rank 0's position.)
 
         A DataLoader's workers read indices ahead of the training loop. `consumed` is the number of samples that this
-        rank has really used since the pass's first batch; without it, all indices yielded count. (A
-        `CheckpointManager` calls `loop_state_dict` instead, which counts the samples that the loop received.)
+        rank has really used since the pass's first batch; by default, all indices that the sampler has yielded count.
+        (A `CheckpointManager` calls `loop_state_dict` instead, which counts the samples that the loop received.)
 
             for step, batch in enumerate(loader, start=1):
                 train(batch)
                 state = sampler.state_dict(consumed=step * loader.batch_size)
 
-        A number beyond the rank's partition, as after a short last batch, counts as the whole partition.
+        A number larger than the rank's partition, as after a short last batch, counts as the whole partition.
 
         Raises:
             ValueError: `consumed` is negative.
@@ -124,12 +124,12 @@ class DistributedSampler(torch_sampler.DistributedSampler[int]):
         return {"epoch": epoch, "consumed": done, **self._own_order}
 
     def loop_state_dict(self) -> dict[str, Any]:
-        """Return `state_dict` for the samples that the loop received, without indices that workers have read ahead.
+        """Return `state_dict` for the samples that the loop has received, without indices that workers have read ahead.
 
-        Checkpoints save a sampler with this.
+        Checkpoints save a sampler with this method.
 
         Raises:
-            CheckpointError: a DataLoader has workers, and an unknown number of samples per batch.
+            CheckpointError: the DataLoader has workers, and its number of samples per batch is unknown.
         """
         ahead = self._loader_pass
         if ahead is None or ahead.stream is not self._pass:
@@ -144,12 +144,12 @@ class DistributedSampler(torch_sampler.DistributedSampler[int]):
             self._loader_pass = pass_of(loader, self, iterator, self._pass)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a position of `state_dict`, on any number of ranks; the next iteration reads the rest.
+        """Continue from a position of `state_dict` on any number of ranks; the next iteration reads the rest.
 
         No sample is repeated or left out; padding and `drop_last` apply to the rest.
 
         Raises:
-            CheckpointError: `state` is not such a position, or belongs to other data or another order.
+            CheckpointError: `state` is not such a position, or is one in other data or another order.
         """
         _check_fits(state, self._own_order)
         self.epoch = state["epoch"]
@@ -157,10 +157,10 @@ class DistributedSampler(torch_sampler.DistributedSampler[int]):
         self._pass = None
 
     def regroup(self, num_replicas: int, rank: int) -> None:
-        """Divide the data among another number of ranks, from the next iteration on; `load_state_dict` may follow.
+        """Divide the data among `num_replicas` ranks from the next iteration on; `load_state_dict` may follow.
 
         Raises:
-            ValueError: `rank` is not one of `num_replicas`.
+            ValueError: `rank` is not in `range(num_replicas)`.
         """
         if not 0 <= rank < num_replicas:
             raise ValueError(f"regroup: rank {rank} of {num_replicas}: ranks are 0 to {num_replicas - 1}")
@@ -186,7 +186,7 @@ class DistributedSampler(torch_sampler.DistributedSampler[int]):
 
     @property
     def _own_order(self) -> dict[str, Any]:
-        """Return the values with which a position must have been saved to be valid for this order."""
+        """Return the values that a saved position must contain to be valid for this order."""
         own = {"length": self.length, "seed": self.seed, "shuffle": self.shuffle}
         return own | self.dataset.describe_order() if isinstance(self.dataset, OrderedDataset) else own
 
@@ -257,7 +257,7 @@ BLOCK = 8192  # indices computed at once: 64 KiB per array, which fits in a core
 
 
 class IndexStream:
-    """`IndexStream` is one pass of one rank over its partition of an epoch; `order` None is the dataset's own order.
+    """`IndexStream` is one pass of a rank over its partition of an epoch, in `order` (None: the dataset's order).
 
     Cost: memory of one block, whatever the partition's size. Iteration within a block runs in C: no index is counted
     individually, because the block's list iterator reports how many are left.
@@ -281,7 +281,7 @@ class IndexStream:
 
     @property
     def is_over(self) -> bool:
-        """Return whether all of the partition was yielded."""
+        """Return whether the whole partition has been yielded."""
         return self.num_yielded >= self.partition.count
 
     def blocks(self) -> Iterator[Iterator[int]]:
@@ -301,7 +301,7 @@ class IndexStream:
 
 
 def _compute_indices(first: int, step: int, size: int, length: int, order: IndexOrder | None) -> Indices:
-    """Return the indices at `size` positions of an order; positions past its end start again at its beginning."""
+    """Return the indices at `size` positions of an order; positions past its end wrap around to its beginning."""
     positions = np.arange(size, dtype=np.uint64)
     positions *= np.uint64(step)
     positions += np.uint64(first)
@@ -311,7 +311,7 @@ def _compute_indices(first: int, step: int, size: int, length: int, order: Index
 
 
 class YieldedBatches:
-    """`YieldedBatches` counts the batches that the loop received from an iterator, even after the iterator is gone."""
+    """`YieldedBatches` counts the batches that the loop received from an iterator, even once the iterator is gone."""
 
     def __init__(self, iterator: Any) -> None:
         self._attributes: dict[str, Any] = vars(iterator)  # the iterator itself would keep its workers alive
@@ -325,7 +325,7 @@ class YieldedBatches:
 
     @property
     def num_batches(self) -> int:
-        """Return how many batches of this pass the loop received."""
+        """Return how many batches of this pass the loop has received."""
         number: int = self._attributes.get("_num_yielded", self._count + self._before)
         return number - self._before
 
@@ -363,11 +363,11 @@ class LoaderPass:
 
 
 def pass_of(loader: Any, sampler: Any, iterator: Any, stream: Any) -> LoaderPass:
-    """Return the pass over `sampler` that `loader` has begun with `iterator`; its indices are those of `stream`."""
+    """Return the pass over `sampler` that `loader` has begun with `iterator`; `stream` yields its indices."""
     batches = getattr(loader, "batch_sampler", None)
     is_over = sampler is getattr(loader if batches is None else batches, "sampler", None)
     size = 1 if batches is None else getattr(batches, "batch_size", None)
-    # A loader with a state continues a pass in the middle by itself.
+    # A loader with a `state_dict` resumes in the middle of a pass by itself.
     known = is_over and isinstance(size, int) and not hasattr(loader, "state_dict")
     return LoaderPass(
         stream,

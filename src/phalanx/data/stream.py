@@ -24,7 +24,7 @@ from phalanx.errors import DataError, summary_of
 
 
 class UnreadableSample(Exception):
-    """A transform raises this for a sample that cannot be read; the stream adds the sample's place."""
+    """A transform raises this for a sample that it cannot read; the stream adds which sample it is."""
 
 
 class Stream(OrderedDataset):
@@ -38,34 +38,34 @@ class Stream(OrderedDataset):
         sampler = phalanx.DistributedSampler(stream)
         loader = DataLoader(stream, batch_size=64, sampler=sampler, num_workers=4)
 
-    It is a map-style dataset with all guarantees of the sampler, also with workers: no sample is lost or repeated, even
-    if a job continues in the middle of an epoch with another number of ranks or workers. `phalanx.data.stream_order`
-    defines the order of an epoch. The order depends only on the lengths of the shards, the seed, the epoch and the
-    four numbers below. A position in the order is two numbers.
+    It is a map-style dataset with all guarantees of the sampler, even with workers: no sample is lost or repeated if a
+    job continues in the middle of an epoch with another number of ranks or workers. `phalanx.data.stream_order` defines
+    the order of an epoch. It depends only on the lengths of the shards, the seed, the epoch and the four numbers
+    `interleave`, `readers`, `block` and `window`. A position is two numbers: the epoch, and the samples consumed.
 
-    Cost: each epoch begins with a few computations for each shard (milliseconds for 10,000). An open shard that cannot
+    Cost: each epoch begins with a few computations for each shard (milliseconds for 10,000 shards). A shard that cannot
     be read by index keeps up to `window` samples in memory. Resuming inside a shard costs nothing with an index;
     otherwise the shard's beginning is read again, or skipped if its iterator has `skip`. Each shard is read by exactly
     one worker if the number of ranks divides `interleave`, the number of workers per rank divides `readers`, and a step
-    has `block` samples in all. Otherwise several workers, possibly all, read a shard, and each uses a part of it.
+    has `block` samples in total. Otherwise several workers, possibly all, read a shard, and each uses a part of it.
 
     Arguments:
         shards: names, addresses, numbers, or any other arguments of `read`.
         read: returns the samples of a shard: a sequence (`len()` and `[number]`), which is read by index, or any
             iterable, which is read in sequence. It is called in the DataLoader's workers.
         lengths: the number of samples of each shard, or one number for all. By default the samples are counted.
-        index: a file or an address that keeps the counted lengths for the next run.
-        count: how to count a shard; by default by reading it.
+        index: a file, local or remote, that keeps the counted lengths for the next run.
+        count: returns the number of samples of a shard. Default: by `len()` or by reading it.
         transform: applied to each returned sample, in the worker.
         interleave: the number of shards whose samples are mixed.
         readers: the number of workers of a rank that read their own shards.
-        block: the samples of a step, of all ranks together.
+        block: the number of samples in a step of all ranks together.
         window: the number of consecutive samples of a shard that are shuffled together.
-        retry_s: for how long network errors are retried.
+        retry_s: for how many seconds reads with network errors are retried.
 
     Raises:
         ValueError, TypeError: an argument is invalid.
-        DataError: a shard cannot be counted; later, a shard cannot be read, or has a different number of samples.
+        DataError: a shard cannot be counted; or later, it cannot be read or has a different number of samples.
     """
 
     def __init__(
@@ -111,11 +111,11 @@ class Stream(OrderedDataset):
         return int(self._ends[-1])
 
     def __getitem__(self, index: int) -> Any:
-        """Return a sample by its number among all samples, shard after shard."""
+        """Return a sample by its number, counted through all shards in the order given."""
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        """Return several samples: PyTorch's DataLoader calls this for a batch."""
+        """Return several samples. PyTorch's DataLoader calls this for a batch."""
         wanted = np.asarray(indices, dtype=np.int64)
         wanted = np.where(wanted < 0, wanted + len(self), wanted)
         if (wrong := wanted[(wanted < 0) | (wanted >= len(self))]).size:
@@ -175,7 +175,7 @@ class Stream(OrderedDataset):
         return {**self.__dict__, "_open": None, "_latest": None}
 
 
-# Find the number of samples of each shard: given, read from an index file, or counted once and written to it.
+# Find the number of samples of each shard: it is given, read from an index file, or counted once and written there.
 #
 # {"phalanx_index": 1, "shards": {"data/a.tar": 1000, "data/b.tar": 998}}
 
@@ -188,10 +188,10 @@ Count = Callable[[Any], int]
 
 
 def name_of(shard: Any) -> str:
-    """Return the name of a shard, by which a saved position and an index file find it again.
+    """Return the name by which a saved position and an index file identify a shard.
 
     Raises:
-        ValueError: it has no text of its own, only its class and its address in memory.
+        ValueError: the shard's class defines neither `__str__` nor `__repr__`, so its text is only a memory address.
     """
     kind: Any = type(shard)
     if (kind.__str__, kind.__repr__) == (object.__str__, object.__repr__):
@@ -207,11 +207,11 @@ def find_lengths(
 ) -> Indices:
     """Return the length of each shard.
 
-    With `index`, lengths in that file are used, and missing lengths are counted and written. Of several processes on
-    this machine one counts, and the others wait for it.
+    With `index`, lengths come from that file, and missing ones are counted and written to it. Of several processes on
+    this machine, one counts, and the others wait for it (not if the file is remote).
 
     Raises:
-        ValueError: there are not as many `lengths` as shards, or they are not numbers.
+        ValueError: there are not as many `lengths` as shards, or one is not an int of at least 0.
         DataError: a shard cannot be counted, or the index file cannot be read.
     """
     if lengths is not None:
@@ -226,7 +226,7 @@ def find_lengths(
             missing = [shard for shard in shards if name_of(shard) not in known]
             if missing:
                 counted = _count_all(missing, count, f"they are kept in {name}")
-                checked = _check(missing, counted).tolist()  # before they are kept
+                checked = _check(missing, counted).tolist()  # before they are written
                 known |= {name_of(shard): length for shard, length in zip(missing, checked, strict=True)}
                 _write_index(name, known)
     return _check(shards, [known[name_of(shard)] for shard in shards])
@@ -287,7 +287,7 @@ def _read_index(name: str) -> dict[str, int]:
 
 
 def _write_index(name: str, lengths: Mapping[str, int]) -> None:
-    """Write the file, atomically."""
+    """Write the file, atomically if it is local."""
     content = json.dumps({"phalanx_index": _VERSION, "shards": dict(lengths)}, indent=0).encode()
     if is_address(name):
         files, path = split_address(name)
@@ -301,7 +301,7 @@ def _write_index(name: str, lengths: Mapping[str, int]) -> None:
 
 @contextlib.contextmanager
 def _alone(name: str) -> Iterator[None]:
-    """Exclude other processes of this machine that count for the same index file; none if it has an address."""
+    """Exclude other processes on this machine that count for an index file in the same folder; not if it is remote."""
     if is_address(name):
         yield
         return
@@ -310,12 +310,12 @@ def _alone(name: str) -> Iterator[None]:
         fcntl.flock(folder, fcntl.LOCK_EX)
         yield
     finally:
-        fcntl.flock(folder, fcntl.LOCK_UN)  # a process forked meanwhile also has the descriptor
+        fcntl.flock(folder, fcntl.LOCK_UN)  # unlock: a process that was forked meanwhile also has the descriptor
         os.close(folder)
 
 
 def list_shards(called: str, what: str, shards: Iterable[Any]) -> list[Any]:
-    """Return the user's `shards` as a list. Refuse a single path, which would be split into letters.
+    """Return the user's `shards` as a list. Refuse a single path, which would be split into characters.
 
     Raises:
         TypeError: `shards` is one path, or a pattern of paths.

@@ -1,4 +1,4 @@
-"""Compute the order in which a job reads shards, as a function of their lengths, a key and four numbers.
+"""Compute the order in which a job reads shards, a function of their lengths, a key and a `StreamLayout`.
 
     shards, shuffled          c a f d b e g h ...       assigned to lanes: each shard goes to the lane with the fewest
                                                         samples so far
@@ -14,7 +14,7 @@
 The order does not depend on ranks or workers. If a step of the job has as many samples as a block, each worker of a
 DataLoader reads the lanes of one reader, because workers take turns with batches. If the number of ranks also divides
 the number of lanes of a reader, each rank reads its own lanes, and no other process reads their shards. With other
-numbers the order is the same, but several processes read some of the shards.
+numbers, the order is the same, but some shards are read by several processes.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from phalanx.data.permutation import Indices, Permutation, WindowPermutations
 
 @dataclass(frozen=True)
 class StreamLayout:
-    """`StreamLayout` is everything that the order depends on besides the data.
+    """`StreamLayout` is everything besides the data and the key on which the order depends.
 
-    There are `interleave` lanes for each of `readers`, blocks of `block` samples, and windows of `window`.
+    Each of `readers` readers has `interleave` lanes; a block has `block` samples, and a window `window` samples.
 
     Raises:
         ValueError: a number is below 1, or not an integer.
@@ -51,7 +51,7 @@ class StreamLayout:
             raise ValueError(f"Stream: {', '.join(wrong)}: each must be a number of 1 or more")
 
     def fit(self, num_shards: int) -> StreamLayout:
-        """Return the layout for few shards: no reader has more lanes than shards, and every reader has a lane."""
+        """Return the layout with fewer lanes and readers if there are too few shards for one in each lane."""
         interleave = max(1, min(self.interleave, num_shards))
         divisors = (d for d in range(self.readers, 0, -1) if self.readers % d == 0)
         readers = next((d for d in divisors if d * interleave <= num_shards), 1)
@@ -59,12 +59,12 @@ class StreamLayout:
 
 
 class StreamOrder:
-    """`StreamOrder` is the order of one epoch over shards of `lengths`; without a `key` nothing is shuffled.
+    """`StreamOrder` is the order of one epoch over shards of `lengths`; without a `key`, nothing is shuffled.
 
-    A sample's index is its number among all samples, shard after shard.
+    A sample's index is its number, counted through all shards in the order given.
 
-    Cost: a few numbers for each shard, computed once per epoch (10,000 shards take some milliseconds); then less than
-    a microsecond per index, for thousands at a time.
+    Cost: a few numbers for each shard, computed once per epoch (milliseconds for 10,000 shards); then less than a
+    microsecond per index in a batch of thousands.
     """
 
     def __init__(self, lengths: Indices, layout: StreamLayout, key: str | None) -> None:
@@ -92,7 +92,7 @@ class StreamOrder:
     def take(self, positions: Indices) -> Indices:
         """Return the indices at `positions`; all are below `length`.
 
-        Shape: (n), and so is the result.
+        Shape: `positions` and the result (n).
         """
         readers, numbers = self._blocks.locate(positions)
         rows = np.empty_like(positions)
@@ -126,14 +126,14 @@ def assign_lanes(lengths: Indices, num_lanes: int) -> Indices:
 
 
 def describe_order(names: list[str], lengths: Indices, layout: StreamLayout) -> dict[str, Any]:
-    """Return the values that distinguish orders, as a part of a saved position."""
+    """Return the values, to be part of a saved position, that distinguish this order from others."""
     digest = hashlib.blake2b(lengths.tobytes(), digest_size=8)
     for name in names:
         digest.update(f"{len(name)} {name}".encode())
     return {"shards": digest.hexdigest(), **asdict(layout)}
 
 
-# Assign positions to sequences in turns, as arithmetic.
+# Interleave sequences in turns, by arithmetic.
 #
 # Three sequences, of 5, 2 and 3 positions, in turns of 2:
 #
@@ -144,9 +144,9 @@ def describe_order(names: list[str], lengths: Indices, layout: StreamLayout) -> 
 
 @dataclass(frozen=True)
 class _Rounds:
-    """`_Rounds` are rounds from number `round`, which begin at position `first`.
+    """`_Rounds` describes rounds of equal size; the first has number `round` and begins at position `first`.
 
-    Sequence `which[i]` gives `ends[i] - ends[i-1]` positions of each round.
+    In each round, sequence `which[i]` has `ends[i] - ends[i-1]` positions.
     """
 
     first: int
@@ -156,9 +156,9 @@ class _Rounds:
 
 
 class Turns:
-    """`Turns` is the order of reading sequences of `lengths`, `turn` positions of each at a time.
+    """`Turns` interleaves sequences of `lengths`, `turn` positions of each at a time.
 
-    Cost: as many numbers as sequences, or the square of that if all lengths differ.
+    Memory: one number per sequence if all lengths are equal, up to one per pair of sequences if all differ.
     """
 
     def __init__(self, lengths: Sequence[int], turn: int) -> None:
@@ -182,7 +182,7 @@ class Turns:
     def locate(self, positions: Indices) -> tuple[Indices, Indices]:
         """Return the sequence of each position, and the position's number in that sequence.
 
-        Shape: (n), and so are both results.
+        Shape: `positions` and both results (n).
         """
         which, numbers = np.empty_like(positions), np.empty_like(positions)
         kinds = np.searchsorted(self._firsts, positions, side="right") - 1

@@ -1,4 +1,4 @@
-"""Read shards of webdataset: tar files, in which files with the same name and different extensions are one sample."""
+"""Read webdataset's tar files, in which files that differ only in the extension are one sample."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _METADATA = re.compile(r"__[^/]*__($|/)")  # webdataset skips these files
 
 
 def from_webdataset(urls: str | Sequence[str], **options: Any) -> Stream:
-    """Return a stream over webdataset's tar files; a sample is webdataset's: a dict with `__key__`, `__url__` and the
+    """Return a stream over webdataset's tar files. As in webdataset, a sample is a dict of `__key__`, `__url__` and the
     bytes of each file by extension.
 
         decode = webdataset.autodecode.Decoder([webdataset.imagehandler("pil")])
@@ -26,10 +26,10 @@ def from_webdataset(urls: str | Sequence[str], **options: Any) -> Stream:
     Arguments:
         urls: a list, or a string in webdataset's notation. fsspec opens URLs; webdataset opens everything that is
             neither a file nor a URL (`pipe:...`).
-        options: of `Stream`. Without `lengths`, samples are counted: from the headers of an uncompressed local file;
-            any other file is read in full.
+        options: options of `Stream`. Without `lengths`, samples are counted: by the headers in an uncompressed local
+            file, and by reading any other file in full.
 
-    Cost: an uncompressed local tar file is read by index, from its headers. All others are read in sequence.
+    Cost: an uncompressed local tar file is indexed by its headers, and read by index. All others are read in sequence.
 
     Raises:
         ModuleNotFoundError: webdataset is not installed.
@@ -44,7 +44,7 @@ def from_webdataset(urls: str | Sequence[str], **options: Any) -> Stream:
 
 
 def read_tar(url: str) -> Any:
-    """Return the samples of a tar file, as a sequence if it can be read by index."""
+    """Return the samples of a tar file: a sequence if the file can be read by index, otherwise an iterator."""
     return IndexedTar(url) if _is_here(url) and not url.endswith(_COMPRESSED) else _iterate_tar(url)
 
 
@@ -71,7 +71,7 @@ class IndexedTar:
 
     def __init__(self, url: str) -> None:
         self._fd = os.open(_path(url), os.O_RDONLY)
-        # webdataset itself groups the files into samples; it receives the files' positions instead of their contents.
+        # webdataset itself groups the files into samples, but receives the files' positions instead of their contents.
         self._samples = list(_iterators().group_by_keys(_places(self._fd, url)))
 
     def __len__(self) -> int:
@@ -121,8 +121,8 @@ def _iterators() -> Any:
 # List the files in a tar archive: names, and positions of their bytes, several times as fast as `tarfile`.
 #
 # A header is a block of 512 bytes: name (0 to 100), size in octal digits (124 to 136), kind (156), "ustar" (257),
-# prefix of the name (345 to 500). A PAX header (kind x) precedes a header whose name or size does not fit, or that has
-# fractional times, as webdataset writes.
+# prefix of the name (345 to 500). A PAX header (kind x) precedes a header whose name or size does not fit, or whose
+# time is a fraction, as webdataset writes it.
 
 BLOCK = 512
 
@@ -183,7 +183,7 @@ def _list_rest(fd: int, offset: int) -> Iterator[tuple[str, int, int]]:
             for member in tar:
                 if member.isreg():
                     yield member.name, member.offset_data, member.size
-                tar.members = []  # type: ignore[attr-defined]  # otherwise it keeps all members
+                tar.members = []  # type: ignore[attr-defined]  # otherwise `tar` keeps all members in memory
             end = tar.offset
     if any(os.pread(fd, BLOCK, end)):  # tarfile takes a damaged header for the end of the archive
         raise tarfile.ReadError(f"bad header at byte {end}")

@@ -4,7 +4,7 @@
     phalanx.Trainer(..., logger=WandbLogger(project="digits"))       # or logger="wandb", or several in a list
     phalanx.report.begin("runs/a", logger="csv")                     # in your own loop
 
-One process of a job writes. A logger's failure is reported once, and never ends training.
+Only one process of a job writes. A logger's failure is reported once, and never ends the training.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`CSVLogger` writes a run's curves as a table: metrics.csv, with hyperparameters and the report beside it."""
+"""`CSVLogger` writes a run's metrics to a table, metrics.csv, with hyperparameters and the report beside it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ _TABLE, _SETTINGS = "metrics.csv", "hyperparameters.json"
 
 
 class CSVLogger(Logger):
-    """Write `folder`/metrics.csv: a column for the step and one for each metric, a row for each call.
+    """Write `folder`/metrics.csv: a column for the step and one for each metric, and a row for each call.
 
-    Rows are on disk when a call returns. A run that resumes from a checkpoint drops the rows from its step on, and
-    appends. A new run in a folder renames the existing table to metrics.1.csv, metrics.2.csv, ...
+    A row is in the file when the call returns. A run that resumes from a checkpoint drops the rows from the
+    checkpoint's step on, and appends. A new run in the folder renames the existing table to metrics.1.csv,
+    metrics.2.csv, ...
 
     Cost: a new metric rewrites the file.
     """

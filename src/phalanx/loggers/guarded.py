@@ -1,4 +1,4 @@
-"""Guard a run's loggers in one process: only the writer calls them, and their failures never end the training."""
+"""Guard a run's loggers: only the writing process calls them, and their failures never end the training."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _MOST_IN_A_ROW = 3
 
 
 class GuardedLoggers:
-    """If this process `writes`, `GuardedLoggers` calls those methods of `phalanx.loggers.interface` that a logger has.
+    """`GuardedLoggers` passes each call to the loggers that have its method, if this process `writes`.
 
-    `writes` is called each time, since another process may become rank 0. The first failure of a logger is logged;
-    after three failures in a row a logger is no longer called, because each call may wait for its server's timeout.
+    `writes` is called each time, since this process may become rank 0. The first failure of a logger is logged. After
+    three failures in a row, a logger is no longer called, because each call may wait for its server's timeout.
     """
 
     def __init__(self, loggers: Sequence[LogsMetrics], writes: Callable[[], bool]) -> None:
@@ -29,7 +29,7 @@ class GuardedLoggers:
         return bool(self._loggers)
 
     def begin(self, again_from: int | None, params: Params) -> None:
-        """Begin or resume with these settings, from the step of a checkpoint on (see `Logger.begin`)."""
+        """Begin, or resume from the checkpoint of step `again_from`, with these settings (see `Logger.begin`)."""
         self._call("begin", again_from)
         self._call("log_hyperparams", dict(params))
 
@@ -45,11 +45,11 @@ class GuardedLoggers:
 
     def finalize(self, status: str) -> None:
         """End the run with "success", "failed" or "interrupted"."""
-        self._call("save")  # a method of Lightning's loggers: writes buffered values
+        self._call("save")  # a method of Lightning's loggers that writes buffered values
         self._call("finalize", status)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state with which this package's loggers resume the same runs; empty before they have begun."""
+        """Return the state with which this package's loggers resume their runs; empty before they have begun."""
         ours = [(i, one) for i, one in enumerate(self._loggers) if isinstance(one, Logger)]
         states = {f"{type(one).__name__} {i}": one.state_dict() for i, one in ours}
         return {name: state for name, state in states.items() if state}
@@ -81,5 +81,5 @@ class GuardedLoggers:
                         type(one).__name__, name, type(error).__name__, error, _MOST_IN_A_ROW,
                     )  # fmt: skip
             else:
-                if name != "flush":  # most loggers' does nothing, and succeeds also where the server is gone
+                if name != "flush":  # which most loggers leave empty, so it succeeds even without the server
                     self._failures.pop(i, None)

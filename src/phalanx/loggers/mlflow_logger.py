@@ -1,4 +1,4 @@
-"""`MLflowLogger` logs a run's curves for MLflow."""
+"""`MLflowLogger` logs metrics, settings and the report to an MLflow run."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from phalanx.loggers.interface import Logger, Params, as_scalar, require_install
 
 _STATUS = {"success": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
 _MOST_PARAMS = 100  # MLflow's limit per request
-_MOST_CHARACTERS = 500  # MLflow's limit for a parameter's value
+_MOST_CHARACTERS = 500  # MLflow's limit for the value of a parameter
 _MOST_OF_A_NAME = 200
-_FOREIGN = re.compile(r"[^\w. :-]", re.ASCII)  # the slash, and the characters that MLflow refuses in a name
+_FOREIGN = re.compile(r"[^\w. :-]", re.ASCII)  # slashes, and characters that MLflow refuses in names
 
 
 class MLflowLogger(Logger):
-    """Log into a run of MLflow, and begin the run at the first call.
+    """Log into an MLflow run, which begins at the first call.
 
     Arguments:
-        experiment: its name; created if missing.
-        name: the run's name.
-        tracking_uri: the server, database or folder; by default MLflow's own, MLFLOW_TRACKING_URI.
-        run_id: resume this run.
+        experiment: the name of the experiment, which is created if missing.
+        name: the name of the run.
+        tracking_uri: the server, database or folder. Default: that of MLflow itself (MLFLOW_TRACKING_URI).
+        run_id: the run to resume.
 
     A job that resumes from a checkpoint resumes the run of that checkpoint.
 
@@ -46,7 +46,7 @@ class MLflowLogger(Logger):
         self._client: Any = None
 
     def log_hyperparams(self, params: Params) -> None:
-        """Log the settings as parameters, named by `plan_names`; do not change existing parameters of a run."""
+        """Log the settings as parameters, named by `plan_names`; leave a run's existing parameters unchanged."""
         from mlflow.entities import Param
 
         client, names = self._open(), plan_names(params)
@@ -87,7 +87,7 @@ class MLflowLogger(Logger):
             self.run_id = state_dict.get("run_id")
 
     def _log_all(self, kind: str, items: Sequence[Any]) -> None:
-        """Log params or metrics; if a request is refused, log each item by itself, to lose only the refused items."""
+        """Log params or metrics. If a request is refused, log its items one by one, to lose only the refused ones."""
         client, refused = self._open(), []
         for first in range(0, len(items), _MOST_PARAMS):
             batch = items[first : first + _MOST_PARAMS]
@@ -105,7 +105,7 @@ class MLflowLogger(Logger):
             raise ValueError(f"MLflow refuses {len(refused)} of {len(items)} {kind}: {'; '.join(refused)}")
 
     def _open(self) -> Any:
-        """Return MLflow's client; first begin or resume the run if necessary."""
+        """Return MLflow's client; begin or resume the run if necessary."""
         if self._client is None:
             from mlflow.tracking import MlflowClient
 
@@ -121,10 +121,10 @@ class MLflowLogger(Logger):
 
 
 def plan_names(names: Iterable[str]) -> dict[str, str]:
-    """Return, for each name, a unique name that every store of MLflow accepts.
+    """Return, for each name, a unique name that every MLflow store accepts.
 
-    MLflow's file store keeps each parameter in a file of that name, so "optimizer/lr" would need "optimizer" to be a
-    folder: a slash becomes a dot. The same names get the same result in every run.
+    MLflow's file store keeps each parameter in a file with its name, so "optimizer/lr" would need "optimizer" to be a
+    folder. Therefore slashes become dots. The same names get the same result in every run.
     """
     planned: dict[str, str] = {}
     taken: set[str] = set()
@@ -132,7 +132,7 @@ def plan_names(names: Iterable[str]) -> dict[str, str]:
         plain, number = _plain(name), 1
         while (free := plain if number == 1 else f"{plain}-{number}").lower() in taken:
             number += 1
-        taken.add(free.lower())  # a disk may ignore case
+        taken.add(free.lower())  # file names may ignore case
         planned[name] = free
     return planned
 
@@ -143,7 +143,7 @@ def _plain(name: str) -> str:
 
 
 def _is_refusal(error: Exception) -> bool:
-    """Return whether MLflow, or the disk, refuses the logged values, of which it may accept a part."""
+    """Return whether MLflow, or the disk, refuses values of a request, so that it may accept the others."""
     return isinstance(error, OSError) or getattr(error, "error_code", "") in (
         "INVALID_PARAMETER_VALUE",
         "INTERNAL_ERROR",

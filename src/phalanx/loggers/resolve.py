@@ -1,4 +1,4 @@
-"""Turn the argument `logger=` into loggers: from a name, a run of wandb, or an object with Lightning's method."""
+"""Turn the argument `logger=` into loggers: a name, a wandb run, or an object with Lightning's `log_metrics`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WORDS: dict[str, Callable[[], Logger]] = {
 
 
 def resolve(given: Any, called: str) -> list[LogsMetrics]:
-    """Return the loggers in `given`: none, one, or several in a list. `called` is the caller's name for messages.
+    """Return the loggers in `given`: none, one, or several in a list. Messages begin with `called`, the caller's name.
 
     Raises:
         ModuleNotFoundError: a logger's package is not installed; the message names the extra that installs it.

@@ -1,4 +1,4 @@
-"""`TensorBoardLogger` logs a run's curves for TensorBoard."""
+"""`TensorBoardLogger` writes metrics and settings to TensorBoard's event files."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from phalanx.loggers.interface import Logger, Params, as_scalar, require_install
 
 
 class TensorBoardLogger(Logger):
-    """Write events into `folder`, with the hyperparameters as a text, and copy the report there.
+    """Write event files into `folder`, with the hyperparameters as text, and copy the report there.
 
-    A run that resumes from a checkpoint makes TensorBoard drop the points from the checkpoint's step on.
+    If a run resumes from a checkpoint, TensorBoard drops the points from the checkpoint's step on.
 
     Raises:
         ModuleNotFoundError: the package tensorboard is not installed.
@@ -28,7 +28,7 @@ class TensorBoardLogger(Logger):
         self._again_from: int | None = None
 
     def begin(self, again_from: int | None) -> None:
-        """Store the step from which TensorBoard drops existing points."""
+        """Record the step from which TensorBoard should drop existing points."""
         self._again_from = again_from
 
     def log_hyperparams(self, params: Params) -> None:
@@ -48,12 +48,12 @@ class TensorBoardLogger(Logger):
         shutil.copy(path, self.folder)
 
     def flush(self) -> None:
-        """Write the events to the disk."""
+        """Write the events to disk."""
         if self._writer is not None:
             self._writer.flush()
 
     def finalize(self, status: str) -> None:
-        """Close the file; a later call opens another file."""
+        """Close the event file; a later call opens another one."""
         writer, self._writer = self._writer, None
         if writer is not None:
             writer.close()

@@ -1,4 +1,4 @@
-"""`WandbLogger` logs a run's curves for Weights & Biases."""
+"""`WandbLogger` logs metrics, settings and the report to a Weights & Biases run."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from phalanx.loggers.interface import Logger, Params, as_scalar, require_install
 
 
 class WandbLogger(Logger):
-    """Log into a run of wandb: your own (`run=wandb.init(...)`), or a new run, begun at the first call.
+    """Log into a wandb run: your own (`run=wandb.init(...)`), or a new run that begins at the first call.
 
     Arguments:
-        run: a run that `wandb.init` has returned; it is not finished at the end.
-        options: passed to `wandb.init`: project, name, dir, mode="offline", ...
+        run: a run that `wandb.init` has returned; the logger does not finish it.
+        options: arguments of `wandb.init`: project, name, dir, mode="offline", ...
 
     A job that resumes from a checkpoint resumes the run (`resume="allow"`); points between the checkpoint and the end
     of the earlier job then appear twice, because wandb cannot remove points.
@@ -32,7 +32,7 @@ class WandbLogger(Logger):
 
     @property
     def run(self) -> Any:
-        """Return the run of wandb; begin it if necessary."""
+        """Return the wandb run; begin it if necessary."""
         if self._run is None:
             import wandb
 
@@ -46,7 +46,7 @@ class WandbLogger(Logger):
         return self._run
 
     def log_hyperparams(self, params: Params) -> None:
-        """Put the settings into the run's config."""
+        """Add the settings to the run's config."""
         self.run.config.update({name: as_scalar(value) for name, value in params.items()}, allow_val_change=True)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
@@ -54,7 +54,7 @@ class WandbLogger(Logger):
         self.run.log({**metrics, "step": step})
 
     def log_file(self, path: str) -> None:
-        """Show a page among the run's media; any other file is saved with the run."""
+        """Log an HTML page as media; save any other file with the run."""
         if path.endswith(".html"):
             import wandb
 
@@ -64,7 +64,7 @@ class WandbLogger(Logger):
             self.run.save(path, base_path=os.path.dirname(path) or ".", policy="now")
 
     def finalize(self, status: str) -> None:
-        """Finish the run, unless the user passed it."""
+        """Finish the run, unless the user passed it in."""
         if self._is_ours and self._run is not None:
             run, self._run, self._is_open = self._run, None, False
             run.finish(exit_code=int(status != "success"))

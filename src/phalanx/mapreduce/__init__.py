@@ -1,13 +1,13 @@
 """Run MapReduce over a process group.
 
-map_reduce                                          map_reduce.py
-its arguments, checked                              map_reduce_job.py
-inputs of a task: splits, lines, items              splits.py  records.py
+the call                                            map_reduce.py
+its checked arguments                               map_reduce_job.py
+the input of a task: splits, lines, items           splits.py  records.py
 a map task: records to buckets                      map_task.py  table.py  sums.py
                                                     buckets.py  keys.py  columns.py
 assigning and repeating tasks                       board.py  attempt.py  team.py
 the shuffle; sorting; data on disk                  exchange.py  grouper.py  spool.py  sizes.py
-the result: iterated over, gathered, as files       result.py  part_files.py  counters.py
+the result: iterable, gathered, in files            result.py  part_files.py  counters.py
 """
 
 from phalanx.mapreduce.counters import BadRecord, Counters

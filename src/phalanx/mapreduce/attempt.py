@@ -42,7 +42,7 @@ _RAISED = {"TypeError": TypeError, "ValueError": ValueError, "FileNotFoundError"
 
 @dataclass
 class RankOutputs:
-    """`RankOutputs` are the map outputs and reduced partitions of one rank."""
+    """`RankOutputs` has the map outputs and the reduced partitions of one rank."""
 
     job: MapReduceJob
     splits: list[Split] = field(default_factory=list)
@@ -59,7 +59,7 @@ class RankOutputs:
 
 @dataclass(frozen=True)
 class TaskReport:
-    """A `TaskReport` is a rank's report on a map task: the length of each partition's bucket, by run."""
+    """A `TaskReport` is a rank's report on a map task. `lengths[run][partition]` is the length of a bucket."""
 
     lengths: list[list[int]]
     kinds: set[str]
@@ -78,7 +78,8 @@ def agree_on_plan(team: Team, job: MapReduceJob, local: RankOutputs) -> str:
     """Agree with all ranks on the splits of the inputs; return the prefix of this call's keys in the store.
 
     Raises:
-        ValueError: the ranks have called with different arguments.
+        ValueError: the ranks' arguments differ.
+        Any error with which rank 0's plan fails, on every rank.
     """
     me = RankProcess.of_self()
     reports_by_rank = team.gather((me, job.terms))
@@ -129,7 +130,7 @@ def _attempt(team: Team, job: MapReduceJob, local: RankOutputs) -> MapReduceResu
     board = Board(team, prefix, len(splits))
     with _problem_first(board):
         _map(board, job, local, splits)
-        # A rank may find a problem after others have seen the last task complete: here all ranks receive the problem.
+        # A rank may detect a problem after others have seen the last task complete: here all ranks learn of it.
         gathered = team.gather((board.problem(), {task: _report(output) for task, output in local.outputs.items()}))
     _raise_problem(team, next((problem for problem, _ in gathered if problem is not None), None), board.cause)
     reports_by_rank = [reports for _, reports in gathered]
@@ -169,7 +170,7 @@ def _attempt(team: Team, job: MapReduceJob, local: RankOutputs) -> MapReduceResu
 
 @contextlib.contextmanager
 def _problem_first(board: Board) -> Iterator[None]:
-    """Raise the job's problem, if any, instead of the loss of a rank: it may have published the problem and exited."""
+    """If a rank is lost, raise the job's problem instead, if any: the rank may have published it and exited."""
     try:
         yield
     except PeerLostError:
@@ -262,8 +263,8 @@ def _shuffle(
 ) -> Iterator[tuple[int, Iterator[bytes]]]:
     """Yield the partitions of this rank, each with its buckets in the order of tasks and runs.
 
-    A rank's buckets for another rank form one stream, ordered by partition, task and run; both ranks know each bucket's
-    offset.
+    A rank's buckets for another rank form one stream, ordered by partition, task and run. Both ranks compute the offset
+    of each bucket.
     """
     own = {rank: sorted(p for p, owner in owners.items() if owner == rank) for rank in range(team.size)}
     made = {rank: [task for task in sorted(makers) if makers[task] == rank] for rank in range(team.size)}
@@ -333,7 +334,7 @@ def _write(folder: str, local: RankOutputs, partition: int, partitions: int) -> 
 def _reduced(job: MapReduceJob, grouper: Grouper, board: Board) -> Iterator[tuple[Any, Any]]:
     for number, (key, values) in enumerate(grouper.groups()):
         if not number % _CHECK_EVERY:
-            board.team.check_peers()  # raise if another rank has ended: otherwise this rank would seem to hang
+            board.team.check_peers()  # raise now if another rank has ended, not after all keys
         try:
             value = job.reduce(key, values)
         except Exception as error:

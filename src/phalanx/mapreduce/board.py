@@ -1,12 +1,12 @@
-"""The `Board` assigns map tasks through the store, one at a time, to each idle rank.
+"""The `Board` assigns map tasks to idle ranks, one at a time, through the store.
 
     claim        the next task that no rank has begun                 add next
     running      has another rank completed it first?                 check done/TASK
     done         the first result counts                              add done/TASK == 1
     idle         tasks that failed elsewhere; tasks of a dead rank;
-                 tasks that take a straggler longer than usual        add runs/TASK
+                 tasks that take longer than usual (stragglers)       add runs/TASK
 
-Every rank polls the store itself: there is no master that could be lost.
+Every rank polls the store itself: there is no master whose loss would end the job.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ _MIN_WAIT_S = 0.2
 
 @dataclass(frozen=True)
 class OpenTask:
-    """An `OpenTask` is an unfinished task, as an idle rank sees it."""
+    """An `OpenTask` is an unfinished task as an idle rank sees it."""
 
     task: int
     runs: int
     failures: int
     failed_here: bool
     ran_here: bool
-    for_s: float  # how long the task has run while this rank was idle
+    for_s: float  # how long this rank has been idle while the task was unfinished
 
 
 def choose_idle_task(open_tasks: Sequence[OpenTask], world_size: int, wait_s: float) -> int | None:
     """Return the task that an idle rank should run; None if it has to wait.
 
-    A failed task that no rank is repeating comes first, on a rank where it has not failed if there is one. Then comes
-    the straggling task with the fewest runs.
+    A failed task that no rank is repeating comes first; if possible, a rank where it has not failed repeats it. Then
+    comes the straggling task with the fewest runs.
     """
     for one in open_tasks:
         if one.failures and one.failures >= one.runs and (not one.failed_here or one.failures >= world_size):
@@ -49,7 +49,7 @@ def choose_idle_task(open_tasks: Sequence[OpenTask], world_size: int, wait_s: fl
 
 @dataclass
 class Board:
-    """`Board` is one rank's view of the map tasks, which are numbered from 0."""
+    """A `Board` is one rank's view of the map tasks, which are numbered from 0."""
 
     team: Team
     prefix: str
@@ -67,7 +67,7 @@ class Board:
         return "/".join([self.prefix, *map(str, words)])
 
     def claim(self) -> int | None:
-        """Return the next task that no rank has begun; None if there is none."""
+        """Begin the next task that no rank has begun, and return it; None if there is none."""
         store = self.team.store
         task = store.add(self._key("next"), 1) - 1
         return self.begin(task) if task < self.num_tasks else None
@@ -112,14 +112,14 @@ class Board:
         return [tuple(json.loads(self.team.store.get(key))) for key in keys]
 
     def _count(self, kind: str, task: int) -> int:
-        """Return a count without changing the store: a waiting rank polls often, and a file store keeps all changes."""
+        """Return a count without changing the store: a waiting rank polls often, and a FileStore keeps all changes."""
         count = 0
         while self.team.store.check([self._key(kind, task, count + 1)]):
             count += 1
         return count
 
     def fail_job(self, kind: str, text: str, cause: BaseException | None = None) -> None:
-        """Publish to all ranks that the job has failed; the first rank to publish determines the error."""
+        """Publish to all ranks that the job has failed. The error of the first rank to publish counts."""
         self.cause = cause
         if self.team.store.add(self._key("given-up"), 1) == 1:
             self.team.store.set(self._key("problem"), json.dumps([self.team.rank, kind, text]))
@@ -139,7 +139,7 @@ class Board:
         return task in self._done
 
     def find_idle(self) -> int | None:
-        """Wait for a task to repeat, and begin it; return None if all tasks are done or the job has failed.
+        """Wait until this rank should repeat a task, and begin it; return None if all are done or the job has failed.
 
         Raises:
             PeerLostError: a rank has ended.

@@ -1,4 +1,4 @@
-"""Turn a full table into buckets, packed columns of keys and values: one or several for each partition."""
+"""Turn a full table into buckets, which are packed columns of keys and values: one or more for each partition."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from phalanx.mapreduce.keys import partitions_of
 from phalanx.mapreduce.map_reduce_job import MapReduceJob
 from phalanx.mapreduce.sums import TextSums
 
-_BUCKETS = 32  # a bucket holds at most this fraction of the memory
-_PAIR_BYTES = 150  # the bytes of a short text and an integer in a dict, without the text itself
+_BUCKETS = 32  # a bucket has at most 1/32 of the memory
+_PAIR_BYTES = 150  # the bytes of a str and an int in a dict, without the characters
 
 
 @dataclass
 class Values:
-    """`Values` holds values by key, folded or in lists, with their number and size in bytes."""
+    """`Values` has values by key, combined or in lists, with their number and size in bytes."""
 
     by_key: dict[Any, Any]
     count: int
@@ -30,9 +30,9 @@ class Values:
 
 
 def pack_buckets(contents: Values | TextSums, types: set[type], job: MapReduceJob) -> Iterator[tuple[int, int, bytes]]:
-    """Yield (partition, number within it, bucket), ordered by partition. Empties `contents`.
+    """Yield (partition, number within the partition, bucket), ordered by partition. `contents` may be emptied.
 
-    `types` are the types of the keys. A partition that is too large for one bucket has several.
+    `types` are the types of the keys. A partition that is too large for one bucket gets several.
     """
     most = job.memory_bytes // _BUCKETS
     if isinstance(contents, Values):
@@ -60,7 +60,7 @@ def _pack_values(
     theirs = np.fromiter(values.values(), object, len(values))[order]
     values.clear()
     counts = np.fromiter(map(len, theirs), np.int64, len(theirs)) if listed else np.ones(len(theirs))
-    most = max(1, int(most_bytes * counts.sum() / contents.held_bytes))  # the most pairs in a bucket
+    most = max(1, int(most_bytes * counts.sum() / contents.held_bytes))  # the maximum number of pairs in a bucket
     start = 0
     for partition, end in enumerate(np.cumsum(np.bincount(partitions, minlength=job.partitions)).tolist()):
         parts: Iterable[tuple[list[Any], list[Any]]] = ((keys[start:end].tolist(), theirs[start:end].tolist()),)
@@ -72,7 +72,7 @@ def _pack_values(
 
 
 def _cut(keys: list[Any], values: list[Any], most: int, *, listed: bool) -> Iterator[tuple[list[Any], list[Any]]]:
-    """Yield parts of at most `most` pairs each; a key with more values is in several parts."""
+    """Yield parts of at most `most` pairs each; a key with more values appears in several parts."""
     if not listed:
         for start in range(0, len(keys), most):
             yield keys[start : start + most], values[start : start + most]

@@ -1,10 +1,10 @@
-"""Pack keys and values into bytes, a column of each. Columns that are all text, or all numbers, need no pickle.
+"""Pack keys and values into bytes, a column of each. Columns of only str, bytes, int or float need no pickle.
 
     t b 10          the kinds of the two columns, and the length of the first
-    a·the·word      keys: text, with line ends between
-    3 99 2          values: integers of a byte each
+    a·the·word      keys: text, separated by line ends
+    3 99 2          values: integers of one byte each
 
-With lists of values, there is a column of their lengths, then one of all values.
+Lists of values are packed as a column of their lengths, then a column of all values.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _WIDTHS = (("b", 8), ("h", 16), ("i", 32))
 def pack(keys: Sequence[Any], values: Sequence[Any], *, listed: bool = False) -> bytes:
     """Pack keys and as many values (with `listed`: lists of values) into bytes. Types are kept exactly.
 
-    Cost: pickled columns are copied once more.
+    Cost: a pickled column is copied once more.
     """
     first = _pack_column(keys)
     if not listed:
@@ -39,13 +39,13 @@ def unpack(data: bytes | memoryview) -> tuple[list[Any], list[Any]]:
     if kind[1:] != b"l":
         return _unpack_column(kind[:1], keys), _unpack_column(kind[1:], column)
     counts, rest = unpack(column)
-    # A slice takes exactly the bytes that the writer counts; a list made from an iterator has spare room.
+    # A slice allocates no more than its items need; a list made from an iterator would have spare room.
     lists = [rest[end - count : end] for count, end in zip(counts, accumulate(counts), strict=True)]
     return _unpack_column(kind[:1], keys), lists
 
 
 def length_of_keys(head: bytes) -> int:
-    """Return the size of the keys, from the first `HEADER` or more bytes; the values follow the keys."""
+    """Return the offset of the values, which follow header and keys, from the first `HEADER` or more bytes."""
     return HEADER + int.from_bytes(head[2:HEADER], "little")
 
 

@@ -1,4 +1,4 @@
-"""`Counters` holds the counts of a job: records, pairs, bytes, and bad records."""
+"""`Counters` counts the records, pairs and bytes of a job, and lists its first bad records."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class BadRecord:
 
     @classmethod
     def of(cls, where: str, record: Any, error: BaseException) -> BadRecord:
-        """Return the bad record for which `error` was raised."""
+        """Describe the record for which `error` was raised."""
         shown = repr(record[: _TEXT + 1] if isinstance(record, str | bytes) else record)  # a line may be very long
         frames = traceback.extract_tb(error.__traceback__)
         own = [frame for frame in frames if "/phalanx/mapreduce/" not in frame.filename.replace("\\", "/")]
@@ -43,7 +43,7 @@ class BadRecord:
 
 @dataclass
 class Counters:
-    """`Counters` are sums over all tasks, each counted once, however often it ran. `bad_records` has the first few."""
+    """`Counters` are sums over all tasks; a task counts once, however often it ran. `bad_records` has the first few."""
 
     records: int = 0
     num_bad_records: int = 0

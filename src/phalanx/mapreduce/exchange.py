@@ -1,4 +1,4 @@
-"""Shuffle: each rank has a stream of bytes for each rank, and all_to_all carries them in rounds of bounded size.
+"""Shuffle: each rank has a stream of bytes for each rank; all_to_all exchanges them in rounds of bounded size.
 
 rank 0   │ for 0 │ for 1          │ for 2 │         round 0: the first chunk of each stream
 rank 1   │ for 0   │ for 1 │ for 2   │              round 1: the next …
@@ -18,7 +18,7 @@ _MOST_CHUNK = 8 << 20
 
 
 def plan_rounds(longest: int, world_size: int, memory_bytes: int) -> tuple[int, int]:
-    """Return the number of rounds, and a stream's bytes per round: a round moves an eighth of the memory in all."""
+    """Return the number of rounds, and a stream's bytes per round, which all take about an eighth of the memory."""
     chunk = min(max(memory_bytes // (16 * world_size), _LEAST_CHUNK), _MOST_CHUNK)
     return -(-longest // chunk), chunk
 
@@ -28,11 +28,11 @@ def exchange(
 ) -> list[SpoolStream]:
     """Send a stream to each rank, and receive all ranks' streams into `inbox`. All ranks call it.
 
-    `incoming` are the lengths of the streams from each rank, `longest` the length of the longest of all streams. A
-    rank's stream to itself is returned without a copy.
+    `incoming` has the length of the stream from each rank; `longest` is the length of the longest stream between any
+    two ranks. A rank's stream to itself is returned without a copy.
 
     Raises:
-        TaskError: a rank could not write to its disk, or read from it; on every rank.
+        TaskError: a rank could not write to its disk, or read from it. Every rank raises it.
     """
     rounds, chunk = plan_rounds(longest, team.size, memory_bytes)
     arrived: list[list[SpoolExtent]] = [[] for _ in incoming]
@@ -45,7 +45,7 @@ def exchange(
         sizes = [0 if peer == team.rank else stream.length_of(start, chunk) for peer, stream in enumerate(outgoing)]
         try:
             parts: list[bytes] = [stream.read(start, size) for stream, size in zip(outgoing, sizes, strict=True)]
-        except OSError as error:  # the others wait for this rank's bytes: send zeros, which no rank will use
+        except OSError as error:  # the others wait for this rank's bytes: send zeros, which nobody will use
             problem, parts = problem or str(error), [bytes(size) for size in sizes]
         received = team.all_to_all(parts, expected)
         try:

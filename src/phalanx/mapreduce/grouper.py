@@ -4,7 +4,7 @@
                                        │ full      sorted run 1 ─┼─▶ merge ─▶ (key, values), key after key
                                        └─────────▶ sorted run 2 ─┘
 
-Values of a key keep the order in which their buckets were added: runs are merged in the order of their creation.
+The values of a key keep the order in which their buckets were added, because runs are merged in order of creation.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from phalanx.mapreduce.sums import new_sums, sorted_items
 
 _FAN_IN = 16
 _BLOCK_BYTES = 512 << 10
-_VALUES = 1024  # the most values of a key in an entry of a run
+_VALUES = 1024  # the maximum number of a key's values in an entry of a run
 _first = itemgetter(0)
 
 Run = list[SpoolExtent]
 
 
 class StoredValues:
-    """`StoredValues` are the values of an entry larger than a block; iteration reads them from disk."""
+    """`StoredValues` are the values of an entry that is larger than a block; iteration reads them from disk."""
 
     def __init__(self, spool: Spool, extent: SpoolExtent) -> None:
         self._spool = spool
@@ -47,9 +47,9 @@ class StoredValues:
 def write_blocks(
     spool: Spool, pairs: Iterable[tuple[Any, Any]], block_bytes: int = _BLOCK_BYTES, *, listed: bool = False
 ) -> Run:
-    """Write pairs in blocks of about `block_bytes` in memory, so that a reader holds one block at a time.
+    """Write pairs in blocks that take about `block_bytes` of memory, so that a reader needs memory for one block.
 
-    A larger pair is a block of its own.
+    A larger pair is a block by itself.
     """
     run: Run = []
     keys: list[Any] = []
@@ -80,7 +80,7 @@ def read_blocks(spool: Spool, run: Run) -> Iterator[tuple[Any, Any]]:
 
 
 def read_entries(spool: Spool, run: Run, block_bytes: int) -> Iterator[tuple[Any, Iterable[Any]]]:
-    """Yield keys with their lists of values; an entry larger than a block stays on disk until it is iterated over."""
+    """Yield keys with their lists of values; a list larger than a block stays on disk until it is iterated over."""
     for extent in run:
         if extent.length > block_bytes:
             border = length_of_keys(spool.read(extent.offset, HEADER))
@@ -94,7 +94,7 @@ def read_entries(spool: Spool, run: Run, block_bytes: int) -> Iterator[tuple[Any
 class Grouper:
     """`Grouper` collects the buckets of one partition. With `listed`, each value in a bucket is a list of values.
 
-    With `adds`, the integers of a key are summed on arrival, which is exact in any order and saves memory.
+    With `adds`, the integers of a key are summed as they arrive, which saves memory and is exact in any order.
     """
 
     def __init__(self, spool: Spool, limit_bytes: int, *, listed: bool, adds: bool = False) -> None:
@@ -102,7 +102,7 @@ class Grouper:
         self._limit_bytes = limit_bytes
         self._listed = listed
         self._adds = adds and not listed
-        self._values: dict[Any, Any] = {}  # lists, and sums that are not lists
+        self._values: dict[Any, Any] = {}  # lists of values, and plain sums
         self._sums = new_sums() if self._adds else None  # used until a bucket has pairs other than text with integers
         self._added = 0
         self._next_check = 1

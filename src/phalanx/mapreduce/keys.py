@@ -1,7 +1,7 @@
-"""Assign keys to partitions, the same on every rank of every run, and check that keys have an order.
+"""Assign keys to partitions, the same ones on every rank and in every run, and check that keys have an order.
 
-Python's own hash of a string differs between processes. Equal keys must have equal hashes: 1, 1.0 and True are one key
-of a dict, so they are one key here.
+Python's own hash of a string differs between processes. Equal keys must have equal hashes: 1, 1.0 and True are the same
+key in a dict, so they are the same key here.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def stable_hash(key: Any) -> int:
     if isinstance(key, numbers.Number) and key != key:
         raise ValueError("map_reduce: NaN cannot be a key: it is not equal to itself")
     if isinstance(key, numbers.Real):
-        return _mix(hash(key))  # the hash of numbers is not randomised, and is equal across their types
+        return _mix(hash(key))  # hashes of numbers are not randomised, and do not depend on the type
     if key is None:
         return 1
     if isinstance(key, tuple):
@@ -69,7 +69,7 @@ def stable_hash(key: Any) -> int:
 
 
 def _require_plain_equality(key: Any) -> None:
-    """Raise if a class derived from str, bytes or tuple defines its own equality."""
+    """Raise TypeError if the key's class is derived from str, bytes or tuple and defines its own equality."""
     for base in (str, bytes, tuple):
         if isinstance(key, base) and type(key).__eq__ is not base.__eq__ and not isinstance(key, np.generic):
             raise TypeError(
@@ -80,13 +80,13 @@ def _require_plain_equality(key: Any) -> None:
 
 
 def _mix(number: int) -> int:
-    """Spread differences in the high bits (1/2 and 1/4, as floats hash) over the low ones."""
+    """Spread differences in the high bits, as between the hashes of 1/2 and 1/4, over the low bits."""
     number = (number & _MASK) * _MIX & _MASK
     return number >> 32
 
 
 def partitions_of(keys: Collection[Any], types: set[type], count: int) -> npt.NDArray[Any]:
-    """Return the partition of each key, in the smallest integer type, which sorts fastest."""
+    """Return the partition of each key, as uint16 if possible, which sorts fastest."""
     hashes: npt.NDArray[np.uint32] | None = None
     if types == {str}:
         try:
@@ -102,7 +102,7 @@ _NO_ORDER = ", whose objects cannot be compared"
 
 
 def find_kinds(types: Iterable[type]) -> set[str]:
-    """Return the kinds of keys among `types`: keys of one kind can be compared with each other."""
+    """Return the kinds of keys among `types`. Only keys of one kind can be compared with each other."""
     return {_kind_of(one) for one in types}
 
 
@@ -111,12 +111,12 @@ def _kind_of(one: type) -> str:
         if issubclass(one, base):
             return name
     has_order = any(getattr(one, name) is not vars(object)[name] for name in ("__lt__", "__gt__"))
-    is_single = one is type(None)  # None, the only object, needs no order
+    is_single = one is type(None)  # None is the only object of its type, and needs no order
     return one.__name__ + ("" if has_order or is_single else _NO_ORDER)
 
 
 def require_order(kinds: Collection[str]) -> None:
-    """Raise if keys of these kinds have no order. Every rank passes the kinds of all ranks, so all ranks raise or none.
+    """Raise if keys of these kinds have no order. All ranks pass the kinds of all ranks, so that all raise or none.
 
     Raises:
         TypeError: keys of several kinds, or of a class without `<`, have no order.

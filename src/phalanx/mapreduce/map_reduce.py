@@ -50,15 +50,15 @@ def map_reduce(
         )
         for word, count in counts: ...
 
-    All ranks of the group call it; without a group one process does all the work. The result is bitwise the same with
-    any number of ranks: it depends on the inputs, the functions, the splits, and `memory_bytes`, which decides when a
-    table is spilled and so how `combine` groups values.
+    All ranks of the group call it; without a group, one process does all the work. The result is bitwise identical
+    with any number of ranks: it depends on the inputs, the functions, the splits, and `memory_bytes`, which decides
+    when a table is spilled and so how `combine` groups values.
 
     Arguments:
-        inputs: a file, a pattern, a list of these (a record is a line), or a sequence (a record is an item; for strings
-            and paths as records use `Records([...])`). Every rank must be able to read all of it. `.gz`, `.bz2` and
-            `.xz` are decompressed, each file by one task.
-        map: takes a record; yields or returns pairs. A record for which it raises is bad and has no effect.
+        inputs: a file, a pattern, or a list of these (a record is a line); or a sequence (a record is an item; if the
+            records are strings or paths, use `Records([...])`). Every rank must be able to read all inputs. `.gz`,
+            `.bz2` and `.xz` are decompressed, each file by one task.
+        map: takes a record; yields or returns pairs. A record for which it raises is bad, and has no effect.
         reduce: takes a key and an iterator over its values, in the order of the input; returns a value.
         combine: takes two values of a key; must be associative. It combines values within a map task, to send less.
             `reduce` then receives one or several values per task that has the key. `operator.add` on integers needs
@@ -66,24 +66,26 @@ def map_reduce(
         partitions: the number of parts into which a hash divides the keys, the same in every process.
         gather: every rank receives the result of all partitions, instead of only the partitions that it has reduced.
         output: a folder for the result: one file of JSON lines per partition, written by the rank that reduced it.
-        memory_bytes: the most data that a rank keeps in memory; it spills the rest to `spill_folder` (default TMPDIR).
-        split_bytes, split_records: the size of a map task. By default a 32nd of the input, 1 to 32 MiB or up to 1000
-            records.
-        encoding: the encoding of the lines; None: a record is bytes. A line that cannot be decoded is bad. An encoding
-            whose lines cannot be decoded one by one is refused: UTF-16, UTF-32, EBCDIC, UTF-7.
-        max_bad_records: the job fails if more records are bad, or all are; None: any number may be. By default the job
-            fails at the first bad record.
-        max_attempts: how often a task may fail, on all ranks together, for instance because a rank cannot read a file.
-        group: the process group; the default group if None.
+        memory_bytes: the maximum of data that a rank keeps in memory; it spills the rest to `spill_folder` (default:
+            TMPDIR).
+        split_bytes, split_records: the size of a map task. Default: 1/32 of the input, but 1 to 32 MiB, or at most
+            1000 records.
+        encoding: the encoding of the lines; with None, records are bytes. A line that cannot be decoded is bad. An
+            encoding whose lines cannot be decoded one by one is refused: UTF-16, UTF-32, EBCDIC, UTF-7.
+        max_bad_records: the job fails if more records are bad (by default: if any is). With None, any number may be
+            bad, but not all.
+        max_attempts: the job fails when a task has failed this many times, on all ranks together, for example because
+            ranks cannot read a file.
+        group: the process group. Default: the default group.
 
     If a rank is lost, the call fails on the others. Inside `phalanx.elastic.run`, under `phalanx run`, the rank is
     replaced and the call starts again.
 
     Raises:
-        TypeError, ValueError: an argument is invalid, a key has an unsupported type, or keys cannot be sorted. On every
-            rank.
-        FileNotFoundError: there is no such input.
-        TaskError: a function failed, too many records were bad, or a task failed too often. On every rank.
+        TypeError, ValueError: an argument is invalid; or, on every rank, a key has an unsupported type, or keys cannot
+            be sorted.
+        FileNotFoundError: an input does not exist.
+        TaskError: a function failed, too many records were bad, or a task failed too often. Every rank raises it.
         PeerLostError, DeadlineError: a rank was lost.
     """
     job = MapReduceJob(
@@ -126,7 +128,7 @@ def _store_lost(team: Team, error: Exception) -> PeerLostError:
 
 
 def _finish(team: Team, job: MapReduceJob, local: RankOutputs, outcome: MapReduceResult) -> Result:
-    """Gather the partitions or write them to files, as `job` requests. All ranks call this."""
+    """Return the result with this rank's partitions or, if `job` gathers, with all. All ranks call it."""
     inbox = Spool(job.memory_bytes // 8, job.spill_folder)
     blocks = (
         gather_blocks(team, local.results, local.reduced, inbox, job.memory_bytes)

@@ -1,4 +1,4 @@
-"""`MapReduceJob` holds the checked arguments of a call, the same on every rank."""
+"""`MapReduceJob` holds the checked arguments of a call, which must agree on all ranks."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _BLOCK_BYTES = 64 << 10
 
 
 class TaskError(PhalanxError):
-    """A task failed for good, or too many records were bad. All ranks raise it, with the original error."""
+    """A task failed too often, a function failed, or too many records were bad; all ranks raise the same error."""
 
 
 @dataclass(frozen=True)
 class MapReduceJob:
-    """A `MapReduceJob` is one call of `map_reduce`."""
+    """A `MapReduceJob` has the arguments of one call of `map_reduce`, and checks them."""
 
     inputs: Any
     map: Map
@@ -72,7 +72,7 @@ class MapReduceJob:
 
     @property
     def sequence(self) -> Indexable[Any] | None:
-        """Return the inputs, unless they are files."""
+        """Return the inputs; None if they are files."""
         return None if names_files(self.inputs) else self.inputs
 
     @property
@@ -82,12 +82,12 @@ class MapReduceJob:
 
     @property
     def block_bytes(self) -> int:
-        """Return the bytes to read at once; decoded and split, they take about ten times as much memory."""
+        """Return the number of bytes to read at once; decoded and split, they take about ten times as much memory."""
         return min(_BLOCK_BYTES, max(4096, self.memory_bytes // 64))
 
     @property
     def terms(self) -> dict[str, Any]:
-        """Return the arguments that must be the same on every rank, by name."""
+        """Return, by argument, what must be the same on every rank."""
         sequence = self.sequence
         same = ("partitions", "gather", "memory_bytes", "split_bytes", "split_records", "encoding", "max_bad_records")
         return {
@@ -98,7 +98,7 @@ class MapReduceJob:
         }
 
 
-# In these encodings the byte 0x0A ends every line, occurs nowhere else, and leaves no state for the next line.
+# In these encodings, the byte 0x0A ends every line, occurs nowhere else, and leaves no state for the next line.
 _LINE_ENCODINGS = re.compile(
     r"utf-8|ascii|iso8859-\d+|cp125\d|cp437|cp85\d|cp866|koi8-[ru]|mac-roman|"
     r"shift_jis|cp932|euc_jp|euc_kr|cp949|gb2312|gbk|gb18030|big5|cp950"
@@ -106,7 +106,7 @@ _LINE_ENCODINGS = re.compile(
 
 
 def require_line_encoding(encoding: str) -> None:
-    """Refuse an encoding unless it is known that its lines can be found by a byte and decoded one by one.
+    """Refuse an encoding unless its lines are known to end at one byte and can be decoded one by one.
 
     Raises:
         ValueError: `encoding` is another encoding (UTF-16, EBCDIC, ISO-2022-KR), or unknown to Python.

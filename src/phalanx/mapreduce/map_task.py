@@ -1,4 +1,4 @@
-"""Run one map task: map the records of a split into a bucket for each partition."""
+"""Run one map task: map the records of a split to pairs, and write them into a bucket for each partition."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _GC_THRESHOLD = 50_000
 
 @dataclass
 class MapOutput:
-    """A `MapOutput` is a task's output in the spool: runs, each with the extents of its partitions' buckets."""
+    """A `MapOutput` is a task's output in the spool. `runs[i][partition]` is the extent of a bucket."""
 
     runs: list[list[SpoolExtent]] = field(default_factory=list)
     kinds: set[str] = field(default_factory=set)
@@ -33,7 +33,7 @@ class MapOutput:
 
 
 def run_map_task(split: Split, job: MapReduceJob, spool: Spool, is_open: Callable[[], bool]) -> MapOutput | None:
-    """Run a task and return its output. Poll `is_open`; once it is false, remove the output and return None.
+    """Run a task and return its output. Poll `is_open`; once it returns False, remove the output and return None.
 
     The same split always gives the same output, on every rank: the data decide when a table is spilled, not the time.
     """
@@ -53,7 +53,7 @@ def run_map_task(split: Split, job: MapReduceJob, spool: Spool, is_open: Callabl
                 stop = min(start + size, len(block.items))
                 table.map_records(block, start, stop)
                 spent = time.perf_counter() - at
-                # Map for about `_SLICE_S` at a time, so that `is_open` is polled some twenty times a second.
+                # Map for about `_SLICE_S` at a time, so that `is_open` is polled about twenty times a second.
                 size = max(1, size * 2 if spent < _SLICE_S / 2 else size // 2 if spent > _SLICE_S * 2 else size)
                 start = stop
                 if not is_open():
@@ -86,7 +86,7 @@ def _write_run(table: Table, job: MapReduceJob, spool: Spool, output: MapOutput)
 
 @contextlib.contextmanager
 def rarely_collecting() -> Iterator[None]:
-    """Collect garbage rarely in this context: pairs are created and freed by the million, never in cycles."""
+    """Collect garbage rarely inside the context: pairs are created by the million, and never form cycles."""
     before = gc.get_threshold()
     if before[0]:
         gc.set_threshold(max(_GC_THRESHOLD, before[0]), *before[1:])

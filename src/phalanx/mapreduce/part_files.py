@@ -1,4 +1,4 @@
-"""Write the result as files, atomically: one per partition, a JSON list [key, value] per line."""
+"""Write the result to files, atomically: one per partition, with a JSON list [key, value] per line."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _NAME = re.compile(r"part-\d{5}-of-(\d{5})\.jsonl")
 
 
 def make_output_folder(folder: str, partitions: int) -> None:
-    """Create the folder. Files of an earlier run with as many partitions may exist, and will be overwritten.
+    """Create the folder. Files of an earlier run with the same number of partitions will be overwritten.
 
     Raises:
-        ValueError: the folder has parts of a run with another number of partitions.
+        ValueError: the folder contains parts of a run with another number of partitions.
     """
     os.makedirs(folder, exist_ok=True)
     others = sorted(
@@ -37,7 +37,7 @@ def path_of(folder: str, number: int, partitions: int) -> Path:
 
 
 def write_part(folder: str, number: int, partitions: int, read: Callable[[], Iterable[tuple[Any, Any]]]) -> None:
-    """Write the pairs of `read` as a partition, durably; replace an existing file.
+    """Write the pairs that `read` returns to a partition's file, durably; replace an existing file.
 
     Raises:
         TypeError: a key or value cannot be written as JSON.
@@ -50,7 +50,7 @@ def write_part(folder: str, number: int, partitions: int, read: Callable[[], Ite
 
 
 def read_parts(folder: str | os.PathLike[str]) -> Iterable[tuple[Any, Any]]:
-    """Yield the pairs in a folder's files as JSON represents them: file by file, each sorted by key."""
+    """Yield the pairs in a folder's files, as JSON represents them: file by file, each file sorted by key."""
     for name in sorted(os.listdir(folder)):
         if _NAME.fullmatch(name):
             with open(Path(folder, name), encoding="utf-8") as file:

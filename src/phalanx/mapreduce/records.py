@@ -4,7 +4,7 @@ r"""Read the records of a split: whole lines of a file, in blocks, or items of a
     split       0          1         2        a line belongs to the split of its first byte
     lines       abc defg   hi        jk
 
-A line ends with "\n" or "\r\n", which is not part of it. The last line of a file may lack it.
+A line ends with "\n" or "\r\n", which is not part of the record. The last line of a file may lack it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ _OPEN: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz
 class RecordBlock:
     """A `RecordBlock` is a block of consecutive records.
 
-    `fetch`, if given, returns the record for an item. `bad` are the unreadable records, which `items` does not contain.
+    `fetch`, if given, returns the record for an item; otherwise items are records. `bad` lists the records that cannot
+    be decoded, which are not in `items`.
     """
 
     items: list[Any]
@@ -40,7 +41,7 @@ class RecordBlock:
 def read_blocks(
     split: Split, sequence: Indexable[Any] | None, encoding: str | None, block_bytes: int
 ) -> Iterator[RecordBlock]:
-    """Yield all records of `split`, block by block. The split alone determines the blocks.
+    """Yield all records of `split`, block by block. The blocks do not depend on the rank or on time.
 
     Raises:
         OSError: a file cannot be read.
@@ -59,7 +60,7 @@ def read_blocks(
 def read_lines(piece: Piece, block_bytes: int) -> Iterator[tuple[int, bytes]]:
     """Yield the lines that begin in `piece`, in blocks of whole lines, each with its offset.
 
-    Cost: one block of memory, or the longest line if it is longer.
+    Memory: one block, or the longest line if that is longer.
     """
     with _open(piece) as file:
         if piece.stop is None:
@@ -95,7 +96,7 @@ def _open(piece: Piece) -> IO[bytes]:
 
 
 def _first_line(file: IO[bytes], start: int, stop: int, block_bytes: int) -> int:
-    """Return the offset of the first line that begins in `start` to `stop`; `stop` if there is none."""
+    """Return the offset of the first line that begins at `start` or later; at least `stop` if none begins before it."""
     if start == 0:
         return 0
     at = start - 1  # a line begins at `start` if the previous line ends just before it
@@ -120,7 +121,7 @@ def _decode(path: str, offset: int, data: bytes, encoding: str | None) -> Record
     if "\r" in text:
         text = text.replace("\r\n", "\n")
     lines = text.split("\n")
-    if not lines[-1]:  # the block ends with a line end, except perhaps at the end of a file
+    if not lines[-1]:  # a block ends with a line end, except perhaps the last one of a file
         lines.pop()
     return RecordBlock(lines, locate, len(data))
 

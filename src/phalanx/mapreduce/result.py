@@ -1,4 +1,4 @@
-"""A `Result` is the result of a map_reduce: sorted keys and values, on this rank or on all, with counters."""
+"""A `Result` is what `map_reduce` returns: sorted keys and values, of this rank or of all, with counters."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class Result:
     It can be iterated over repeatedly, and reads from memory or from disk. `close()`, the end of a `with`, or dropping
     the last reference releases the data.
 
-    `counters` are the totals of all ranks, `partitions` the numbers of this rank's partitions, and `files` the files
-    that this rank wrote. Of the `num_tasks` map tasks, `num_retries` failed on this rank, and it ran `num_backups` for
-    stragglers.
+    `counters` are the totals of all ranks, `partitions` the numbers of the partitions here, and `files` the files that
+    this rank wrote. The job had `num_tasks` map tasks; on this rank, tasks failed `num_retries` times, and the rank ran
+    `num_backups` tasks in place of stragglers.
 
-    `group` is the group whose ranks have the other partitions; None for one process.
+    `group` is the group whose ranks have the other partitions; None for a single process.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Result:
 
     @property
     def bad_records(self) -> list[BadRecord]:
-        """Return the first bad records of all ranks."""
+        """Return the first few bad records of all ranks."""
         return self.counters.bad_records
 
     def partition(self, number: int) -> Iterator[tuple[Any, Any]]:
@@ -112,14 +112,14 @@ class Result:
 
 
 def blocks_of(results: Mapping[int, Run], spool: Spool) -> dict[int, tuple[SpoolStream, list[int]]]:
-    """Return the partitions that this rank has reduced, in the form that a result reads."""
+    """Return the partitions that this rank has reduced, in the form that a `Result` reads."""
     return {number: (SpoolStream(spool, run), [extent.length for extent in run]) for number, run in results.items()}
 
 
 def gather_blocks(
     team: Team, results: Mapping[int, Run], spool: Spool, inbox: Spool, memory_bytes: int
 ) -> dict[int, tuple[SpoolStream, list[int]]]:
-    """Return the partitions of all ranks, received into `inbox` from the others. All ranks call it."""
+    """Return the partitions of all ranks; those of other ranks are received into `inbox`. All ranks call it."""
     mine = {number: [extent.length for extent in run] for number, run in sorted(results.items())}
     gathered: list[dict[int, list[int]]] = team.gather(mine)
     stream = SpoolStream(spool, [extent for number in mine for extent in results[number]])

@@ -1,7 +1,7 @@
-"""Estimate the memory of Python objects from a sample, exactly enough for a limit and cheaply enough to repeat often.
+"""Estimate the memory of Python objects from a sample: accurate enough for a limit, cheap enough to repeat often.
 
-The data alone determine the sample, not the time: where a table is spilled decides how its values are grouped, and so
-the rounding of their sums.
+The data alone determine the sample, not the time: when a table is spilled decides how its values are grouped, and so
+how their sums are rounded.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ import numpy as np
 import torch
 
 _SAMPLE = 128
-_LIST, _SLOT = 64, 10  # the bytes of a list, and of an item's slot in it
+_LIST, _SLOT = 64, 10  # the bytes of a list object, and of a slot for an item
 _PLAIN = {int, float, bool, type(None)}
 _PLAIN_BYTES = 32  # the bytes of a number
 _TEXT_BYTES = 56  # the bytes of a string without its characters
-_ITEMS = 16  # the sample of a container's items
+_ITEMS = 16  # the number of a container's items that are measured
 _DEPTH = 4
 
 
 def size_of(value: Any, depth: int = _DEPTH) -> int:
-    """Return the bytes that `value` takes, including its contents."""
+    """Return about how many bytes `value` takes, including its contents down to `depth` levels."""
     if isinstance(value, torch.Tensor):
         return 200 + value.element_size() * value.numel()
     # an unpickled array, or a view of another, reports no memory of its own
@@ -44,7 +44,7 @@ def size_of(value: Any, depth: int = _DEPTH) -> int:
 
 
 def quick_size(value: Any) -> int:
-    """Return the bytes of a value as `size_of` does, cheaply enough for every value."""
+    """Return about what `size_of` returns, cheaply enough to measure every value."""
     kind = type(value)
     if kind in _PLAIN:
         return _PLAIN_BYTES
@@ -54,7 +54,7 @@ def quick_size(value: Any) -> int:
 
 
 def cut_by_size(values: list[Any], most: int, most_bytes: int) -> Iterator[list[Any]]:
-    """Yield parts of at most `most` values and about `most_bytes`; a larger value is a part of its own."""
+    """Yield parts of at most `most` values and about `most_bytes`; a larger value is a part by itself."""
     kinds = set(map(type, values))
     if kinds <= _PLAIN:
         most = min(most, max(1, most_bytes // _PLAIN_BYTES))
@@ -89,7 +89,7 @@ def size_of_table(table: dict[Any, Any]) -> int:
 
 
 def size_of_lists(table: dict[Any, Any]) -> int:
-    """Return the bytes of a dict of lists or single values; the sample is of values, as a few keys may have most."""
+    """Return the bytes of a dict of lists or single values; values are sampled, because a few keys may have most."""
     if not table:
         return 0
     lists = list(table.values())
@@ -107,6 +107,6 @@ def size_of_lists(table: dict[Any, Any]) -> int:
 def plan_next_check(count: int, room: float) -> int:
     """Return the number of pairs at which to measure again, with `count` pairs now and room for about `room` more.
 
-    It is halfway to a full table, because later pairs may be larger, and at most twice the current number.
+    That is halfway to a full table, because later pairs may be larger, and at most twice the current number.
     """
     return count + max(1, count // 64, min(count, int(room / 2)))

@@ -1,10 +1,10 @@
-"""Plan the inputs of map tasks, as pure functions: bytes of files, cut anywhere, or positions of a sequence.
+"""Plan the inputs of map tasks: byte ranges of files, cut anywhere, or ranges of positions of a sequence.
 
     files    a.txt                       b.txt    c.txt.gz
              |-----------|-----------|---|-----|  |------|
     splits   0           1           2            3          a compressed file is read from its beginning
 
-A split is cut by bytes, regardless of records: its task reads the lines that begin in it.
+Files are cut by bytes, regardless of lines: a task reads the lines that begin in its split.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ COMPRESSED = (".gz", ".bz2", ".xz")
 _LEAST_SPLIT_BYTES = 1 << 20
 _MOST_SPLIT_BYTES = 32 << 20
 _MOST_SPLIT_RECORDS = 1000
-_USUAL_SPLITS = 32  # a small input has this many: enough to spread over any number of ranks
+_USUAL_SPLITS = 32  # a small input has about this many, enough for most numbers of ranks
 
 
 class Indexable(Protocol[Item]):
-    """An `Indexable` is a sequence, such as a map-style dataset of PyTorch."""
+    """An `Indexable` is a sequence, such as a map-style PyTorch dataset."""
 
     def __len__(self) -> int: ...
 
@@ -34,7 +34,7 @@ class Indexable(Protocol[Item]):
 
 
 class Records(Generic[Item]):
-    """`Records` is a sequence of records that are not file names, even if they are strings or paths."""
+    """`Records` marks a sequence as records, not names of files, even if they are strings or paths."""
 
     def __init__(self, items: Indexable[Item]) -> None:
         self._items = items
@@ -48,7 +48,7 @@ class Records(Generic[Item]):
 
 @dataclass(frozen=True)
 class Piece:
-    """A `Piece` is the bytes `start` to `stop` of a file, or the whole of a compressed file if `stop` is None."""
+    """A `Piece` is the bytes from `start` to `stop` of a file, or a whole compressed file if `stop` is None."""
 
     path: str
     start: int
@@ -64,7 +64,7 @@ class FileSplit:
 
 @dataclass(frozen=True)
 class SequenceSplit:
-    """A `SequenceSplit` has positions `start` to `stop` of the sequence."""
+    """A `SequenceSplit` has the positions from `start` to `stop` of the sequence."""
 
     start: int
     stop: int
@@ -74,10 +74,10 @@ Split = FileSplit | SequenceSplit
 
 
 def names_files(inputs: Any) -> bool:
-    """Return whether `inputs` name files: a path, a pattern, or a list of these. All else is a sequence of records.
+    """Return whether `inputs` names files (a path, a pattern, or a list of these) or else is a sequence of records.
 
     Raises:
-        TypeError: `inputs` are neither.
+        TypeError: `inputs` is neither.
     """
     if isinstance(inputs, str | os.PathLike):
         return True
@@ -97,11 +97,11 @@ def names_files(inputs: Any) -> bool:
 
 
 def find_files(inputs: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> list[tuple[str, int]]:
-    """Return the files that `inputs` name, with their sizes: patterns in sorted order, the rest in the order given.
+    """Return the files that `inputs` names, with their sizes, in the order given; matches of a pattern are sorted.
 
     Raises:
         FileNotFoundError: a path or pattern matches no file.
-        ValueError: a path or pattern matches a folder or a device.
+        ValueError: a path is a folder or a device.
     """
     found: list[str] = []
     problems = []
@@ -131,7 +131,8 @@ def find_files(inputs: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 def plan_file_splits(files: Sequence[tuple[str, int]], split_bytes: int | None = None) -> list[FileSplit]:
     """Cut files of these sizes into splits of `split_bytes` each, the last one shorter.
 
-    Small files share a split. The plan depends on the sizes only, so results do not depend on the ranks.
+    Small files share a split, and compressed files are not cut. The plan does not depend on the ranks, so neither do
+    the results.
     """
     total = sum(size for _, size in files)
     span = split_bytes or min(max(total // _USUAL_SPLITS, _LEAST_SPLIT_BYTES), _MOST_SPLIT_BYTES)

@@ -1,6 +1,6 @@
 """A `Spool` stores bytes that are written once and read by offset: in memory up to a limit, then on disk.
 
-Its file has no name, so the file disappears however this process ends.
+The file has no name, so it disappears however this process ends.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ class SpoolExtent(NamedTuple):
 
 
 class Spool:
-    """A `Spool` moves from memory to a file in `folder` when it exceeds `memory_bytes`; None is TMPDIR."""
+    """A `Spool` moves from memory to a file in `folder` (None: TMPDIR) when it exceeds `memory_bytes`."""
 
     def __init__(self, memory_bytes: int, folder: str | None) -> None:
         self._memory_bytes = memory_bytes
         self._folder = folder
-        self._parts: list[tuple[int, bytes]] = []  # with their offsets; empty once the spool is on disk
+        self._parts: list[tuple[int, bytes]] = []  # bytes with their offsets; empty once the spool is on disk
         self._starts: list[int] = []
         self._fd = -1
         self.size = 0
@@ -66,7 +66,7 @@ class Spool:
         return bytes(found)
 
     def truncate(self, size: int) -> None:
-        """Remove the bytes from offset `size` on, at which some write began."""
+        """Remove the bytes from offset `size` on, where some `append` must have begun."""
         if self._fd >= 0:
             os.ftruncate(self._fd, size)
         while self._starts and self._starts[-1] >= size:
@@ -118,16 +118,16 @@ class SpoolStream:
         return self._ends[-1] if self._ends else 0
 
     def read(self, start: int, length: int) -> bytes:
-        """Return `length` bytes from `start` on, or fewer at the end of the stream."""
+        """Return `length` bytes from `start`, or fewer at the end of the stream."""
         parts = list(self._parts(start, min(start + length, len(self))))
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def length_of(self, start: int, length: int) -> int:
-        """Return how many bytes `read` returns."""
+        """Return how many bytes `read` would return."""
         return max(0, min(length, len(self) - start))
 
     def part(self, start: int, length: int) -> SpoolStream:
-        """Return the bytes from `start` on as a stream of their own."""
+        """Return the `length` bytes from `start` as a separate stream."""
         extents = []
         index, stop = bisect_right(self._ends, start), start + length
         while start < stop:

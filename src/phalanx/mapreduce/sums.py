@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 else:
     try:
         from phalanx._core import TextSums
-    except ImportError:  # no compiler was found, or this is not Linux: dicts replace it
+    except ImportError:  # built without a compiler, or not on Linux: dicts replace it
         TextSums = None
 
 __all__ = ["TextSums", "new_sums", "sorted_items"]
@@ -22,7 +22,7 @@ _AT_ONCE = 1024  # number of keys handled at once
 def new_sums() -> TextSums | None:
     """Return an empty table; None without the C core.
 
-    Cost of a pair: a hash and two cache lines; a quarter of a dict's time and a third of its memory.
+    Adding a pair costs a hash and two cache lines: a quarter of a dict's time, and a third of its memory.
     """
     return None if TextSums is None else TextSums(int.from_bytes(os.urandom(8), "little"))
 

@@ -1,4 +1,4 @@
-"""A `Table` holds the values that a map task has yielded so far, by key: folded by `combine`, or listed in order."""
+"""A `Table` holds the values that a map task has yielded so far, by key: combined, or listed in order."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from phalanx.mapreduce.sums import TextSums, new_sums
 
 
 class NotPairsError(Exception):
-    """The map function yields something other than pairs, or `combine` failed: a mistake, not a bad record."""
+    """The map function yields something other than pairs, or `combine` failed: the program is wrong, not a record."""
 
 
 class Table:
     """A `Table` holds keys and values in memory up to a limit; then it calls `spill`, which empties it with `drain`.
 
-    The data determine when that happens: the size of the dict is measured between two records, after some number of
-    pairs. While all pairs are text with integers to add, `TextSums` replaces the dict.
+    Only the data determine when: the dict's size is measured between two records, after some number of pairs. While all
+    pairs are text with integers to add, `TextSums` replaces the dict.
     """
 
     def __init__(self, job: MapReduceJob, counters: Counters, limit_bytes: int, spill: Callable[[Table], None]) -> None:
@@ -40,7 +40,7 @@ class Table:
 
         Raises:
             NotPairsError: the map function yielded something that is not a pair, or `combine` failed.
-            MemoryError: memory is exhausted, which is not the record's fault.
+            MemoryError: memory is exhausted; the record does not count as bad.
         """
         items = iter(block.items[start:stop])
         records = items if block.fetch is None else map(block.fetch, items)
@@ -67,7 +67,7 @@ class Table:
             elif self._is_due():
                 self._measure()
             elif start < stop and is_new:
-                # A StopIteration of the map function would end the loop silently; it also makes the record bad.
+                # A StopIteration from the map function would end the loop silently: it makes the record bad, too.
                 problem = problem or RuntimeError("map raised StopIteration")
                 self._counters.count_bad(block.locate(start), block.items[start], problem)
                 start += 1
@@ -81,7 +81,7 @@ class Table:
             )
 
     def _leave_sums(self) -> None:
-        """Switch to a dict after a pair that is not text with an integer."""
+        """Switch to a dict because a pair is not text with an integer."""
         if self._sums:
             self._spill(self)
         self._sums = None

@@ -1,7 +1,7 @@
 """A `Team` is the ranks that run a job together: it carries their messages, and detects lost ranks.
 
-A team is a process group, or this process alone. A failure that the group does not explain raises `PeerLostError`, with
-the lost ranks that are known. Gloo names no ranks, so the team checks the processes of this host's ranks.
+A team is a process group, or this process alone. A failed operation of the group raises `PeerLostError` with the lost
+ranks, as far as they are known. Gloo's errors name no ranks, so the team checks the processes of this host's ranks.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ _LONGEST_PAUSE_S = 0.02
 
 
 def _tensor_over(data: bytearray) -> torch.Tensor:
-    """Return a tensor over `data`, memory that Python owns.
+    """Return a tensor over `data`, whose memory Python has allocated.
 
     PyTorch allocates aligned memory, and glibc before 2.38 takes new memory for each such allocation: the process would
-    grow by all bytes of the shuffle.
+    grow by the size of the whole shuffle.
     """
     return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 @dataclass(frozen=True)
 class RankProcess:
-    """A `RankProcess` identifies the process of a rank."""
+    """A `RankProcess` identifies the process of a rank, and its host."""
 
     host: str
     process: ProcessId
@@ -52,7 +52,7 @@ class RankProcess:
 
 @dataclass
 class Team:
-    """A `Team` is this rank's view of the ranks. `group` is None for a single process."""
+    """A `Team` is this rank's view of all ranks of a job. `group` is None for a single process."""
 
     group: dist.ProcessGroup | None
     store: Store
@@ -61,7 +61,7 @@ class Team:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None) -> Team:
-        """Return the team of a group; for None, of the default group, if there is one, else of this process.
+        """Return the team of `group` (None: the default group), or of this process if there is no other rank.
 
         Raises:
             ValueError: this rank is not in the group.
@@ -83,7 +83,7 @@ class Team:
 
     @property
     def timeout_s(self) -> float:
-        """Return the timeout of the group's operations."""
+        """Return the timeout of the group's operations, in seconds."""
         assert self.group is not None
         if (ours := phalanx_group(self.group)) is not None:
             return ours.timeout_s
@@ -100,7 +100,7 @@ class Team:
         return [pickle.loads(found) for found in self.all_to_all([data] * self.size, lengths)]
 
     def all_to_all(self, parts: Sequence[bytes], lengths: Sequence[int]) -> list[memoryview]:
-        """Send each rank its part; return the parts received, which have these `lengths`. All ranks call it."""
+        """Send each rank its part; return the received parts, whose sizes are `lengths`. All ranks call it."""
         if self.group is None:
             return [memoryview(parts[0])]
         device, pickles = self._device(), pickle_authenticator(self.group)
@@ -143,7 +143,7 @@ class Team:
         try:
             work = begin()
             if phalanx_group(self.group) is None:
-                # With Gloo, a rank whose neighbours are alive would wait minutes for ranks that have left the group.
+                # With Gloo, `wait` takes minutes to fail if none of this rank's neighbours has left the group.
                 self.wait_until(work.is_completed)
             work.wait()
         except (PeerLostError, MismatchError, DeadlineError):
@@ -157,12 +157,12 @@ class Team:
         """Poll `condition` until it is true.
 
         Raises:
-            PeerLostError: a rank has ended meanwhile.
+            PeerLostError: a rank of this host has ended.
         """
         Deadline.after(None).wait_until(condition, _FIRST_PAUSE_S, _LONGEST_PAUSE_S, check=self.check_peers)
 
     def check_peers(self) -> None:
-        """Check at regular intervals whether the other ranks' processes are alive.
+        """Check whether the processes of this host's other ranks are alive, at most once per `CHECK_S`.
 
         Raises:
             PeerLostError: a rank's process has ended.

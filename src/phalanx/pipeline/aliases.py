@@ -1,9 +1,9 @@
-"""Refuse models in which a stage changes a tensor in place while another stage has a copy of the same memory.
+"""Refuse models in which a stage changes a tensor in place while another stage has a copy of that memory.
 
 In one process, an in-place change of a tensor also changes its views. Across a cut, each value is sent separately, so
-its copy does not change. In the first micro-batch of each mode, every stage records which values that it receives or
-sends overlap, and which received values it changes. If the records of all stages show that the result would differ from
-the result of one process, the model is refused.
+its copy does not change. In the first micro-batch of each mode, every stage records which of the values that it
+receives or sends overlap, and which received values it changes. If the records of all stages show that the result would
+differ from that of one process, the model is refused.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from phalanx.pipeline.nested import tree_flatten
 
 @dataclass(frozen=True)
 class ValueAliases:
-    """`ValueAliases` records, by node name, which values of a stage overlap and which received values it changes."""
+    """`ValueAliases` lists, by node name, which values of a stage overlap and which received values it changes."""
 
     stage: int
     pairs: tuple[tuple[str, str], ...] = ()
@@ -53,7 +53,7 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
 
 
 def find_stale(seen: Sequence[ValueAliases], graph: fx.Graph, home: Mapping[fx.Node, int]) -> str:
-    """Return the reason why a stage would use an outdated copy of a value; "" if no stage would.
+    """Return why a stage would use an outdated copy of a value; "" if no stage would.
 
     `home` maps a node to its stage.
     """

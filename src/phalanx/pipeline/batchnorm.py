@@ -1,9 +1,9 @@
 """Update BatchNorm's running statistics once per step of a pipeline, from the whole mini-batch.
 
 In training every micro-batch is normalized by its own statistics: the statistics of the whole mini-batch are known only
-after its last micro-batch, and waiting for that one would defeat the pipeline. The running statistics for evaluation
-are still updated once per step, with mean and variance of all values of the mini-batch (as in GPipe). A layer that
-forward calls twice gets two updates, one after the other.
+after its last micro-batch, and waiting for it would defeat the pipeline. The running statistics for evaluation are
+still updated once per step, with the mean and the variance of all values of the mini-batch (as in GPipe). A layer that
+`forward` calls twice gets two updates, one after the other.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _BatchNorm: Any = find(
 )
 
 _Seen = list[tuple[float, Tensor, Tensor]]
-"""The number of values per channel in each micro-batch, and their means and variances."""
+"""The number of values per channel, their means and their variances, for each micro-batch."""
 
 
 class MiniBatchStatistics:
     """`MiniBatchStatistics` updates a module's BatchNorm layers, except layers whose class overrides `forward`."""
 
     def __init__(self, module: nn.Module, replicas: dist.ProcessGroup | None = None) -> None:
-        """Find the layers of `module`. The mini-batches of all `replicas`, ranks with the same layers, count as one."""
+        """Find the layers of `module`. The mini-batches of all `replicas` (ranks with the same layers) count as one."""
         self._replicas = replicas
         self._layers = [
             layer
@@ -72,7 +72,7 @@ class MiniBatchStatistics:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Discard what the block records: it runs a micro-batch a second time."""
+        """Discard the records of the block, in which a micro-batch is recomputed."""
         seen, self._seen = self._seen, {}
         try:
             with self.measured():
@@ -104,7 +104,7 @@ class MiniBatchStatistics:
 
 
 class _Watch:
-    """A `_Watch` runs a layer on separate buffers, which then contain the statistics of the micro-batch."""
+    """A `_Watch` lets a layer update separate buffers, which then contain the statistics of the micro-batch."""
 
     def __init__(self, seen: list[_Seen]) -> None:
         self._seen = seen
@@ -130,9 +130,9 @@ class _Watch:
 
 
 def _combine(parts: _Seen) -> Tensor:
-    """Return count, mean and unbiased variance of all values together: (3, C), with the count in each channel.
+    """Return count, mean and unbiased variance of all values together: (3, C), with the count in every channel.
 
-    Chan, Golub and LeVeque (1979): means and squared deviations are combined, not sums of squares.
+    As in Chan, Golub and LeVeque (1979), means and squared deviations are combined, not sums of squares.
     """
     count = sum(n for n, _, _ in parts)
     means = torch.stack([mean.double() for _, mean, _ in parts])

@@ -1,4 +1,4 @@
-"""Decide where a model is cut into stages: by the user's choice, or by the layers' costs."""
+"""Decide where a model is cut into stages: where the user says, or so that the stages' costs are balanced."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Balance = Literal["auto", "time", "memory"] | Sequence[int] | Sequence[str]
 
 @dataclass(frozen=True)
 class StageRow:
-    """A `StageRow` is a stage in the table of a cut."""
+    """A `StageRow` describes one stage in the table of a cut."""
 
     stage: int
     rank: int
@@ -33,7 +33,7 @@ class StageRow:
 
 @dataclass(frozen=True)
 class CutPlan:
-    """A `CutPlan` is the cut of a model, and prints as a table."""
+    """A `CutPlan` describes how a model is cut; `str` returns it as a table."""
 
     rows: tuple[StageRow, ...]
     reason: str
@@ -64,12 +64,12 @@ def _bytes(count: float) -> str:
 
 
 def split_points(wanted: Balance) -> list[str]:
-    """Return the modules that a balance names."""
+    """Return the module names in a balance; none if it is a word or a list of numbers."""
     return [] if isinstance(wanted, str) else [name for name in wanted if isinstance(name, str)]
 
 
 def check_balance(wanted: Any) -> None:
-    """Raise unless `wanted` is a known word, numbers of layers, or names of modules.
+    """Raise unless `wanted` is a known word, a list of layer counts or a list of module names.
 
     Raises:
         TypeError: `wanted` is none of these.
@@ -90,10 +90,10 @@ def check_balance(wanted: Any) -> None:
 
 
 def measure(layers: LayerList, wanted: Balance, example: Any) -> list[LayerCost] | None:
-    """Return the layers' costs, measured on `example`; None without an example, or if `wanted` is the cut itself.
+    """Return the layers' costs, measured on `example`; None without an example, or if `wanted` lists the cut itself.
 
     Raises:
-        ValueError: the balance needs times, and there is no example.
+        ValueError: `wanted` is "time", and there is no example.
     """
     if example is None:
         if wanted == "time":
@@ -144,15 +144,15 @@ def decide_counts(
 
 
 def balance(costs: Sequence[Sequence[float]]) -> list[int]:
-    """Return how many layers each stage gets: at least one, in order, with the lowest maximal cost.
+    """Return how many consecutive layers each stage gets, at least one, so that the largest stage cost is minimal.
 
-    A pipeline of p stages needs sum + (m - 1) max for m micro-batches, and the sum is fixed, so the maximum decides.
-    Among divisions with the same maximum, the one with the most equal stages (least sum of squares) is chosen.
+    For m micro-batches, a pipeline takes the sum of its stages' costs plus m - 1 times the maximum. The sum is fixed,
+    so the maximum decides. Ties are broken by the smaller sum of squares, which favours equal stages.
 
     Arguments:
-        costs: for each stage the costs of all layers, at least as many as there are stages.
+        costs: for each stage, the costs of all layers; at least as many layers as stages.
 
-    Cost: stages * layers² additions. The result is optimal, not a heuristic.
+    Cost: stages * layers² additions. The maximum is optimal, not a heuristic.
     """
     stages, count = len(costs), len(costs[0])
     # best[k]: for the first k layers in the stages so far, (maximal cost, sum of squares, begin of the last stage)
@@ -243,7 +243,7 @@ def _parameter_bytes(layers: LayerList) -> list[int]:
 
 
 def require_one_owner_of_buffers(layers: LayerList, parts: Sequence[LayerRange]) -> None:
-    """Refuse a module with buffers that two stages call: their two copies would drift apart.
+    """Refuse a module that has buffers and is called in two stages: the stages' copies would drift apart.
 
     Raises:
         ValueError: there is such a module.
@@ -261,7 +261,7 @@ def require_one_owner_of_buffers(layers: LayerList, parts: Sequence[LayerRange])
 
 
 class Cut(NamedTuple):
-    """A `Cut` has the number of layers of each stage, the basis of the decision, and the layers' costs if measured."""
+    """A `Cut` has each stage's number of layers, the basis of that decision, and the layers' costs if measured."""
 
     counts: list[int]
     reason: str
@@ -277,11 +277,11 @@ def agree_on_cut(
     group: dist.ProcessGroup,
     data_group: dist.ProcessGroup | None,
 ) -> Cut:
-    """Compare the arguments of all ranks, and let the first rank measure and decide for all pipelines. Collective.
+    """Compare the ranks' arguments, and let the first rank of the first pipeline decide for all. Collective.
 
     Raises:
-        MismatchError: ranks have different arguments.
-        Any error of the first rank's decision, on every rank.
+        MismatchError: ranks of this pipeline have different models or arguments.
+        Any error that the first rank's decision raises, on every rank.
     """
     mine = (layers.names, planned.name, planned.num_stages, planned.micro_batches, checkpoint)
     arguments: list[Any] = [None] * group.size()

@@ -1,8 +1,8 @@
 """Sum a few numbers over all ranks at the end of each step, with messages whose receives are posted early.
 
-The first stage usually finishes last. Only then could a Gloo all_reduce begin, in a thread that needs a core and
-exchanges notices first. Here the other ranks' numbers have already arrived, and the first rank sends one message to
-each of them.
+The first stage usually finishes last. A Gloo all_reduce could start only then, on a thread that needs a core and
+exchanges notifications first. Here, the other ranks' numbers have already arrived by then, and the first rank only has
+to send one message to each of them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _kept: weakref.WeakKeyDictionary[dist.ProcessGroup, list[tuple[dist.Work, Tensor
 
 
 LEAVING_S = 5.0
-"""How long an interrupted rank stays so that the others receive its message."""
+"""How long an interrupted rank waits for the others to receive its last message, in seconds."""
 
 
 def keep_messages(group: dist.ProcessGroup, messages: Sequence[tuple[dist.Work, Tensor]]) -> None:
@@ -33,12 +33,12 @@ def keep_messages(group: dist.ProcessGroup, messages: Sequence[tuple[dist.Work, 
 
 
 def reduces_early(group: dist.ProcessGroup) -> bool:
-    """Return whether an `EarlyAllReduce` pays off: with Gloo only, as the backend `phalanx` is as fast without it."""
+    """Return whether an `EarlyAllReduce` pays off: only with Gloo, as the backend `phalanx` is as fast without it."""
     return phalanx_group(group) is None and dist.get_backend(group) == "gloo"
 
 
 class EarlyAllReduce:
-    """An `EarlyAllReduce` posts its receives when a step begins. In each step every rank calls `add` or `leave`."""
+    """An `EarlyAllReduce` is one sum per step, with receives posted in `begin`; every rank calls `add` or `leave`."""
 
     def __init__(self, group: dist.ProcessGroup, tag: int) -> None:
         self._group, self._tag = group, tag
@@ -46,15 +46,15 @@ class EarlyAllReduce:
         self._posted: list[tuple[dist.Work, Tensor]] = []
         self._sent: list[tuple[dist.Work, Tensor]] = []
         self._error: RuntimeError | None = None
-        """The error of a rank whose connection had ended before the step began."""
+        """The error of a connection that had failed before the step began."""
         self.lost: int | None = None
         """The first rank that was found to be lost."""
 
     def begin(self, count: int) -> None:
-        """Begin a step, at whose end `count` numbers are added.
+        """Begin a step that ends with a sum of `count` numbers.
 
-        If a rank is already lost, only `add` raises: the other ranks need this rank's messages until then, and the
-        neighbours of the lost rank detect the loss themselves.
+        If a rank is already lost, the error is left to `add`: the other ranks need this rank's messages until then, and
+        the neighbours of the lost rank detect the loss themselves.
         """
         for other in self._others:
             numbers = torch.empty(count, dtype=torch.float64, device="cpu")
@@ -64,7 +64,7 @@ class EarlyAllReduce:
                 self._error = self._error or self._error_of(other, error)
 
     def add(self, numbers: Tensor) -> None:
-        """Replace `numbers` by the sum over all ranks, in the order of ranks.
+        """Replace `numbers` by the sum over all ranks, added in rank order.
 
         Raises:
             RuntimeError: a rank is lost. Rank 0, unless it is the lost rank, notifies the other ranks with `leave`. If
@@ -92,19 +92,19 @@ class EarlyAllReduce:
         self._sent.clear()
 
     def leave(self, numbers: Tensor, *, stay_s: float) -> None:
-        """Contribute these numbers and leave; wait up to `stay_s` for the others, in case this process then ends."""
+        """Send `numbers`, wait up to `stay_s` for those of the others, in case this process then ends, and leave."""
         deadline = Deadline.after(stay_s)
-        if not self._posted:  # the sum is complete; in the next step the others would wait for their sends
+        if not self._posted:  # the sum is complete; without receives, the others' next sends would block
             self.begin(len(numbers))
         self._send(numbers)  # to every rank that is reachable
         for work, _ in self._posted if stay_s else ():
-            with contextlib.suppress(RuntimeError):  # this rank is lost or late; others may still send
+            with contextlib.suppress(RuntimeError):  # that rank is lost or late; others may still send
                 work.wait(timedelta(seconds=max(deadline.left_s, 0.001)))
         keep_messages(self._group, [*self._posted, *self._sent])
         self._posted, self._sent = [], []
 
     def _send(self, numbers: Tensor) -> RuntimeError | None:
-        """Send to all ranks, also after a lost one; return the first error."""
+        """Send to all ranks, even if an earlier one is lost; return the first error."""
         first = None
         for other in self._others:
             copied = numbers.clone()
@@ -115,7 +115,7 @@ class EarlyAllReduce:
         return first
 
     def _error_of(self, other: int, error: RuntimeError) -> RuntimeError:
-        """Add to the error the rank whose connection failed, and return the error."""
+        """Add the rank whose connection failed to the error, and return the error."""
         self.lost = other if self.lost is None else self.lost
         with_note(error, f"That is the connection to rank {other}.")
         return error

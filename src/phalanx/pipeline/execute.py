@@ -1,4 +1,4 @@
-"""Execute a rank's part of a schedule: receive, compute, send, action by action, and record the times."""
+"""Execute a rank's part of a schedule, action by action: receive, compute, send, and record the waiting time."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from phalanx.pipeline.wire import AHEAD, Edge, StepPlan, Wire
 
 @dataclass
 class StepWork:
-    """`StepWork` has a step's input and results on this rank. The first stage has `inputs`, the last stage `finish`."""
+    """`StepWork` has a step's inputs and results on this rank; the first stage uses `inputs`, the last `finish`."""
 
     training: bool
     """Whether the modules are in training mode. If so, random states are sent with the values, for dropout."""
@@ -36,14 +36,14 @@ class StepWork:
     recompute: str
     statistics: MiniBatchStatistics
     plan: Callable[[int], PipelineSchedule]
-    """A function that returns the schedule for a number of micro-batches."""
+    """A function that returns the schedule for the step's number of micro-batches."""
     inputs: Sequence[dict[fx.Node, Any]] = ()
     rows: Sequence[int] = ()
     finish: Callable[[int, StepPlan, dict[fx.Node, Any]], Any] | None = None
     """A function that the last stage calls with each micro-batch's result; with `grad` it returns the loss."""
     results: dict[int, Any] = field(default_factory=dict)
     seed: int = 0
-    """The seed of the first micro-batch's random numbers, if random states are sent along."""
+    """The seed for the first micro-batch's random numbers, in training."""
 
 
 class Executor:
@@ -64,12 +64,15 @@ class Executor:
         self._num_stages = num_stages
         self._random = random
         self._local: defaultdict[Edge, deque[Any]] = defaultdict(deque)
-        """The unused values that this rank has received, or that one of its stages has sent to another."""
+        """Values and gradients sent between stages of this rank, and a received message that no action has used yet."""
         self._forms = Forms()
         self._step = step
 
     def run(self, work: StepWork) -> None:
-        """Execute this rank's actions; afterwards `work` has the results."""
+        """Execute this rank's actions; afterwards `work` has the results.
+
+        Any error of an action is raised, with its place in the schedule, after the waiting ranks are notified.
+        """
         program_state = self._random.get() if work.training else None
         self._forms.begin()
         step = self._step
@@ -77,7 +80,7 @@ class Executor:
             first = min(self.stages)
             step.act(Action("F", first, 0))
             micro_batches = len(work.inputs)
-            if first:  # the first message has the number of micro-batches
+            if first:  # the first message contains the number of micro-batches
                 received = self._receive(first - 1, first)
                 micro_batches = received[1].micro_batches
                 self._local[Edge(first - 1, first)].append(received)
@@ -134,7 +137,7 @@ class Executor:
                     self._unpack(stage, source, values, inputs, leaves)
         assert self._step.schedule is not None
         if work.grad:
-            for source in stage.part.receives:  # the received values were sent after these gradients had arrived
+            for source in stage.part.receives:  # `source` sent the values after it had received `count` gradients
                 if source not in self.stages:
                     count = self._step.schedule.backwards_before[source, micro_batch]
                     with self._step.sending_to(source):
@@ -233,7 +236,7 @@ class Executor:
                 with self._step.waiting_for(target):
                     grads[target] = self._wire.receive_gradients(Edge(target, stage.index, True), tensors)
                 with self._step.sending_to(target):
-                    self._wire.release_sent(Edge(stage.index, target), micro_batch + 1)  # `target` has these values
+                    self._wire.release_sent(Edge(stage.index, target), micro_batch + 1)  # `target` has received them
         note_wait(time.perf_counter() - recomputed - self._step.turn, "stages")
         with self._wire.making():
             made = stage.backward(micro_batch, grads)
@@ -250,7 +253,7 @@ class Executor:
     # -- failure -------------------------------------------------------------------------------------------------
 
     def refuse(self, error: BaseException) -> BaseException:
-        """Notify the ranks that wait for this one of an error outside of its actions; return the error to raise."""
+        """Notify the ranks that wait for this rank of an error outside of its actions; return the error to raise."""
         self._step.forget_action()
         return self._fail(error)
 
@@ -261,7 +264,7 @@ class Executor:
         self._wire.notify_failure(self._edges(), text, lost=lost, waits=True, between_steps=True)
 
     def _fail(self, error: BaseException) -> BaseException:
-        """Notify all ranks that wait for this rank; return the error to raise here."""
+        """Notify all ranks that wait for this rank of an error; return the error to raise here."""
         where = describe_failure(self._step, self.stages, self._rank)
         if isinstance(error, (StageFailedError, StageLostError)):
             text = str(error)
@@ -273,7 +276,7 @@ class Executor:
         leaves = not isinstance(error, Exception) or isinstance(error, (PeerLostError, DeadlineError))
         if (
             self._step.phase is StepPhase.WAITING
-        ):  # then any error but another stage's notice means that the group has failed
+        ):  # any error except another stage's notice then means that the group has failed
             leaves = leaves or not isinstance(error, StageFailedError)
         self._step.fail(raised, leaves=leaves)
         self._wire.notify_failure(self._edges(), text, lost=isinstance(error, PeerLostError), waits=leaves)
@@ -290,7 +293,7 @@ class Executor:
 
 
 class AwaitedMessage(NamedTuple):
-    """An `AwaitedMessage` is a message, and the action of this rank that needs it."""
+    """An `AwaitedMessage` is a message from another rank, and the action of this rank that needs it."""
 
     at: int
     """The action's position in the rank's order."""
@@ -299,9 +302,9 @@ class AwaitedMessage(NamedTuple):
 
 
 def plan_receives(order: Sequence[Action], own: Mapping[int, LayerRange]) -> list[AwaitedMessage]:
-    """Return the messages from other ranks that these actions need, in order. `own` has this rank's stages.
+    """Return the messages from other ranks that these actions need, in order. `own` maps this rank's stages to parts.
 
-    The result includes all gradients that may be sent: the values of a micro-batch may turn out to need none.
+    The result includes every gradient that might be sent; some values may turn out to need none.
     """
     found = []
     for at, (kind, stage, micro_batch) in enumerate(order):
@@ -323,18 +326,19 @@ class ReceiveQueue:
     def __init__(
         self, receives: Sequence[AwaitedMessage], wire: Wire, stages: Mapping[int, Stage], step: StepProgress
     ) -> None:
-        """Queue the receives of a step; `stages` are this rank's."""
+        """Queue the receives of a step; `stages` are the stages of this rank."""
         self._receives = deque(receives)
         self._wire = wire
         self._stages = stages
         self._step = step
         self._posted_for: list[int] = []
-        """The positions, in order, of later actions for which receives are posted."""
+        """The positions of later actions, in order, one for each posted receive."""
 
     def post(self, at: int) -> None:
-        """Post the receives of the action at this position, and some of the next ones.
+        """Post the receives of the action at this position, and up to `AHEAD` receives of later actions.
 
-        Only messages that are sure to arrive get a receive: there is none for the gradient of a value not yet made.
+        Only messages that are sure to arrive get a receive. So the queue stops at the gradient of a value that this
+        stage has not computed yet.
         """
         if not self._receives:
             return

@@ -1,4 +1,4 @@
-"""Draw a pipeline: the grid of a schedule on a terminal or as SVG."""
+"""Draw a pipeline schedule as a grid, a row per rank and a cell per action: as text, on a terminal or as SVG."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def ideal(schedule: PipelineSchedule, backward: float = 2.0) -> Timeline:
 
 
 def facts(schedule: PipelineSchedule, timeline: Timeline) -> list[str]:
-    """Return a schedule's key numbers, a line for each."""
+    """Return a heading and a schedule's key numbers, one per line."""
     per_rank = schedule.num_stages // schedule.num_ranks
     in_flight = ", ".join(str(schedule.in_flight(stage)) for stage in range(schedule.num_stages))
     bound = 1.0 - ideal_efficiency(schedule.num_ranks, schedule.micro_batches, per_rank)
@@ -42,7 +42,7 @@ def facts(schedule: PipelineSchedule, timeline: Timeline) -> list[str]:
 def grid(
     schedule: PipelineSchedule, timeline: Timeline, failed: Action | None = None, columns: int | None = _COLUMNS
 ) -> list[list[tuple[str, str]]]:
-    """Return for each rank the pieces of its line, as (text, kind); the kind of a wait is '.', of a failure '!'."""
+    """Return each rank's line as pieces (text, kind): kind is an action's, '.' for a wait, '!' for `failed`."""
     shortest = min((s.end - s.begin for spans in timeline.ranks for s in spans if s.end > s.begin), default=1.0)
     label = max((len(_label(schedule, s.action)) for spans in timeline.ranks for s in spans), default=1)
     per_unit = (label + 1) / shortest
@@ -82,7 +82,7 @@ def _label(schedule: PipelineSchedule, action: Action) -> str:
 def plain(
     schedule: PipelineSchedule, timeline: Timeline, failed: Action | None = None, *, columns: int | None = _COLUMNS
 ) -> list[str]:
-    """Return the grid in text: F forward, B backward (I of inputs, W of weights), dots where a rank waits."""
+    """Return the grid as text: F forward, B backward (I of inputs, W of weights), dots where a rank waits."""
     return [
         f"rank {rank} |" + "".join(text for text, _ in line).rstrip()
         for rank, line in enumerate(grid(schedule, timeline, failed, columns))
@@ -90,7 +90,7 @@ def plain(
 
 
 def show(schedule: PipelineSchedule, timeline: Timeline, console: Console) -> None:
-    """Print the grid in colours, in pieces below each other if it is wider than the terminal."""
+    """Print the grid in colours; if it is wider than the terminal, wrap all rows together."""
     from rich.text import Text
 
     rows = []

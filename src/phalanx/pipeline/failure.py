@@ -1,4 +1,4 @@
-"""Describe a failure by its cell in the schedule: the stage, the micro-batch and the layer."""
+"""Describe where in the schedule a step failed: the stage, the micro-batch and the layer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from phalanx.pipeline.stage import Stage
 
 _DOING = {"F": "forward", "B": "backward", "I": "backward (of its inputs)", "W": "backward (of its weights)"}
 _COLUMNS, _ROWS = 150, 8  # a larger drawing hides the error
-_MARK = "x"  # no other cell has it
+_MARK = "x"  # other cells never contain it
 
 
 class StageFailedError(PhalanxError):
@@ -25,7 +25,7 @@ class StageLostError(PeerLostError):
 
 
 def describe_failure(step: StepProgress, stages: Mapping[int, Stage], rank: int) -> str:
-    """Return the place of a failure: 'Pipeline: stage 1 (rank 1), micro-batch 3, forward, in layer 'encoder.4''."""
+    """Return the place of a failure: 'Pipeline: stage 1 (rank 1), micro-batch 3, forward in layer 'encoder.4''."""
     at = step.at
     if at is None:
         return f"Pipeline: rank {rank}"
@@ -42,7 +42,7 @@ def describe_failure(step: StepProgress, stages: Mapping[int, Stage], rank: int)
 
 
 def draw_failure(schedule: PipelineSchedule | None, at: Action | None) -> list[str]:
-    """Return a drawing of the schedule with the cell of `at` marked; of a large schedule, the part around the cell."""
+    """Return a drawing of the schedule, or the part of a large one around the cell of `at`, with that cell marked."""
     if schedule is None or at is None:
         return []
     lines = plain(schedule, ideal(schedule), at, columns=None)
@@ -62,7 +62,7 @@ def draw_failure(schedule: PipelineSchedule | None, at: Action | None) -> list[s
 
 
 def with_note(error: BaseException, note: str) -> BaseException:
-    """Add `note` to the error's message, and return the error."""
+    """Add `note` to the error's message (from Python 3.11, as a note if need be), and return the error."""
     if type(error).__str__ in (Exception.__str__, BaseException.__str__) and len(error.args) == 1:
         error.args = (f"{error.args[0]}\n{note}",)
     elif sys.version_info >= (3, 11):

@@ -1,11 +1,11 @@
 """Seed the random generators for each micro-batch, and send their state from stage to stage.
 
-Micro-batch i of a step begins with the seed s + i, where s is drawn from the program's own generator at the step's
-beginning. The seed is sent along through the stages, and so is the state once a stage has drawn a number. So dropout
-works as in this loop, however the model is cut:
+Micro-batch i of a step begins with the seed s + i, where s is drawn from the program's own generator when the step
+begins. The seed is sent with the values from stage to stage, and so is the generator's state once a stage has drawn a
+number. So dropout draws the same numbers as in this loop, however the model is cut:
 
     s = torch.randint(2**62, ()).item()
-    for i, (x, y) in enumerate(zip(inputs.chunk(m), targets.chunk(m))):
+    for i, (x, y) in enumerate(zip(inputs.tensor_split(m), targets.tensor_split(m))):
         torch.manual_seed(s + i)
         loss_fn(model(x), y).backward()
 """
@@ -17,13 +17,13 @@ from torch import Tensor
 
 
 class MicroBatchRandom:
-    """`MicroBatchRandom` reads and sets the state of the generators of layers on `device`, as one tensor of bytes."""
+    """`MicroBatchRandom` gets and sets the state of the CPU generator, and of a CUDA `device`'s, as one byte tensor."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def draw_seed(self) -> int:
-        """Draw a seed from the program's own generator, which advances by one number, as without a cut."""
+        """Draw a seed from the program's own generator, which advances by that one number however the model is cut."""
         return int(torch.randint(2**62, ()).item())
 
     def seed(self, seed: int) -> None:
@@ -40,7 +40,7 @@ class MicroBatchRandom:
 
     def set(self, state: Tensor) -> None:
         size = len(torch.default_generator.get_state()) if self._device.type == "cuda" else len(state)
-        # A copy: torch 2.13 reads from the beginning of a tensor's memory, wherever in it the tensor begins.
+        # Clone: set_rng_state of torch 2.13 ignores a tensor's storage offset.
         torch.set_rng_state(state[:size].clone())
         if self._device.type == "cuda":
             torch.cuda.set_rng_state(state[size:].clone(), self._device)

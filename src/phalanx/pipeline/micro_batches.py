@@ -15,10 +15,10 @@ _Key = TypeVar("_Key")
 
 
 def count_rows(values: Any, what: str) -> int:
-    """Return the size of the first dimension of all tensors in `values`.
+    """Return the size that the tensors in `values` have in the first dimension; 0-dim tensors are ignored.
 
     Raises:
-        ValueError: the sizes differ, there is no tensor, or none has rows.
+        ValueError: the sizes differ or are 0, or there is no such tensor.
     """
     tensors = [t for t in tree_flatten(values)[0] if isinstance(t, Tensor) and t.dim()]
     sizes = {t.shape[0] for t in tensors}
@@ -32,14 +32,14 @@ def count_rows(values: Any, what: str) -> int:
 
 
 def cut(rows: int, micro_batches: int) -> list[int]:
-    """Return the number of rows of each micro-batch, as `Tensor.tensor_split` divides them; fewer if rows are fewer."""
+    """Return the rows of each micro-batch, as `Tensor.tensor_split` divides them, but without empty micro-batches."""
     count = min(rows, micro_batches)
     size, more = divmod(rows, count)
     return [size + (i < more) for i in range(count)]
 
 
 def slice_rows(values: Any, begin: int, rows: int) -> Any:
-    """Return these rows of every tensor in `values`; scalars and non-tensors are the same for all micro-batches."""
+    """Return `rows` rows from `begin` of each tensor in `values`; 0-dim tensors and other objects stay as they are."""
     leaves, tree = tree_flatten(values)
     return tree_unflatten([v[begin : begin + rows] if isinstance(v, Tensor) and v.dim() else v for v in leaves], tree)
 
@@ -48,8 +48,8 @@ def join(results: Sequence[Any], rows: Sequence[int]) -> Any:
     """Join the micro-batches' `results`, of `rows` rows each, into the mini-batch's result.
 
     Raises:
-        TypeError: a value can't be joined: a tensor without dimensions, or another object that differs.
-        ValueError: the first dimension of a tensor is neither the number of samples nor a multiple of it.
+        TypeError: a value can't be joined: a 0-dim tensor, or an object that differs between micro-batches.
+        ValueError: the size of a tensor's first dimension is not the number of samples, or the same multiple of it.
     """
     flat = [tree_flatten(result) for result in results]
     tree = flat[0][1]
@@ -79,7 +79,7 @@ def _describe(value: Any) -> str:
 
 
 def slice_each(values: Mapping[_Key, Any], rows: Sequence[int]) -> list[dict[_Key, Any]]:
-    """Split every value into the parts of the micro-batches, of `rows` rows each."""
+    """Return the values of each micro-batch: micro-batch i has the next `rows[i]` rows of every value."""
     begins = itertools.accumulate(rows, initial=0)
     return [
         {key: slice_rows(value, begin, count) for key, value in values.items()}

@@ -1,4 +1,4 @@
-"""Flatten values that are nested in tuples, lists and dicts, and unflatten them, with torch's own tools."""
+"""Flatten and unflatten values that are nested in tuples, lists and dicts, with torch's pytree functions."""
 
 from __future__ import annotations
 

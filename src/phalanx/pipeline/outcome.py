@@ -1,11 +1,11 @@
-"""Agree at the end of a step on its result: the same loss on all ranks, or an error on all of them.
+"""Agree on the result at the end of a step: the same loss on all ranks, or an error on all ranks.
 
 A rank that has completed its actions cannot know whether the others will complete theirs: the first stage may fail in
 its last backward, long after the last stage has computed its loss. So all ranks, and all replicas, reduce a few numbers
 at the end of a step.
 
-Only ranks in a lost rank's groups detect the loss. A rank that detects a loss and shares another group with ranks that
-cannot detect it aborts that group, so that they detect it there. MPI calls this revoking a communicator.
+Only ranks in a group of the lost rank detect the loss. A rank that detects it and shares another group with ranks that
+cannot detect it aborts that group, so that they detect it there. MPI's ULFM calls this revoking a communicator.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from phalanx.pipeline.progress import StepProgress
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _COMPLETED_ALONE = "Pipeline: this rank has completed its part of the step; another rank was lost before. Read its log."
-_LOST, _INTERRUPTED = 1e6, 1e12  # each is larger than the sum of all smaller numbers over all ranks
-_NAMED = -1.0  # instead of the loss's dtype: the field of the loss then has the number of the lost rank
+_LOST, _INTERRUPTED = 1e6, 1e12  # each exceeds the sum of the smaller flags of all ranks
+_NAMED = -1.0  # in place of the loss's dtype: the loss's field then contains the lost rank
 
 
 class StepOutcome:
-    """A `StepOutcome` is the agreement of all ranks on how `step` ends; `data_group` has one rank per replica."""
+    """A `StepOutcome` lets all ranks agree on how `step` ends; `data_group` has one rank per replica."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class StepOutcome:
         tag: int,
         step: StepProgress,
     ) -> None:
-        """Create the agreement. All ranks call it. No other messages of the group have the tag `tag`."""
+        """Create the agreement. All ranks call it. No other message of the group may use the tag `tag`."""
         self._early = EarlyAllReduce(group, tag) if reduces_early(group) else None
         self._group, self._data_group, self._device = group, data_group, device
         self._step = step
@@ -52,12 +52,12 @@ class StepOutcome:
             self._early.begin(3)
 
     def share(self, loss: Tensor | None, error: Exception | None, *, replicas: bool) -> Tensor:
-        """Return, on every rank, the loss of the one rank that has it; with `replicas`, the mean over the replicas.
+        """Return on every rank the loss of the one rank that has it; with `replicas`, the mean over the replicas.
 
         Raises:
-            `error`, if this rank has one.
-            StageFailedError: another rank has an error; the message is that error's.
-            StageLostError: a rank of another pipeline is lost.
+            `error`, if this rank has one, or the group's error, if this rank detects a loss.
+            StageFailedError: another rank has an error; the message is that of its error.
+            StageLostError: another rank has reported that a rank of this or of another pipeline is lost.
         """
         numbers = [0.0, 0.0] if loss is None else [loss.item(), float(_DTYPES.index(loss.dtype))]
         try:
@@ -87,7 +87,7 @@ class StepOutcome:
         return self._early is not None
 
     def leave(self, *, lost: bool, peer: int | None = None) -> None:
-        """End this rank's step without making the others wait: this rank was interrupted, or with `lost` a peer died.
+        """End this rank's step without making the others wait: this rank was interrupted, or (`lost`) a peer died.
 
         `peer` is the lost rank, if known.
         """
@@ -111,7 +111,7 @@ class StepOutcome:
         self._early.leave(torch.tensor(last, dtype=torch.float64, device="cpu"), stay_s=0.0 if lost else LEAVING_S)
 
     def abort(self, error: BaseException) -> None:
-        """Fail after the agreement, while the others may wait for this rank in either group.
+        """Fail the step after the agreement, when the others may be waiting for this rank in either group.
 
         With an `EarlyAllReduce`, they receive this rank's last message at the end of their next step.
         """
@@ -125,7 +125,7 @@ class StepOutcome:
     def _sum(
         self, group: dist.ProcessGroup, numbers: list[float], error: Exception | None
     ) -> tuple[list[float], Exception | None]:
-        """Return the sums of `numbers` over the group, and an error on all ranks if any rank has one."""
+        """Return the sums of `numbers` over the group; and an error, on all ranks, if any rank has one."""
         words = torch.tensor([*numbers, float(error is not None)], dtype=torch.float64, device="cpu")
         if self._early is not None and group is self._group:
             self._early.add(words)
@@ -147,15 +147,15 @@ class StepOutcome:
         dist.all_gather_object(found, mine, group=group)
         if error is not None:
             return numbers, error
-        # an error that is not the consequence of another comes first
+        # an error that no other error caused sorts first
         _, text, kind = min(one for one in found if one is not None)
         return numbers, StageFailedError(text if kind == StageFailedError.__name__ else f"{kind}: {text}")
 
 
 def _revoke(group: dist.ProcessGroup) -> None:
-    """Abort the group for all of its ranks: a rank that waits in it, or calls it later, gets a lost rank's error.
+    """Abort the group for all of its ranks: those that wait in it, or use it later, raise as for a lost rank.
 
-    With other backends, the ranks detect it when this process ends.
+    With other backends, the other ranks get an error only when this process ends.
     """
     if (ours := phalanx_group(group)) is not None:
         ours.abort()

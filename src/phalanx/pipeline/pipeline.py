@@ -57,7 +57,7 @@ _CHECKPOINTS = ("never", "except_last", "always")
 
 
 def refuse_foreign_names(make: _Make) -> _Make:
-    """Wrap `make` to raise a TypeError with our argument's name if a call uses another library's name for it."""
+    """Wrap `make` so that another library's name for an argument raises a TypeError, which gives our name."""
 
     @functools.wraps(make)
     def checked(*args: Any, **kwargs: Any) -> Any:
@@ -82,7 +82,7 @@ def check_arguments(
     outputs: str,
     balance: Any,
 ) -> None:
-    """Raise ValueError or TypeError if an argument is invalid. `functions` are by name; None is allowed."""
+    """Raise ValueError or TypeError if an argument is invalid. `functions` maps argument names to functions or None."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"Pipeline: module must be an nn.Module, got {type(module).__name__}")
     for name, function in functions.items():
@@ -107,10 +107,10 @@ def check_arguments(
 def find_groups(
     mesh: DeviceMesh | None, process_group: dist.ProcessGroup | None
 ) -> tuple[dist.ProcessGroup, dist.ProcessGroup | None]:
-    """Return the group of this pipeline, and if the mesh has replicas, the group of ranks with the same stages.
+    """Return the group of this pipeline and, if the mesh has replicas, the group of ranks with the same stages.
 
     Raises:
-        ValueError: the mesh has other axes, or this rank is not in the group.
+        ValueError: both are given, the mesh has other axes, or this rank is not in the group.
         RuntimeError: there is no process group.
     """
     if mesh is not None:
@@ -127,7 +127,7 @@ def find_groups(
 
 
 class Pipeline(StageModule):
-    """Train `module` in stages on the ranks of a group, through which the micro-batches of a mini-batch flow.
+    """Train `module` in stages on the ranks of a group; the micro-batches of a mini-batch flow through the stages.
 
     Losses, results, gradients and trained weights are those of the whole model in one process that runs the
     micro-batches one by one (`phalanx docs pipeline` shows that loop). Collective: every rank constructs its Pipeline,
@@ -136,30 +136,30 @@ class Pipeline(StageModule):
 
     Arguments:
         module: an `nn.Sequential`, or another module whose `forward` torch.fx can trace. Its children are the layers
-            between which it may be cut; a value may skip stages, and a parameter may be used in several.
+            between which it may be cut. A value may skip stages, and several stages may share a parameter.
         stages: the number of stages. Default: one per rank. The interleaved schedule accepts any multiple of the number
             of ranks; its default is two per rank.
         micro_batches: the number of parts of a mini-batch. More parts give shorter bubbles, but less work in each.
         schedule: the order in which stages work on micro-batches (`phalanx explain pipeline` draws it).
         balance: where to cut. "time" minimizes the time of the slowest stage, "memory" the memory of the largest; both
-            run every layer on `example`. "auto" is "time" if there is an example. Without one, "auto" and "memory"
-            balance the size of parameters. Or numbers of layers for each stage, or names of the modules at which
-            stages begin.
-        checkpoint: the micro-batches whose forward is recomputed in the backward, instead of keeping activations.
-        loss_fn: called on the last stage with the model's result and the target of a micro-batch. Without one the
+            measure every layer on `example`. "auto" is "time" if there is an example. Without one, "auto" and "memory"
+            balance parameter sizes. A list sets the cut itself: the number of layers of each stage, or the names of
+            the modules at which all stages but the first begin.
+        checkpoint: which micro-batches recompute their forward in the backward instead of keeping activations.
+        loss_fn: called on the last stage with the model's result and the target of a micro-batch. Without it, the
             model's result is the loss.
-        loss_reduction: how `loss_fn` combines its samples. The loss of the mini-batch combines them in the same way.
+        loss_reduction: how `loss_fn` reduces over its samples. The mini-batch's loss is reduced in the same way.
         example: a micro-batch, or a tuple or dict of arguments. `step` accepts an argument of `forward` that has a
-            default only if `example` has this argument; else the default is traced.
+            default only if `example` contains it; otherwise tracing fixes it at its default.
         outputs: which ranks get the result of an evaluation: the rank of the last stage, or all.
         mesh: a mesh with an axis "pipeline" and, if there are several pipelines, an axis "data", over which
             gradients are averaged (`phalanx.mesh`).
-        process_group: the ranks, if there is no mesh; default all.
+        process_group: the ranks of the pipeline, if there is no mesh. Default: all ranks.
         device: the device of this rank's stages. Default: the model's device; the CPU if that is the meta device.
-        init_fn: called with name and tensor for each tensor on the meta device that no `reset_parameters` has set.
+        init_fn: called with the name and the tensor for each meta tensor that no `reset_parameters` initializes.
 
-    Shape: tensors in inputs and targets have the samples of the mini-batch in their first dimension. The last
-    micro-batches may be smaller; a mini-batch with fewer samples than micro-batches makes fewer micro-batches.
+    Shape: the first dimension of input and target tensors is the batch. The last micro-batches may be smaller by one
+    sample; a mini-batch with fewer samples than `micro_batches` is cut into one micro-batch per sample.
 
     Raises:
         ValueError: an argument is invalid, or the model can't be cut in this way; the message names the layer.
@@ -258,19 +258,22 @@ class Pipeline(StageModule):
     # -- steps ---------------------------------------------------------------------------------------------------
 
     def step(self, *args: Any, target: Any = None, **kwargs: Any) -> Tensor:
-        """Run forward and backward of a mini-batch, add to the parameters' `grad`, and return the loss on every rank.
+        """Run forward and backward of a mini-batch, accumulate into `grad`, and return the loss on every rank.
 
         All ranks call it. Only the first rank needs the model's arguments, and only the last rank the target.
 
         Shape: inputs and targets (N, ...), the loss ().
-        Cost: besides the model's own work, a message per micro-batch and cut, without data if the ranks share memory.
+        Cost: besides the model's own work, one message per micro-batch, cut and direction; large tensors are not copied
+            if the ranks share memory.
 
         Raises:
             ValueError: inputs and targets have different numbers of rows or none; a shape differs between
                 micro-batches.
             TypeError: a layer returns a value that can't be sent to the next stage, or the loss is not a tensor.
+            RuntimeError: the model was built on the meta device, and some tensors have no values.
             PhalanxError: another stage failed; the message says which, in which micro-batch and layer.
             PeerLostError, DeadlineError: a rank died, or did not answer.
+            ClosedError: an earlier step failed.
         """
         self._require_usable()
         loss = self._agree(
@@ -281,21 +284,21 @@ class Pipeline(StageModule):
             if self._replicas is not None:
                 self._replicas.average()
             self._statistics.update()
-            if not self._shared:  # the first step has shown the values between stages
+            if not self._shared:  # the first step has shown the sizes of the values that are sent
                 self._shared = True
                 self._wire.share(self._plan(self._micro_batches, True).most_tensors)
         note_loss(loss)
         return loss
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the model's result for a mini-batch, without gradients: on the rank of the last stage, None on others.
+        """Return the model's result for a mini-batch, without gradients; None on ranks without the last stage.
 
-        All ranks call it. With outputs="all" every rank has the result.
+        All ranks call it. With outputs="all" every rank gets the result.
 
-        Shape: as the model's; of a mini-batch (N, ...).
+        Shape: that of the model's result for the whole mini-batch (N, ...).
 
         Raises:
-            ValueError, TypeError, PhalanxError: as for `step`; or results of micro-batches cannot be joined.
+            ValueError, TypeError, PhalanxError: as for `step`; or the micro-batches' results cannot be joined.
         """
         self._require_usable()
         rows: dict[int, int] = {}
@@ -370,13 +373,13 @@ class Pipeline(StageModule):
             seen = (stage.seen[mode] for stage in self._executor.stages.values() if mode in stage.seen)
             self._copies.require_current(mode, seen, self._group)
             with self._step_end.together():
-                # this waits until all ranks have completed their part: a failed rank receives no messages
+                # only now, as all ranks have completed their part: a failed rank would never receive the messages
                 self._wire.wait_sent()
             self._wire.end_step()
             return loss
         except BaseException as failure:
             self._step.give_reason(failure)
-            if self._step.phase is StepPhase.ABORTED:  # every failed rank has notified those with posted receives
+            if self._step.phase is StepPhase.ABORTED:  # every failed rank has notified the ranks with posted receives
                 self._wire.end_receives()
             else:
                 self._step_end.leave(failure)
@@ -462,15 +465,15 @@ def clip(
 
 
 class Loss:
-    """A `Loss` computes the loss on the last stage: with a function of result and target, or as the result itself."""
+    """A `Loss` computes the loss on the last stage: `loss_fn` of result and target, or else the result itself."""
 
     def __init__(self, loss_fn: Callable[..., Tensor] | None, *, mean: bool) -> None:
-        """Use `loss_fn`. With `mean` it is a mean over samples, so each micro-batch is weighted by its rows."""
+        """Use `loss_fn`. With `mean`, it averages over samples, so each micro-batch is weighted by its rows."""
         self._loss_fn = loss_fn
         self._mean = mean
 
     def for_target(self, target: Any, result: Callable[[dict[fx.Node, Any]], Any]) -> Callable[..., Tensor]:
-        """Return a function that computes a micro-batch's loss; it is called in order, for some micro-batches twice."""
+        """Return a function that computes a micro-batch's loss; it is called in order, and again on recomputation."""
         begins = {0: 0}
 
         def loss_of(micro_batch: int, step: StepPlan, results: dict[fx.Node, Any]) -> Tensor:
@@ -495,9 +498,9 @@ class Loss:
 
 
 def materialize(own: nn.Module, device: torch.device, init_fn: Callable[[str, Tensor], object] | None) -> list[str]:
-    """Give every meta tensor of `own` memory and values: by `init_fn`, unless its module's `reset_parameters` sets it.
+    """Allocate every meta tensor of `own`, and initialize it by its module's `reset_parameters` or else by `init_fn`.
 
-    Tensors that two modules share stay shared. Return the names of tensors without initial values; they are zero.
+    Tensors that two modules share stay shared. Return the names of tensors that nothing initialized; they are zero.
     """
     new: dict[int, Tensor] = {}
     made: dict[str, nn.Module] = {}
@@ -515,7 +518,7 @@ def materialize(own: nn.Module, device: torch.device, init_fn: Callable[[str, Te
     for module in dict.fromkeys(made.values()):
         if callable(reset := getattr(module, "reset_parameters", None)):
             reset()
-    # `reset_parameters` may skip a buffer that the constructor has filled, such as a mask.
+    # `reset_parameters` may skip a buffer that the constructor fills, such as a mask.
     left = [name for name, module in made.items() if not hasattr(module, "reset_parameters") or _is_unset(own, name)]
     if init_fn is not None:
         with torch.no_grad():
@@ -538,7 +541,7 @@ def _tensor(own: nn.Module, name: str) -> Tensor:
 
 
 class StepEnd:
-    """A `StepEnd` ends steps with `outcome`; `executor` notifies the ranks that cannot detect a loss."""
+    """A `StepEnd` reports an error after a rank's last action: it aborts the groups, or notifies neighbours."""
 
     def __init__(self, outcome: StepOutcome, wire: Wire, executor: Executor, step: StepProgress) -> None:
         self._outcome, self._wire, self._executor, self._step = outcome, wire, executor, step
@@ -557,9 +560,9 @@ class StepEnd:
             raise
 
     def leave(self, failure: BaseException) -> None:
-        """Leave the pipeline; notify the others of a failure on this rank alone: they may be in the next step.
+        """Leave the pipeline. If only this rank has failed, notify the others: they may be in the next step already.
 
-        A rank that has failed in an action has notified them already.
+        A rank that failed in an action has notified them before.
         """
         phase = self._step.phase
         self._step.leave(failure)

@@ -1,4 +1,4 @@
-"""`StepProgress` records how far a pipeline's step has got on this rank.
+"""`StepProgress` records how far a step of a pipeline has progressed on this rank.
 
     IDLE ──► STARTED ──► ACTING ──► COMPLETED ──► AGREED ──► STARTED, for the next step
                           ▲  │
@@ -9,16 +9,16 @@
     IDLE        has run no step                                         STARTED
     STARTED     has yet to begin its first action                       ACTING, FAILED, LEFT
     ACTING      runs an action                                          ACTING, WAITING, COMPLETED, FAILED, LEFT
-    WAITING     needs a message of another stage                        ACTING, FAILED, LEFT
-    COMPLETED   has run its actions; all ranks agree on the result      AGREED, ABORTED, FAILED, LEFT
+    WAITING     waits for a message from another stage                  ACTING, FAILED, LEFT
+    COMPLETED   has run its actions; the ranks now agree on the result  AGREED, ABORTED, FAILED, LEFT
     AGREED      knows that every rank has run its actions               STARTED, LEFT
     FAILED      has failed, has notified the ranks that wait for it,    ABORTED, LEFT
                 and takes part in the agreement
     LEFT        takes no part in the agreement or in what follows:      none
                 it was interrupted, or a rank is lost
-    ABORTED     knows that the step has failed, as every rank does      none
+    ABORTED     knows, as all ranks do, that the step has failed        none
 
-The last three end the pipeline: messages of the step may still be in flight.
+No step can follow the last three phases: messages of the failed step may still be in flight.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from phalanx.pipeline.schedule import Action, PipelineSchedule
 
 
 class StepPhase(Enum):
-    """A `StepPhase` limits the next transitions, as the module's table shows."""
+    """A `StepPhase` is where a rank is in a step; the module's table shows the transitions."""
 
     IDLE = "idle"
     STARTED = "started"
@@ -75,9 +75,9 @@ class StepProgress:
         self.at: Action | None = None
         """The action in progress, or in progress when the step failed."""
         self.turn = 0.0
-        """The begin of the action's turn, in seconds of `time.perf_counter`."""
+        """The time at which the action began, in seconds of `time.perf_counter`."""
         self.awaited: int | None = None
-        """The stage whose message is awaited, or was when the step failed."""
+        """The stage whose message is awaited, or was awaited when the step failed."""
 
     def _become(self, phase: StepPhase) -> None:
         assert phase in TRANSITIONS[self.phase], (self.phase, phase)
@@ -100,13 +100,13 @@ class StepProgress:
         self._clear()
 
     def act(self, action: Action) -> None:
-        """Begin `action`, whose turn it is."""
+        """Record that `action` begins."""
         self._become(StepPhase.ACTING)
         self.at, self.turn = action, time.perf_counter()
 
     @contextlib.contextmanager
     def waiting_for(self, stage: int) -> Iterator[None]:
-        """Record that the body waits for a message of `stage`."""
+        """Record that the body waits for a message from `stage`."""
         self._become(StepPhase.WAITING)
         self.awaited = stage
         yield
@@ -143,15 +143,15 @@ class StepProgress:
         self.give_reason(error)
 
     def leave(self, error: BaseException) -> None:
-        """Record that this rank takes no part in the agreement, or in anything after it."""
+        """Record that this rank takes no part in the agreement or in anything after it."""
         if self.phase is not StepPhase.LEFT:
             self.fail(error, leaves=True)
 
     def abort(self) -> None:
         """Record that the step has failed and that every rank knows it."""
-        if self.phase is not StepPhase.ABORTED:  # ranks and replicas agree one after the other
+        if self.phase is not StepPhase.ABORTED:  # the ranks agree first, then the replicas
             self._become(StepPhase.ABORTED)
 
     def give_reason(self, error: BaseException) -> None:
-        """Keep the first error of the step as its reason."""
+        """Record `error` as the reason of the failure, unless an earlier error is recorded."""
         self.reason = self.reason or summary_of(error).splitlines()[0]

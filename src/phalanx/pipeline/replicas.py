@@ -14,13 +14,13 @@ _BUCKET_BYTES = 25 * 1024 * 1024
 
 
 class Replicas:
-    """`Replicas` averages gradients over the replicas of this rank's stages, one per pipeline. Collective.
+    """`Replicas` averages gradients over the replicas of this rank's stages; each pipeline has one. Collective.
 
-    All replicas begin with the values of the first.
+    All replicas start from the values of the first.
     """
 
     def __init__(self, group: dist.ProcessGroup, module: nn.Module, statistics: MiniBatchStatistics) -> None:
-        """Copy the first replica's parameters and buffers; the buffers of `statistics` need no copies later."""
+        """Copy the first replica's parameters and buffers. Later, `statistics` itself keeps its buffers equal."""
         self.group = group
         self._module = module
         self._statistics = statistics
@@ -37,11 +37,11 @@ class Replicas:
     def average(self) -> None:
         """Replace gradients by their mean over the replicas, and changed buffers by the first replica's.
 
-        A parameter that no replica used has no gradient, and a frozen one keeps its gradient. If all gradients of a
+        A parameter that no replica used gets no gradient, and a frozen one keeps its gradient. If all gradients of a
         parameter are sparse, so is their mean.
 
-        Cost: one all_reduce of two numbers for each parameter and one for each buffer; one all_reduce per 25 MiB of
-        gradients; one per sparse gradient. Buffers are compared with a copy, and one broadcast sends the changed ones.
+        Cost: one all_reduce of 2P + B floats (P parameters, B buffers), one per 25 MiB of gradients, and one per sparse
+        gradient. Buffers are compared with a copy, and one broadcast sends all that changed.
         """
         # Any parameter may have been frozen or unfrozen since the last step, so all are checked each time.
         parameters = list(self._module.parameters())
@@ -75,7 +75,7 @@ class Replicas:
 
     def _average_sparse(self, parameter: nn.Parameter) -> None:
         grad = parameter.grad
-        if grad is None:  # nothing to contribute, but the others wait for this rank
+        if grad is None:  # it has nothing to add, but the others wait for this rank
             grad = torch.sparse_coo_tensor(
                 torch.empty(1, 0, dtype=torch.int64, device="cpu"),
                 torch.empty(0, *parameter.shape[1:], dtype=parameter.dtype, device="cpu"),
@@ -98,14 +98,14 @@ class Replicas:
         dist.broadcast(flat, group=self.group, group_src=0)
         sizes = [_memory(buffer).numel() * buffer.element_size() for _, buffer in named]
         for (name, buffer), part in zip(named, torch.split(flat, sizes), strict=True):
-            self._equal[name] = part.clone()  # in memory of its own, which is aligned for any dtype
+            self._equal[name] = part.clone()  # in its own memory, which is aligned for any dtype
             if self.group.rank() != 0:
                 memory = _memory(buffer)
                 memory.copy_(self._equal[name].view(buffer.dtype).view(memory.shape))
 
 
 def _memory(tensor: Tensor) -> Tensor:
-    """Return a view that has each element in memory once: an expanded dimension has size 1."""
+    """Return a view that has each element of the memory once: expanded dimensions get size 1."""
     tensor = tensor.detach()
     if 0 not in tensor.stride():
         return tensor

@@ -5,7 +5,7 @@ backward: I computes the gradient of the input, for which the previous stage wai
 
     gpipe          F0 F1 F2 F3  .  .  .  . B0 B1 B2 B3           all forward, then all backward
     1f1b           F0 F1  .  . B0 F2 B1 F3 B2  . B3              at most p - stage micro-batches are in flight
-    interleaved    as 1f1b, with v stages on each rank: bubbles are 1/v as long, and there are v times the messages
+    interleaved    as 1f1b, with v stages on each rank: bubbles are 1/v as long, with v times as many messages
     zero_bubble    as 1f1b, with W where 1f1b has a bubble
 
 Source: Huang et al. (2019), GPipe; Narayanan et al. (2019), PipeDream; Narayanan et al. (2021), Megatron-LM; Qi et al.
@@ -38,7 +38,7 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True)
 class PipelineSchedule:
-    """A `PipelineSchedule` orders the work of every rank. `orders[rank]` is its list of actions."""
+    """A `PipelineSchedule` orders the work of every rank: `orders[rank]` is the sequence of the rank's actions."""
 
     name: str
     num_stages: int
@@ -51,7 +51,7 @@ class PipelineSchedule:
         return len(self.orders)
 
     def rank_of(self, stage: int) -> int:
-        """Return the rank that has a stage."""
+        """Return the rank on which a stage runs."""
         return stage % self.num_ranks
 
     def stages_of(self, rank: int) -> range:
@@ -64,7 +64,7 @@ class PipelineSchedule:
 
     @property
     def most_tensors(self) -> int:
-        """Return how many tensors of one size a rank may have: those in flight, and layers' intermediate results."""
+        """Return an estimate of the most tensors of one size on a rank: those in flight, and intermediate results."""
         return 8 * max(self.in_flight(stage) for stage in range(self.num_stages)) + 16
 
     @functools.cached_property
@@ -85,7 +85,7 @@ class PipelineSchedule:
 
     @functools.cached_property
     def last_backward(self) -> dict[int, int]:
-        """Return, by stage, the micro-batch with the last backward, unless the schedule splits backwards."""
+        """Return, by stage, the micro-batch with the last backward; empty if the schedule splits backwards."""
         return {stage: micro_batch for order in self.orders for kind, stage, micro_batch in order if kind == "B"}
 
     def _most_in_flight(self, stage: int) -> int:
@@ -100,12 +100,12 @@ class PipelineSchedule:
 def plan_schedule(
     name: str, num_ranks: int, micro_batches: int, num_stages: int | None = None, *, training: bool = True
 ) -> PipelineSchedule:
-    """Return the schedule of that name. `num_stages` is by default one per rank, two for interleaved.
+    """Return the schedule `name`. `num_stages` defaults to one per rank, or two per rank for interleaved.
 
-    Without `training` the schedule has only forwards.
+    Without `training`, the schedule has only forwards.
 
     Raises:
-        ValueError: the schedule is unknown, or impossible with these numbers.
+        ValueError: the schedule is unknown, or does not exist for these numbers.
     """
     if name not in SCHEDULES:
         raise ValueError(f"schedule must be one of {', '.join(map(repr, SCHEDULES))}, got {name!r}")
@@ -144,8 +144,8 @@ def _order(name: str, rank: int, p: int, num_stages: int, m: int) -> list[Action
         return forwards + backwards
     if name == "zero_bubble":
         return _zero_bubble(rank, p, m)
-    # The last rank begins its first backward when its first micro-batch has passed all its stages; each rank before it
-    # is ahead by as many forwards as a micro-batch needs to return to it.
+    # The last rank begins its first backward when its first micro-batch has passed all its stages. Each earlier rank
+    # runs as many forwards more as fit until the gradient of its first micro-batch arrives.
     ahead = p - 1 - rank if v == 1 else (v - 1) * len(_rounds(p, m)[0]) + 2 * (p - 1 - rank)
     return _one_forward_one_backward(forwards, backwards, min(ahead, len(forwards)))
 
@@ -174,7 +174,7 @@ def _backwards(rank: int, p: int, v: int, m: int) -> list[Action]:
 
 
 def _rounds(p: int, m: int) -> list[range]:
-    """Divide the micro-batches into rounds of p; spread the remainder, so that no round is shorter than p."""
+    """Divide m >= p micro-batches into rounds of p; spread the remainder, so that no round is shorter than p."""
     count = max(1, m // p)
     size, more = divmod(m, count)
     begins = [i * size + min(i, more) for i in range(count + 1)]

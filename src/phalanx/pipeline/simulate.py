@@ -1,4 +1,4 @@
-"""Simulate a schedule with the costs of its stages: when each action begins and ends, and how long ranks wait."""
+"""Simulate a schedule, given the cost of each action: when actions begin and end, and how long ranks are idle."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from phalanx.pipeline.schedule import Action, PipelineSchedule
 
 @dataclass(frozen=True)
 class Span:
-    """A `Span` is an action and its time."""
+    """A `Span` is an action with its begin and end, in seconds."""
 
     action: Action
     begin: float
@@ -19,7 +19,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """A `Timeline` has every rank's actions with their times. `ranks[r]` is in the order of time."""
+    """A `Timeline` has the spans of every rank: `ranks[r]` is in time order."""
 
     ranks: tuple[tuple[Span, ...], ...]
 
@@ -39,18 +39,18 @@ class Timeline:
         return self.end - self.begin
 
     def busy(self, rank: int) -> float:
-        """Return how long a rank worked."""
+        """Return the seconds for which a rank works."""
         return sum(span.end - span.begin for span in self.ranks[rank])
 
     @property
     def bubble(self) -> float:
-        """Return the share of all ranks' time in which they were idle."""
+        """Return the fraction of the ranks' total time in which they are idle."""
         total = self.seconds * len(self.ranks)
         return 1.0 - sum(map(self.busy, range(len(self.ranks)))) / total if total else 0.0
 
 
 def depends_on(action: Action, schedule: PipelineSchedule) -> Sequence[Action]:
-    """Return the actions that must end before an action can begin, besides its rank's earlier actions."""
+    """Return the actions that must end before `action` can begin, besides the earlier actions of its rank."""
     kind, stage, i = action
     split = schedule.name == "zero_bubble"
     if kind == "F":
@@ -94,9 +94,9 @@ def simulate(schedule: PipelineSchedule, seconds: Callable[[Action], float]) -> 
 
 
 def unit_seconds(schedule: PipelineSchedule, backward: float = 2.0) -> Callable[[Action], float]:
-    """Return a function of an action's seconds, for equal stages whose backward takes `backward` times their forward.
+    """Return the costs for `simulate` if all stages are equal and a backward takes `backward` times a forward.
 
-    The forward takes one second for all stages of a rank together.
+    The forwards of a micro-batch through all stages of a rank together take one second.
     """
     share = schedule.num_ranks / schedule.num_stages
     of: Mapping[str, float] = {"F": 1.0, "B": backward, "I": backward / 2, "W": backward / 2}
@@ -104,5 +104,5 @@ def unit_seconds(schedule: PipelineSchedule, backward: float = 2.0) -> Callable[
 
 
 def ideal_efficiency(num_ranks: int, micro_batches: int, stages_per_rank: int = 1) -> float:
-    """Return m / (m + (p - 1) / v), the share of time in which ranks are busy if all stages take the same time."""
+    """Return m / (m + (p - 1) / v), the fraction of time in which ranks are busy if all stages are equal."""
     return micro_batches / (micro_batches + (num_ranks - 1) / stages_per_rank)

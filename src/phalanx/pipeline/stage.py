@@ -1,4 +1,4 @@
-"""A `Stage` runs forward and backward of a micro-batch, and keeps the state between the two."""
+"""A `Stage` runs the forward and the backward of a micro-batch, and keeps the state between the two."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from phalanx.pipeline.weight_gradients import WeightGradients, Weights, saved_by
 
 @dataclass
 class PendingMicroBatch:
-    """A `PendingMicroBatch` is a stage's state of a micro-batch from its forward to the end of its backward."""
+    """A `PendingMicroBatch` is what a stage keeps of a micro-batch from its forward to the end of its backward."""
 
     inputs: dict[fx.Node, Any]
     leaves: dict[int, list[Tensor]] = field(default_factory=dict)
-    """The tensors received from each other stage for which that stage expects a gradient."""
+    """The received tensors for which their source stage expects a gradient, by source stage."""
     outputs: dict[int, list[Tensor]] = field(default_factory=dict)
-    """The tensors sent to each other stage for which that stage may send a gradient."""
+    """The sent tensors for which their target stage may return a gradient, by target stage."""
     needs: dict[int, list[bool]] = field(default_factory=dict)
-    """Whether each tensor sent to a stage is among its `outputs`."""
+    """Whether each sent tensor is among the `outputs`, by target stage."""
     loss: Tensor | None = None
     random_state: Tensor | None = None
     buffers: dict[tuple[nn.Module, str], Tensor] = field(default_factory=dict)
@@ -39,11 +39,11 @@ class PendingMicroBatch:
     recompute: bool = False
     recomputed: bool = False
     weights: WeightGradients | None = None
-    """The remaining work of `backward_weights`."""
+    """The weight gradients to compute outside of autograd, if any."""
 
 
 class Stage:
-    """A `Stage` is a part of the model on this rank."""
+    """A `Stage` is a contiguous range of the model's layers on this rank."""
 
     def __init__(
         self,
@@ -66,23 +66,23 @@ class Stage:
         self._mode = (False, False)
         """Whether gradients are needed, and whether layers are in training: both decide which layers work in place."""
         self._written: dict[tuple[bool, bool], set[fx.Node]] = {}
-        """The values of other stages that some layer changes in place, by mode, once a micro-batch was run."""
+        """The values of other stages that some layer changes in place, by mode; known after the first micro-batch."""
         self.seen: dict[tuple[bool, bool], ValueAliases] = {}
-        """The observations of the first micro-batch, by mode: which values overlap, and which are changed in place."""
+        """What the first micro-batch showed, by mode: which values overlap, and which are changed in place."""
         self._buffers = RecomputedBuffers(root.get_submodule(name) for name in part.modules)
         own = [module for name in part.modules for module in root.get_submodule(name).modules()]
         self._own = own
-        # torch's DDP hides its hooks in the graph, so autograd computes the gradients of its weights.
+        # `Weights` cannot see DDP's hooks, which are C++ hooks of the graph: autograd computes these weight gradients.
         self._weights = None if any(isinstance(module, DistributedDataParallel) for module in own) else Weights()
         self._saved_bytes: int | None = None
-        """The number of bytes that a micro-batch keeps for its backward, once one was measured."""
+        """The number of bytes that a micro-batch keeps for its backward; measured once."""
         self.in_flight: dict[int, PendingMicroBatch] = {}
         self._most = 1
 
     def begin(self, most: int) -> None:
-        """Begin a step with at most `most` micro-batches in flight here."""
+        """Begin a step with at most `most` micro-batches in flight on this stage."""
         self._most = most
-        # `register_backward_hook` also puts its hooks on the graph: they see the last operation's weight gradients.
+        # The deprecated `register_backward_hook` hooks the last operation's node, where it sees weight gradients, too.
         if any(module._backward_hooks and module._is_full_backward_hook is False for module in self._own):
             self._weights = None
         if self._weights is not None:
@@ -100,11 +100,11 @@ class Stage:
         finish: Callable[[dict[fx.Node, Any]], Any] | None = None,
         making: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> tuple[dict[int, tuple[list[Any], list[bool]]], Any]:
-        """Run the layers; return each later stage's values and needs, and the result of `finish`.
+        """Run the layers; return the values and needs for each later stage, and the result of `finish`.
 
         The needs are a bool for each tensor in the values: whether it needs a gradient. `finish` computes the loss of
-        the last stage, and is recomputed with the stage. Values to send are made in `making()`. `training` says whether
-        there will be a backward; `in_training` is the mode of the modules.
+        the last stage, and is recomputed with the stage. Values to send are created inside the context `making()`.
+        `training` says whether a backward will follow; `in_training` is the modules' training mode.
         """
         pending = PendingMicroBatch(inputs, leaves, finish=finish, recompute=recompute)
         self._mode = (training, in_training)
@@ -126,7 +126,7 @@ class Stage:
                 pending.outputs[target] = [t for t, needed in zip(tensors, needs, strict=True) if needed]
         if training:
             pending.loss = made if isinstance(made, Tensor) else None
-            if not recompute:  # autograd keeps the needed ones
+            if not recompute:  # autograd keeps those that it needs
                 pending.inputs = {}
             self.in_flight[micro_batch] = pending
         return sends, made
@@ -151,10 +151,10 @@ class Stage:
     def prepare_backward(self, micro_batch: int, *, later_weights: bool = False, is_last: bool = True) -> None:
         """Plan which weight gradients to compute after the gradients for other stages are sent.
 
-        Call it before the gradients of later stages arrive. With `later_weights`, `backward_weights` will be called
-        later for all deferrable work. `is_last` says that no other micro-batch follows. The gradients of a convolution
-        cost more in two calls than in one. So they are split only in these two cases: otherwise the earlier stages have
-        other work, and gain nothing from an early gradient.
+        Call it before the gradients of later stages arrive. With `later_weights`, the schedule has a separate action
+        for `backward_weights`, and all deferrable work waits for it. `is_last` says that no other micro-batch follows.
+        The two gradients of a convolution cost more in two calls than in one. So they are split only in these two
+        cases: otherwise the earlier stages have other work, and gain nothing from an early gradient.
         """
         pending = self.in_flight[micro_batch]
         if self._weights is None:
@@ -167,9 +167,9 @@ class Stage:
         pending.weights = self._weights.find(roots, room, convolutions=later_weights or is_last)
 
     def _room(self, roots: Sequence[Tensor], *, recomputed: bool) -> float:
-        """Return how many bytes of a micro-batch may be kept until its gradients are sent, in memory used anyway.
+        """Return how many bytes of a micro-batch may be kept until its gradients are sent, without a higher peak.
 
-        That is the memory of the micro-batches that the schedule allows in flight here; near its end there are fewer.
+        The peak is that of all micro-batches that the schedule allows in flight here; fewer are near its end.
         """
         if self._saved_bytes is None:
             self._saved_bytes = saved_bytes(roots)
@@ -177,9 +177,9 @@ class Stage:
         return self._saved_bytes * (_TOLERATED * most - (now - 1))
 
     def backward(self, micro_batch: int, grads: dict[int, list[Tensor | None]]) -> dict[int, list[Tensor | None]]:
-        """Return the gradients for each source stage, from the gradients of the destination stages.
+        """Return the gradients for each source stage, given the gradients from each target stage.
 
-        Call `backward_weights` at any later time.
+        Call `backward_weights` afterwards, at any time.
         """
         pending = self.in_flight[micro_batch]
         roots: list[Tensor] = []
@@ -203,7 +203,7 @@ class Stage:
         return made
 
     def backward_weights(self, micro_batch: int) -> None:
-        """Add the parameters' missing gradients."""
+        """Accumulate the weight gradients that `backward` deferred, and drop the micro-batch."""
         pending = self.in_flight.pop(micro_batch)
         if pending.weights is not None:
             pending.weights.run()
@@ -213,7 +213,7 @@ class Stage:
     ) -> dict[fx.Node, Any]:
         """Run the layers on `inputs`, which stay unchanged: a layer that works in place gets a copy.
 
-        The first run, on copies of all inputs, shows which layers do.
+        The first run in a mode, on copies of all inputs, shows which inputs need one.
         """
         written = self._written.get(self._mode)
         given = {
@@ -221,7 +221,7 @@ class Stage:
             for node, value in inputs.items()
         }
         results = self.program.run(given, making)
-        if written is None and not torch.is_inference_mode_enabled():  # versions are not counted there: all stay copies
+        if written is None and not torch.is_inference_mode_enabled():  # versions are not counted there: always copy
             written = {node for node, value in given.items() if any(t._version for t in flat_tensors([value]))}
             self._require_last_readers(written)
             self._written[self._mode] = written
@@ -232,7 +232,7 @@ class Stage:
         return results
 
     def _require_last_readers(self, written: Iterable[fx.Node]) -> None:
-        """Raise if a later stage reads a value that a layer here has changed: that stage gets the unchanged value."""
+        """Raise if a later stage reads a value that a layer here changes: that stage would get the unchanged value."""
         own = set(self.part.nodes)
         for node in written:
             here = [user for user in node.users if user in own]
@@ -251,7 +251,7 @@ _TOLERATED = 1.05
 
 
 def _roots(pending: PendingMicroBatch) -> list[Tensor]:
-    """Return the tensors at which a backward may begin."""
+    """Return the tensors at which the backward may begin."""
     tensors = [tensor for tensors in pending.outputs.values() for tensor in tensors if tensor.requires_grad]
     return [pending.loss, *tensors] if pending.loss is not None and pending.loss.requires_grad else tensors
 
@@ -259,8 +259,8 @@ def _roots(pending: PendingMicroBatch) -> list[Tensor]:
 def makers_of(root: nn.Module, nodes: Sequence[fx.Node], values: Sequence[fx.Node]) -> set[fx.Node]:
     """Return the nodes that may create the memory of `values`.
 
-    These are the nodes that return the values. If such a node may work in place or return its input, the nodes of its
-    input are included.
+    These are the nodes that return the values. If such a node may work in place or return a view of its input, the
+    nodes that make the input are included.
     """
     makers: set[fx.Node] = set()
     todo = [value for value in values if value in nodes]
@@ -298,18 +298,18 @@ def flat_tensors(values: Sequence[Any]) -> list[Tensor]:
     return [leaf for leaf in tree_flatten(list(values))[0] if isinstance(leaf, Tensor)]
 
 
-# Restore buffers that layers change in their forward, when a forward is run a second time in the backward.
+# Restore buffers that layers change in their forward, when a forward is recomputed in the backward.
 #
-# The second run begins with the same values as the first. Its changes are dropped: the first run has made them.
+# The second run begins with the same buffers as the first. Its changes are dropped: the first run made them already.
 # (Running statistics of BatchNorm layers come from the whole mini-batch: see `MiniBatchStatistics`.)
 
 _Place = tuple[nn.Module, str]
 
 
 class RecomputedBuffers:
-    """`RecomputedBuffers` are the buffers of some modules.
+    """`RecomputedBuffers` saves the buffers of some modules before a forward, and restores them to recompute it.
 
-    The first recomputation in a mode shows which of them change.
+    The first recomputation in a mode shows which buffers change; only those are saved from then on.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -323,7 +323,7 @@ class RecomputedBuffers:
 
     @contextmanager
     def as_they_were(self, values: Mapping[_Place, Tensor], mode: Hashable) -> Iterator[None]:
-        """Replace the modules' buffers by copies of `values` during the block, whose changes are dropped."""
+        """Replace the modules' buffers by copies of `values` during the block, and drop the block's changes to them."""
         now = {place: _buffer(place) for place in values}
         tried = {place: value.clone() for place, value in values.items()}
         for (module, name), value in tried.items():

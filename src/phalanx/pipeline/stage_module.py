@@ -1,4 +1,4 @@
-"""`StageModule` is a module of a rank's stages, with the names of the whole model."""
+"""`StageModule` is a module with one rank's stages that keeps the parameter names of the whole model."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class StageModule(nn.Module):
     _no_parameter: nn.Parameter
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup) -> None:
-        """Record the names of `module`, the whole model; `_set_own` adds this rank's part of it."""
+        """Record the names of `module`, the whole model; `_set_own` adds this rank's part later."""
         super().__init__()
         self.training = module.training
         self._group = group
@@ -56,8 +56,8 @@ class StageModule(nn.Module):
         self._places = {name: at for at, name in enumerate(first.values())}
         self._without_values: list[str] = []
         self._data_group: dist.ProcessGroup | None = None
-        # Optimizers refuse an empty list of parameters, so a stage without parameters yields this one. It does not
-        # belong to the module.
+        # Optimizers refuse an empty list of parameters, so a rank without parameters yields this one. It is not
+        # registered in the module.
         object.__setattr__(self, "_no_parameter", nn.Parameter(torch.empty(0, device="cpu")))
 
     def _set_own(self, own: OwnModules) -> None:
@@ -77,7 +77,7 @@ class StageModule(nn.Module):
                 yield prefix + "." * bool(prefix) + name, named[name]
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """Yield the parameters of this rank's stages; if there are none, an empty one, because optimizers need one."""
+        """Yield the parameters of this rank's stages; if there are none, an empty placeholder for the optimizer."""
         found = [parameter for _, parameter in self.named_parameters(recurse=recurse)]
         yield from found or [self._no_parameter]
 
@@ -113,9 +113,9 @@ class StageModule(nn.Module):
     def state_dict(
         self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False, rank0_only: bool = False
     ) -> Any:
-        """Return the whole model's state, as without a pipeline. All ranks of the group call it.
+        """Return the state of the whole model, as it would be without a pipeline. All ranks of the group call it.
 
-        With `rank0_only` only the first rank gets the whole state, and each other rank its own part.
+        With `rank0_only`, only the first rank gets the whole state, and every other rank its own part.
         """
         own = self._own_state(keep_vars=keep_vars)
         whole = gather_state(own, self._state_names, self._group, rank0_only=rank0_only)
@@ -135,7 +135,7 @@ class StageModule(nn.Module):
 
     def _own_state(self, *, keep_vars: bool) -> dict[str, Any]:
         own = OrderedDict(with_every_name(self._own.state_dict(keep_vars=keep_vars), self._first_state_names))
-        cast("Any", own)._metadata = self._metadata  # the versions of the modules
+        cast("Any", own)._metadata = self._metadata  # the state_dict versions of the modules
         return own
 
     def gather_state_dict(self) -> dict[str, Any]:
@@ -146,8 +146,8 @@ class StageModule(nn.Module):
         """Load this rank's part of the whole model's state, however the model was cut when it was saved.
 
         Raises:
-            RuntimeError: with `strict`, names are missing or unknown; or a shape differs.
-            ValueError: `assign`, which would replace the stages' tensors.
+            RuntimeError: a shape differs; or with `strict`, names are missing or unknown.
+            ValueError: `assign` is true, which would replace the stages' tensors.
         """
         if assign:
             raise ValueError("Pipeline.load_state_dict copies into the stages' tensors; assign=True is not possible")
@@ -167,14 +167,14 @@ class StageModule(nn.Module):
     # -- the optimizer of the whole model ------------------------------------------------------------------------
 
     def optimizer_state_dict(self, optimizer: torch.optim.Optimizer, *, rank0_only: bool = False) -> dict[str, Any]:
-        """Return the state of one optimizer of the whole model, which any split and plain PyTorch can load.
+        """Return the state that one optimizer of the whole model would have. Any cut, and plain PyTorch, can load it.
 
         All ranks of all pipelines call it, with their optimizer of this Pipeline's parameters (also a
-        ZeroRedundancyOptimizer over a mesh's axis "data"). With `rank0_only` the first rank gets the whole state, and
-        each other rank its own part.
+        ZeroRedundancyOptimizer over a mesh's axis "data"). With `rank0_only`, the first rank gets the whole state, and
+        every other rank its own part.
 
         Raises:
-            ValueError: the optimizer updates other tensors, or keeps a state for all its parameters at once.
+            ValueError: the optimizer also updates other tensors, or is LBFGS, whose state spans all its parameters.
         """
         own, groups = self._own_entries(optimizer)
         is_first = self._data_group is None or self._data_group.rank() == 0
@@ -188,10 +188,10 @@ class StageModule(nn.Module):
         return whole
 
     def load_optimizer_state_dict(self, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
-        """Load this rank's part of the whole model's optimizer state, saved from any split or from plain PyTorch.
+        """Load this rank's part of the whole model's optimizer state, saved with any cut or by plain PyTorch.
 
-        All ranks call it. Parameters are matched by name, if the state has names; else the state must have the combined
-        groups of all ranks' optimizers, with the parameters in the order of the whole model.
+        All ranks call it. Parameters are matched by name if the state has names. Otherwise its groups must be those of
+        all ranks' optimizers together, or one group of all parameters, in the order of the whole model.
 
         Raises:
             ValueError: the state does not match; nothing was loaded on this rank.
@@ -202,7 +202,7 @@ class StageModule(nn.Module):
         optimizer.load_state_dict(fitting)
 
     def own_optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Return this rank's entries of the whole state, under their numbers in it. All ranks call it.
+        """Return this rank's entries of the whole state, keyed by parameter number in that state. All ranks call it.
 
         For a sharded optimizer, the result has the form of its `shard_state_dict`, with a "layout".
         """
@@ -219,15 +219,15 @@ class StageModule(nn.Module):
         return {**renamed, "param_groups": describe_groups(groups)}
 
     def optimizer_layout(self, optimizer: torch.optim.Optimizer) -> Layout:
-        """Return the names of the parameters of each group of the whole model's optimizer. All ranks call it."""
+        """Return the parameter names of each group of the whole model's optimizer. All ranks call it."""
         return [group.names for group in self._whole_groups(optimizer)]
 
     def fit_optimizer_state(
         self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any], layout: Layout | None
     ) -> tuple[dict[str, Any], list[str]]:
-        """Return this optimizer's part of a whole state, in its own form, and descriptions of mismatches.
+        """Return this optimizer's part of a whole state, in the form that it loads, and descriptions of mismatches.
 
-        `layout` comes from `optimizer_layout`; without it a state must have names, or one group of all parameters.
+        `layout` comes from `optimizer_layout`; without it, the state must have names, or one group of all parameters.
         """
         names = names_of(state, layout, list(self._places))
         if isinstance(names, str):
@@ -236,7 +236,7 @@ class StageModule(nn.Module):
         return fit(state, names, self._own_groups(optimizer), shapes, list(self._places))
 
     def _own_entries(self, optimizer: torch.optim.Optimizer) -> tuple[dict[tuple[Any, ...], Any], list[ParamGroup]]:
-        """Return this rank's state, by parameter number in the whole model and key, and the whole model's groups."""
+        """Return this rank's state by (parameter number in the whole model, key), and the whole model's groups."""
         groups = self._whole_groups(optimizer)
         if isinstance(optimizer, torch.optim.LBFGS):
             raise ValueError(
@@ -286,7 +286,7 @@ def _names(optimizer: torch.optim.Optimizer) -> list[str]:
 
 
 def _nested(entries: Mapping[tuple[Any, ...], Any]) -> dict[Any, Any]:
-    """Return the entries by number and key, with the numbers in order."""
+    """Return the entries as a dict of dicts, with the parameter numbers in order, and other keys last."""
     found: dict[Any, Any] = {}
     for path in sorted(entries, key=lambda path: (len(path) == 1, path[0] if len(path) > 1 else 0)):
         if len(path) == 1:
@@ -298,23 +298,23 @@ def _nested(entries: Mapping[tuple[Any, ...], Any]) -> dict[Any, Any]:
 
 _Key = TypeVar("_Key", bound=Hashable)
 _Value = TypeVar("_Value")
-_SMALL_BYTES = 1024  # tensors up to this size, such as optimizers' step counts, are sent with the description
+_SMALL_BYTES = 1024  # tensors up to this size, such as optimizers' step counts, are sent with the descriptions
 
 
 def gather_state(
     own: Mapping[_Key, Any], names: Sequence[_Key], group: dist.ProcessGroup, *, rank0_only: bool = False
 ) -> OrderedDict[_Key, Any]:
-    """Return all ranks' entries in the order of `names`; with `rank0_only` other ranks get only their own.
+    """Return all ranks' entries in the order of `names`; with `rank0_only`, other ranks get only their own.
 
-    All ranks call it. Entries on several ranks come from the first of them.
-    Cost: with `rank0_only` every rank sends its entries to the first; else all ranks get all, one tensor at a time.
+    All ranks call it. An entry that several ranks have comes from the first of them.
+    Cost: with `rank0_only`, each rank sends its entries to the first; otherwise, one broadcast per large tensor.
     """
     found = gather_entries(own, group, rank0_only=rank0_only)
     return OrderedDict((name, found[name]) for name in names if name in found)
 
 
 def gather_entries(own: Mapping[_Key, Any], group: dist.ProcessGroup, *, rank0_only: bool = False) -> dict[_Key, Any]:
-    """Return the result of `gather_state`, in the order of the ranks."""
+    """Return the entries as `gather_state` does, but in rank order."""
     rank = group.rank()
     described: list[Any] = [None] * group.size()
     dist.all_gather_object(described, {name: _describe(value) for name, value in own.items()}, group=group)
@@ -354,7 +354,7 @@ def _fetch(mine: Any, entry: tuple[str, Any, Any, Any], source: int, rank: int, 
 def first_names(module: nn.Module) -> dict[str, str]:
     """Return, for every key of the module's state, the first key of the same parameter, buffer or extra state.
 
-    They differ if a module is registered under several names, or a parameter in several modules.
+    The two keys differ if a module is registered under several names, or a parameter in several modules.
     """
     modules = dict(module.named_modules(remove_duplicate=False))
     first: dict[tuple[int, str], str] = {}
@@ -369,35 +369,35 @@ def first_names(module: nn.Module) -> dict[str, str]:
 
 
 def with_every_name(own: Mapping[str, _Value], first: Mapping[str, str]) -> dict[str, _Value]:
-    """Return `own` with each entry under all its names in the whole model; `first` is the result of `first_names`."""
+    """Return `own` with each entry under all its names in the whole model; `first` comes from `first_names`."""
     known = {first.get(name, name): value for name, value in own.items()}
     others = {name: known[same] for name, same in first.items() if same in known and name not in own}
     return {**own, **others}
 
 
 def select_own(state: Mapping[str, Any], own: Iterable[str], first: Mapping[str, str]) -> dict[str, Any]:
-    """Return the part of a whole state for the entries `own`; for an entry with several names, the last saved.
+    """Return the part of a whole state for the names `own`. For a tensor with several names, the last one counts.
 
-    Plain PyTorch also uses the last one when it loads the whole model.
+    This is also the value that remains when plain PyTorch loads the whole model.
     """
     last = {first.get(name, name): state[name] for name in dict.fromkeys([*first, *own]) if name in state}
     selected = OrderedDict((name, last[first.get(name, name)]) for name in own if first.get(name, name) in last)
-    if (versions := getattr(state, "_metadata", None)) is not None:  # of the modules
+    if (versions := getattr(state, "_metadata", None)) is not None:  # the modules' versions
         selected._metadata = versions  # type: ignore[attr-defined]
     return selected
 
 
 def compare_names(state: Mapping[str, Any], names: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the missing and the unexpected keys of `state`, as `load_state_dict` of the whole model finds them."""
+    """Return the missing and the unexpected keys of `state`, as `load_state_dict` of the whole model reports them."""
     known = set(names)
     return [name for name in names if name not in state], [name for name in state if name not in known]
 
 
 class OwnModules(nn.Module):
-    """`OwnModules` are the modules and tensors of some parts, at their places in the whole model, and nothing else."""
+    """`OwnModules` has only the modules and tensors of some parts of a model, under their paths in the whole model."""
 
     def __init__(self, root: nn.Module, parts: Iterable[LayerRange], extra: Sequence[str] = ()) -> None:
-        """Add the modules of `parts`; `extra` are parameters and buffers that no part uses, assigned to this rank."""
+        """Add the modules of `parts`; `extra` names parameters and buffers that no part uses but this rank keeps."""
         super().__init__()
         self.training = root.training
         parts = list(parts)

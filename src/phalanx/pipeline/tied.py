@@ -1,6 +1,6 @@
-"""Keep shared parameters equal on the ranks that use them, such as an embedding that is also the output layer.
+"""Keep tied parameters equal on the ranks that use them, for example an embedding that is also the output layer.
 
-Each stage has a copy. In every step the gradients of all copies are added, in the order of the ranks, so that each rank
+Each of these ranks has a copy. In every step, the gradients of all copies are added in rank order, so that each rank
 makes the same update.
 """
 
@@ -20,7 +20,7 @@ _ABSENT, _DENSE, _SPARSE = range(3)
 
 @dataclass(frozen=True)
 class Tie:
-    """A `Tie` is a shared parameter, by its first name in the whole model, and the ranks that have it.
+    """A `Tie` is a tied parameter (its first name in the whole model) and the ranks that have it.
 
     The first of these ranks sums the gradients.
     """
@@ -30,7 +30,7 @@ class Tie:
 
 
 def find_ties(root: nn.Module, parts: Sequence[LayerRange], rank_of: Sequence[int]) -> list[Tie]:
-    """Return the parameters that stages of several ranks use, in the order of the whole model."""
+    """Return the parameters that stages on several ranks use, in the order of the whole model."""
     users: dict[int, set[int]] = {}
     for part in parts:
         for parameter in parameters_of(root, part):
@@ -54,7 +54,7 @@ def parameters_of(root: nn.Module, part: LayerRange) -> list[nn.Parameter]:
 
 
 class TiedGradients:
-    """`TiedGradients` sums the gradients of tied parameters over their ranks. The ranks call it together."""
+    """`TiedGradients` sums the gradients of tied parameters over their ranks. All ranks make the same calls."""
 
     def __init__(self, ties: Sequence[Tie], own: dict[str, nn.Parameter], wire: Wire, rank: int) -> None:
         self._ties = [(tie, own[tie.name]) for tie in ties if rank in tie.ranks]
@@ -63,18 +63,18 @@ class TiedGradients:
         self._before: list[Tensor | None] = []
 
     def begin(self) -> None:
-        """Set aside the gradients of earlier steps, already summed. Call it before the first backward of a step."""
+        """Set aside the gradients of earlier steps, summed already. Call it before a step's first backward."""
         self._before = [parameter.grad for _, parameter in self._ties]
         for _, parameter in self._ties:
             parameter.grad = None
 
     def add(self) -> None:
-        """Sum the gradients after the last backward of a step."""
+        """Sum the gradients. Call it after a step's last backward."""
         for (tie, parameter), before in zip(self._ties, self._before, strict=True):
             parameter.grad = add_gradients(before, self._sum(tie, parameter))
 
     def counted_here(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-        """Return the `parameters` that no earlier rank has."""
+        """Return those of `parameters` that no lower rank has, so that each counts once in a norm."""
         others = {id(parameter) for tie, parameter in self._ties if tie.ranks[0] != self._rank}
         return [parameter for parameter in parameters if id(parameter) not in others]
 
@@ -106,7 +106,7 @@ class TiedGradients:
         return total
 
     def _send(self, grad: Tensor | None, rank: int) -> None:
-        """Send a header before the gradient: the receiver cannot know whether a gradient exists or is sparse."""
+        """Send a header before the gradient, because the receiver cannot know whether it exists or is sparse."""
         parts: list[Tensor] = []
         header = [_ABSENT, 0, 0]
         if grad is not None and grad.is_sparse:
@@ -142,7 +142,7 @@ class TiedGradients:
 
 
 def add_gradients(total: Tensor | None, grad: Tensor | None) -> Tensor | None:
-    """Return the sum in the memory of one operand; None counts as zero. The sum is dense if either of them is."""
+    """Add one operand to the other in place and return it; None counts as zero. The sum is dense if either is."""
     if total is None or grad is None:
         return grad if total is None else total
     return grad.add_(total) if total.is_sparse and not grad.is_sparse else total.add_(grad)

@@ -18,7 +18,7 @@ _CONSTANTS = (int, float, bool, str, complex, type(None), torch.dtype, torch.dev
 
 
 class Forms:
-    """`Forms` records the dtypes and shapes of the values that a stage sends for the first micro-batch of a step."""
+    """`Forms` compares the values that stages send with those of the step's first micro-batch, by dtype and shape."""
 
     def __init__(self) -> None:
         self._first: dict[fx.Node, tuple[int, int, list[Any]]] = {}
@@ -36,7 +36,7 @@ class Forms:
 
         Raises:
             TypeError: a value is neither a tensor nor a plain constant.
-            ValueError: a tensor has another dtype, or another size in a dimension other than the first.
+            ValueError: a tensor differs in dtype, in number of dimensions, or in a size not proportional to the rows.
         """
         for node, value in zip(nodes, values, strict=True):
             leaves = [value] if isinstance(value, Tensor) else tree_flatten(value)[0]
@@ -82,7 +82,7 @@ def _maker(part: LayerRange, node: fx.Node) -> str:
 
 
 def share_result(result: Any, group: dist.ProcessGroup, owner: int) -> Any:
-    """Return the owner's result on every rank. All ranks call this."""
+    """Return the owner's result on every rank; other ranks get its tensors on the CPU. All ranks call it."""
     mine = group.rank() == owner
     leaves, tree = tree_flatten(result)
     described: list[Any] = [

@@ -1,15 +1,15 @@
-"""Compute weight gradients outside of autograd: in place, and after the gradients of the input are sent.
+"""Compute weight gradients outside of autograd: in place, and after the gradients of the inputs are sent.
 
 For every micro-batch, autograd computes a new gradient of a weight and adds it to the sum. A product that accumulates
-in place (`addmm_`) saves one write and one read of the whole gradient. Autograd also computes the weight's gradient
-before the gradient of the layer's input is sent, for which the previous stage waits. So if only matrix products or
-convolutions use a weight, the graph is run without the gradient of the weight, the factors are kept, and the product is
+in place (`addmm_`) saves one write and one read of the whole gradient. Autograd also computes the weight gradients
+before the stage can send the gradients of its inputs, for which the previous stage waits. So if only matrix products or
+convolutions use a weight, autograd runs without that weight, the factors of its gradient are kept, and their product is
 computed after the gradients of the inputs are sent:
 
     autograd    every layer: grad_input = grad_output @ weight, weight.grad += grad_output.T @ input; send
     here        every layer: grad_input = grad_output @ weight; send; weight.grad.addmm_(grad_output.T, input)
 
-Gradients are those of autograd up to the rounding of sums. Autograd computes a weight's gradient itself if the
+The gradients equal those of autograd up to the rounding of sums. Autograd computes a weight's gradient itself if the
 parameter has a hook, if the graph contains a custom function, or if saved-tensor hooks move activations elsewhere.
 
 Source: Narayanan et al. (2021), Megatron-LM, whose kernels fuse the addition; Qi et al. (2023), Zero Bubble.
@@ -27,22 +27,22 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 _LEAST_PRODUCT = 2**22
-"""The number of multiplications below which autograd computes a product faster than a call from Python."""
+"""The number of multiplications below which autograd is faster than a matrix product called from Python."""
 
 
 @dataclass(slots=True)
 class _Product:
-    """A `_Product` is the gradient of `weight` from one micro-batch's use of it."""
+    """A `_Product` computes the gradient of `weight` from one use of it in a micro-batch."""
 
     weight: Tensor
     operand: Tensor | None
     """The other factor: (N, in), or a convolution's input."""
     transposed: bool = True
-    """Whether the weight is (out, in), as a Linear has it."""
+    """Whether the weight is (out, in), as in nn.Linear."""
     bias: Tensor | None = None
     convolution: tuple[Any, ...] = ()
     grad: Tensor | None = None
-    """The gradient of the output, once autograd has computed it."""
+    """The gradient of the layer's output, once autograd has computed it."""
     at_once: bool = False
     """Whether the product is added during the backward, and not deferred to `run`."""
 
@@ -52,7 +52,7 @@ class _Product:
         self.grad = self.operand = None
         if grad is None or operand is None:
             return
-        # The training loop may call this inside autocast. The layer ran outside: its gradient has the weight's dtype.
+        # The training loop may call this under autocast, but the layer ran outside it: dtypes equal the weight's.
         with torch.autocast(grad.device.type, enabled=False):
             self._add(grad, operand)
 
@@ -73,16 +73,16 @@ class _Product:
 
 
 class WeightGradients:
-    """`WeightGradients` has one micro-batch's deferred products, in the order of its backward."""
+    """`WeightGradients` computes those weight gradients of one micro-batch that autograd leaves out."""
 
     def __init__(self, products: Sequence[tuple[Any, _Product]], others: Sequence[Tensor]) -> None:
-        """Store `products` with their nodes of the graph; `others` are all other tensors that get a gradient."""
+        """Store `products` with their autograd nodes; `others` are all other tensors that get a gradient."""
         self._products = products
         self._others = others
         self._later: list[_Product] = []
 
     def backward(self, roots: list[Tensor], grads: list[Tensor | None]) -> None:
-        """Run `torch.autograd.backward` without these weights; hooks add their products, or keep them for `run`."""
+        """Run `torch.autograd.backward` without these weights; hooks add their products, or defer them to `run`."""
         handles = []
         try:
             for node, product in self._products:
@@ -117,9 +117,9 @@ class Weights:
 
     def __init__(self) -> None:
         self._known: dict[Any, Tensor] = {}
-        """The parameters, by their nodes in graphs."""
+        """The parameters, by their AccumulateGrad nodes."""
         self._fruitless: set[bool] = set()
-        """The values of `convolutions` for which a search of this step's graphs found nothing."""
+        """The values of `convolutions` for which a search in this step found nothing."""
 
     def begin(self) -> None:
         """Begin a step, whose graphs may differ."""
@@ -128,10 +128,10 @@ class Weights:
     def find(self, roots: Sequence[Tensor], room: float, *, convolutions: bool = True) -> WeightGradients | None:
         """Return the weight gradients of `roots` to compute outside of autograd; None if there are none.
 
-        Gradients that the backward reaches last are deferred, as many as their factors fit into `room` bytes: by then
-        the activations of the other layers have been freed. The others are accumulated in place at once. Gradients
-        of convolutions cannot be accumulated in place: autograd computes those that are not deferred, and without
-        `convolutions` all of them.
+        The gradients that the backward reaches last are deferred, as many as their factors fit into `room` bytes: the
+        activations of the other layers have been freed by then. The others are accumulated in place at once.
+        Gradients of convolutions cannot be accumulated in place: autograd computes those that are not deferred, and
+        without `convolutions` all of them.
         """
         convolutions = convolutions and room > 0
         if convolutions in self._fruitless or True in self._fruitless:
@@ -161,7 +161,7 @@ class Weights:
             elif kind in _PRODUCTS:
                 candidates.append((node, edges, *_PRODUCTS[kind]))
             elif isinstance(node, BackwardCFunction):
-                return None  # it may do anything, and reentrant checkpoints refuse to be run in part
+                return None  # it may do anything; a reentrant checkpoint raises if `inputs` is given
             for source, _ in edges:
                 if source is None:
                     continue
@@ -180,7 +180,7 @@ class Weights:
             if (found := self._product(node, edges, at, saved, uses, convolutions)) is not None:
                 products.append((node, *found))
         products = _plan_deferral(products, room)
-        while True:  # all uses of a weight are handled here, or none
+        while True:  # handle all uses of a weight here, or none
             made: dict[Any, int] = {}
             for _, _, nodes in products:
                 for end in nodes:
@@ -197,7 +197,7 @@ class Weights:
     def _product(
         self, node: Any, edges: Any, at: int, saved: str, uses: dict[Any, int], convolutions: bool
     ) -> tuple[_Product, tuple[Any, ...]] | None:
-        """Return a product, and the ends of the graph whose gradients it computes; None leaves them to autograd."""
+        """Return a product, and the AccumulateGrad nodes that it replaces; None leaves them to autograd."""
         source = edges[at][0]
         if source is None or getattr(node, f"_raw{saved}").unpack_hook is not None:
             return None
@@ -212,7 +212,7 @@ class Weights:
         if weight is None or (len(edges) == 3 and node._saved_alpha != 1):
             return None
         if edges[at - 1][0] is None and (len(edges) == 2 or edges[0][0] is None):
-            return None  # autograd would visit it only for the weight
+            return None  # without the weight, autograd would not visit this node
         operand = getattr(node, saved)
         if operand.shape[0] * weight.numel() < _LEAST_PRODUCT or not _is_plain(operand, weight):
             return None
@@ -240,13 +240,13 @@ class Weights:
         return _Product(weight, operand, bias=bias, convolution=settings), (end,) if bias is None else (end, bias_end)
 
     def _weight(self, end: Any) -> Tensor | None:
-        """Return the parameter behind a node, if nothing else uses its gradient."""
+        """Return the parameter of an AccumulateGrad node, if its gradient is plain and no hook sees it."""
         weight = self._known.get(end)
         if weight is None:
             weight = _parameter(end)
             if weight is None:
                 return None
-            self._known[end] = weight  # its node lives as long as it is referenced, and stays the same
+            self._known[end] = weight  # while a node is referenced, new graphs use the same one
         if weight._backward_hooks or weight._post_accumulate_grad_hooks:
             return None
         if getattr(weight, "grad_dtype", weight.dtype) != weight.dtype:
@@ -298,7 +298,7 @@ def _plan_deferral(products: list[Any], room: float) -> list[Any]:
         room += max(
             _nbytes(product.weight) for _, product, _ in products
         )  # autograd would need a temporary of this size
-        products.sort(key=lambda item: item[0]._sequence_nr())  # the products of the first layers are computed last
+        products.sort(key=lambda item: item[0]._sequence_nr())  # the backward reaches the first layers last
         kept: set[int] = set()
         for node, product, _ in products:
             room -= _output_bytes(node)
@@ -310,7 +310,7 @@ def _plan_deferral(products: list[Any], room: float) -> list[Any]:
 
 
 def saved_bytes(roots: Sequence[Tensor]) -> int:
-    """Return the bytes that the graph behind `roots` keeps for its backward, except parameters. Visits all nodes."""
+    """Return the bytes that the graph of `roots` saves for its backward, except parameters. Visits all nodes."""
     todo = [root.grad_fn for root in roots if root.grad_fn is not None]
     seen: set[Any] = set(todo)
     kept: list[Tensor] = []
@@ -323,7 +323,7 @@ def saved_bytes(roots: Sequence[Tensor]) -> int:
             if name.startswith("_raw_saved"):
                 raw = getattr(node, name)
                 for one in raw if isinstance(raw, (list, tuple)) else (raw,):
-                    with contextlib.suppress(RuntimeError):  # there is none
+                    with contextlib.suppress(RuntimeError):  # no tensor is saved
                         if isinstance(tensor := one.data, Tensor):
                             kept.append(tensor)
         for source, _ in node.next_functions:

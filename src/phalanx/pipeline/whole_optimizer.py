@@ -1,9 +1,8 @@
 """Convert the states of the stages' optimizers to the state of one optimizer of the whole model, and back.
 
-These functions are pure.
-
-Parameters are identified by their names in the whole model. A whole state is the `state_dict()` of a plain optimizer
-whose groups have the parameters in the order of the model, with their names (torch's "param_names").
+The functions are pure. Parameters are identified by their names in the whole model. A whole state is the `state_dict()`
+of a plain optimizer whose groups list the parameters in the order of the model, with their names (torch's
+"param_names").
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ _SHOWN = 4
 
 @dataclass
 class ParamGroup:
-    """A `ParamGroup` is a group of parameters, by their names, and its options.
+    """A `ParamGroup` has the options of a parameter group, and the names of its parameters.
 
-    A parameter without a name is not part of the model.
+    The placeholder of a rank without parameters has the name "".
     """
 
     options: dict[str, Any]
@@ -35,9 +34,9 @@ class ParamGroup:
 def merge_groups(by_rank: Sequence[Sequence[ParamGroup]], order: Mapping[str, int]) -> list[ParamGroup]:
     """Return the groups that one optimizer of the whole model would have.
 
-    If all ranks have equally many groups, with equal options, these are the same groups: each rank has a part of their
-    parameters. Otherwise each group belongs to one rank (one per layer, for example); they are in the order of their
-    first parameters, and groups with a common parameter are merged.
+    If all ranks have the same number of groups, with equal options, the i-th groups of all ranks form one group.
+    Otherwise each group of a rank is a separate group (one per layer, for example), in the order of their first
+    parameters; only groups with a common parameter are merged.
     """
     counts = {len(groups) for groups in by_rank}
     if len(counts) == 1 and all(
@@ -64,12 +63,12 @@ def _sorted(names: Sequence[str], order: Mapping[str, int]) -> list[str]:
 
 
 def number_names(layout: Layout) -> dict[str, int]:
-    """Return the numbers of the parameters in the whole state, by name."""
+    """Return each parameter's number in the whole state, by name."""
     return {name: number for number, name in enumerate(name for names in layout for name in names)}
 
 
 def describe_groups(groups: Sequence[ParamGroup]) -> list[dict[str, Any]]:
-    """Return the groups as `param_groups` of a state."""
+    """Return the groups in the form of a state's `param_groups`."""
     numbers = number_names([group.names for group in groups])
     return [
         {**group.options, "params": [numbers[name] for name in group.names], "param_names": list(group.names)}
@@ -80,8 +79,8 @@ def describe_groups(groups: Sequence[ParamGroup]) -> list[dict[str, Any]]:
 def whole_names(state: Mapping[str, Any], layout: Layout | None, known: Sequence[str]) -> Layout | str:
     """Return the names of a saved state's parameters, group by group, or the reason why they are unknown.
 
-    The names are in the state ("param_names", or keys as in torch.distributed.checkpoint). Otherwise they come from
-    `layout`, if the state has groups of the same sizes; or from `known`, all parameters of the model, if the state has
+    They may be in the state ("param_names", or as keys, as in torch.distributed.checkpoint). Otherwise they come from
+    `layout` if the state's groups have the same sizes, or from `known`, the names of all parameters, if the state has
     one group with as many.
     """
     groups = state["param_groups"]
@@ -110,7 +109,7 @@ def fit(
     shapes: Mapping[str, torch.Size],
     known: Sequence[str],
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the state of the groups `own`, in their optimizer's form, and descriptions of mismatches."""
+    """Return the part of `state` for the groups `own`, as their optimizer loads it, and descriptions of mismatches."""
     problems = []
     home = {name: at for at, group in enumerate(names) for name in group}
     keys = {

@@ -3,9 +3,9 @@
 A message is a header of fixed size and its parts. The parts follow in the same frame (`FrameLengths`); if the frame is
 too short, each part is a message of its own. A tensor in memory that both ranks map has no part. The form of the values
 (how they nest, their dtypes, all dimensions but the first, and the strides of tensors that are not contiguous) is sent
-only when it differs from the last one on the same edge, in training or in evaluation.
+only when it differs from the last one on the same edge; steps with and without a backward have separate last forms.
 
-    header   status | bytes of the form | of the step: micro-batches, rows of this one, rows of all, seed | flags
+    header   status | bytes of the form | micro-batches of the step, rows of this one, rows of all, seed | flags
              | length of the frame, and bytes needed | (rows, place) of each tensor
 """
 
@@ -48,11 +48,11 @@ class Edge(NamedTuple):
 
 
 class StepPlan(NamedTuple):
-    """A `StepPlan` is the data of a step that all stages share.
+    """A `StepPlan` describes a step and one of its micro-batches; every message of values contains one.
 
-    `micro_batches` and `all_rows` are of the step; `rows`, `seed` and `micro_batch` (the number, not sent) are of this
-    micro-batch. `has_state` says that some stage has drawn random numbers; then the first value is the generators'
-    state after the draw.
+    `micro_batches` and `all_rows` describe the step; `rows`, `seed` and `micro_batch` (its number, which is not sent)
+    describe the micro-batch. With `has_state`, a stage has drawn random numbers, and the message's first value is the
+    generators' state after the last draw.
     """
 
     micro_batches: int
@@ -63,19 +63,19 @@ class StepPlan(NamedTuple):
     micro_batch: int = 0
 
 
-# A frame is a header and its parts in one message. Both ends know its length in advance, so that its receive can be
-# posted before it is sent.
+# A frame is a header and its parts in one message. Both ends know its length in advance, so that the receive can be
+# posted before the frame is sent.
 #
-# All frames on an edge have the same length, whatever their contents, as some transports compare lengths; parts that do
-# not fit follow in separate messages. Until a step has shown how much is sent, a frame is only a header. At the end of
-# a step that succeeded on all ranks, both ends derive the new length from the messages that both have seen.
+# All frames on an edge have the same length, whatever their contents, because some transports compare lengths; parts
+# that do not fit follow in separate messages. Until a step has shown how much is sent, a frame is only a header. At the
+# end of a step that succeeded on all ranks, both ends derive the new length from the messages that both have seen.
 #
-#     header | form, if it is new | tensors, each from a multiple of 64 bytes on | unused
+#     header | form, if it is new | tensors, each aligned to 64 bytes | unused
 
 WORDS = 64
 HEADER_BYTES = 8 * WORDS
 MOST_BYTES = 2**20
-"""The most bytes of a frame: it is copied once when sent, and a posted receive occupies its memory in advance."""
+"""The maximum size of a frame: it is copied once when sent, and a posted receive occupies its memory in advance."""
 _ALIGNED = 64
 
 
@@ -96,14 +96,14 @@ class FrameLengths:
         return self._lengths.get((edge, self._grad), HEADER_BYTES)
 
     def note(self, edge: Edge, needed: int) -> None:
-        """Record that a message needed `needed` bytes, whether or not they fit its frame. Both ends record the same."""
+        """Record that a message needed `needed` bytes, whether or not its frame had room. Both ends record the same."""
         key = edge, self._grad
         self._needed[key] = max(self._needed.get(key, 0), needed)
 
     def end_step(self) -> None:
-        """End the step on all ranks: from now on frames have the largest length that a message has needed so far.
+        """Lengthen frames to the most that a message has needed so far, up to `MOST_BYTES`. All ranks call it.
 
-        Messages too long for a frame are sent separately; the frame is then only a header.
+        If a message does not fit its frame, the frame has only a header, and the parts are sent separately.
         """
         for key, needed in self._needed.items():
             if needed <= MOST_BYTES:
@@ -112,7 +112,7 @@ class FrameLengths:
 
 
 def end_of(begin: int, nbytes: Iterable[int]) -> int:
-    """Return the end of a frame with these parts from `begin` on."""
+    """Return the end of parts of these sizes that begin at offset `begin`."""
     return begin + sum(map(aligned, nbytes))
 
 
@@ -122,33 +122,33 @@ def aligned(nbytes: int) -> int:
 
 
 def tensor_in(frame: Tensor, begin: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return a tensor over the bytes of `frame` from `begin`. It is not a view, and has its own version counter."""
+    """Return a tensor on the bytes of `frame` from `begin`. Autograd sees no view; it has its own version counter."""
     flat = torch.empty(0, dtype=dtype, device="cpu")
     return flat.set_(frame.untyped_storage(), begin // dtype.itemsize, (math.prod(shape),), (1,)).view(shape)
 
 
 def nbytes_of(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    """Return the size of the elements in bytes."""
+    """Return the size of a contiguous tensor in bytes."""
     return math.prod(shape) * dtype.itemsize
 
 
 @dataclass(frozen=True)
 class Form:
-    """A `Form` describes values without their data: `leaves` has a `TensorForm` for each tensor, or a constant.
+    """A `Form` describes values without their data: each of `leaves` is a tensor's `TensorForm` or a constant.
 
-    `tree` is empty if the values are the leaves.
+    `tree` is empty if the values are a plain list of tensors.
     """
 
     tree: str
     leaves: tuple[Any, ...]
 
     def encode(self) -> bytes:
-        """Return the form as bytes, which only an authenticated receiver reads."""
+        """Return the form as a pickle, which `Wire` authenticates between hosts."""
         return pickle.dumps(self)
 
 
 class TensorForm(NamedTuple):
-    """A `TensorForm` is a tensor without its data: all dimensions but the first, and strides if not contiguous."""
+    """A `TensorForm` describes a tensor without its data and first dimension; `strides` is None if contiguous."""
 
     dtype: torch.dtype
     trailing: tuple[int, ...]
@@ -160,7 +160,7 @@ class TensorForm(NamedTuple):
 _FIXED = 8
 _MOST = (WORDS - _FIXED) // 2
 _TAG = 1_000_000  # programs use lower tags on the same group
-_STAGES, _NUMBERS = 512, 1023  # stages and ranks, and pipelines, have separate tags: all fit into 30 bits
+_STAGES, _NUMBERS = 512, 1023  # every edge of every pipeline has its own tags: all fit into 30 bits
 _EDGE_TAGS = 4 * _STAGES**2  # each edge has two directions, and messages in frames and outside them
 _VALUES, _FAILED, _LOST = 0, 1, 2
 _BY_MESSAGE, _ABSENT = -1, -2
@@ -168,8 +168,8 @@ _LENT_BYTES = 16 * 1024  # smaller tensors travel in messages
 AHEAD = 2
 """The number of receives that are posted in advance, beyond those of the current action.
 
-Two hide the time until the sender learns of a receive; on one host one is enough. Each receive occupies the memory of a
-message.
+Two hide the time until the sender learns of a receive; on one host, one is enough. Each receive occupies the memory of
+a frame.
 """
 _HAS_STATE, _INSIDE = 1, 2
 _WORD = 2**31
@@ -181,7 +181,7 @@ _Received = dict[Edge, tuple[Form, Any]]
 
 
 class PipelineNumbers:
-    """`PipelineNumbers` gives pipelines with common ranks different numbers. `next` is this process's next free one."""
+    """`PipelineNumbers` numbers pipelines, so that those with common ranks differ. `next` is free in this process."""
 
     next = 0
 
@@ -197,9 +197,9 @@ class Wire:
     """A `Wire` is this rank's end of all edges of a pipeline. Sends never wait for receivers; `wait_sent` does."""
 
     def __init__(self, group: dist.ProcessGroup, rank_of: Sequence[int], device: torch.device, number: int = 0) -> None:
-        """Create the wire; `rank_of` has the rank of each stage, followed by the ranks of other edge ends.
+        """Create the wire; `rank_of` maps each stage, and any other end of an edge, to its rank.
 
-        `number` differs between the pipelines of a group: messages left by a failed pipeline never reach another.
+        `number` differs between the pipelines of a group, so that messages of a failed pipeline never reach another.
         """
         self._ends = max(_STAGES, len(rank_of))
         self._number = number
@@ -208,19 +208,19 @@ class Wire:
         self._rank_of = rank_of
         self._device = device
         self._known: dict[bool, tuple[_Sent, _Received]] = {False: ({}, {}), True: ({}, {})}
-        """The forms that were sent and received, in evaluation and in training."""
+        """The last forms sent and received on each edge, in steps without and with a backward."""
         self._sent, self._forms = self._known[True]
         self._works: defaultdict[Edge | None, deque[tuple[int, dist.Work, Tensor]]] = defaultdict(deque)
-        """The messages in flight and their micro-batches, in order on each edge; None has tensors without an edge."""
+        """The sends in flight and their micro-batches, in order on each edge; None has tensors sent on no edge."""
         self._frames = FrameLengths()
         self._posted: defaultdict[Edge, deque[tuple[dist.Work, Tensor]]] = defaultdict(deque)
-        """The receives of frames that were not read yet, in order on each edge."""
+        """The posted receives whose frames have not been read yet, in order on each edge."""
         self._notices: list[tuple[dist.Work, Tensor]] = []
         self._lending: Lending | None = None
         self.posts_ahead = self._may_post_ahead()
-        """Whether receives are posted before they are needed: this gains nothing in shared memory."""
+        """Whether receives are posted early: only for CPU tensors, and not in shared memory, where it gains nothing."""
         self.sizes: Counter[int] = Counter()
-        """How often a large tensor of each size was sent by message."""
+        """The number of large tensors of each size in bytes that were sent by message."""
 
     @property
     def reduction_tag(self) -> int:
@@ -257,7 +257,7 @@ class Wire:
             else:
                 described.append(leaf)
         encoded = b""
-        # 1 == True, and 0.0 == -0.0
+        # `==` would not tell 1 from True, or 0.0 from -0.0
         constants = [] if plain else [repr(leaf) for leaf in described if type(leaf) in (bool, int, float)]
         if self._sent.get(edge) != (tree, described, constants):
             self._sent[edge] = (tree, described, constants)
@@ -268,7 +268,7 @@ class Wire:
         self._post(edge, step, encoded, rows, tensors)
 
     def send_gradients(self, edge: Edge, grads: Sequence[Tensor | None], step: StepPlan) -> None:
-        """Send gradients of the values that needed one, in their order; None for a missing one."""
+        """Send the gradients of the values that needed one, in the values' order; None if a gradient is missing."""
         self._post(edge, step, b"", [0] * len(grads), [None if grad is None else flatten(grad, None) for grad in grads])
 
     def _post(self, edge: Edge, step: StepPlan, form: bytes, rows: list[int], tensors: Sequence[Tensor | None]) -> None:
@@ -320,13 +320,13 @@ class Wire:
         return place
 
     def making(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which this thread's new tensors may be sent without a copy."""
+        """Return a context in which this thread creates tensors that can be sent without a copy."""
         return contextlib.nullcontext() if self._lending is None else self._lending.making()
 
     def share(self, most: int) -> None:
-        """Share later tensors of the sizes sent so far in memory instead of copying them. All ranks call it.
+        """Send later tensors of the sizes seen so far through shared memory, without a copy. All ranks call it.
 
-        `most` is how many of a size a rank may have at the same time. Nothing happens unless ranks share memory.
+        A rank may have `most` tensors of one size at the same time. Nothing happens unless the ranks share memory.
         """
         ours = sharing_group(self._group)
         if self._lending is not None or ours is None:
@@ -334,9 +334,9 @@ class Wire:
         sizes: list[Any] = [None] * self._group.size()
         dist.all_gather_object(sizes, set(self.sizes), group=self._group)
         if every := set().union(*sizes):
-            from phalanx._comm.backend.lending import Lending  # needs the C core, which a group with shared memory has
+            from phalanx._comm.backend.lending import Lending  # imports the C core, which such a group has
 
-            with contextlib.suppress(PhalanxError):  # no room in the heap, on all ranks: use messages
+            with contextlib.suppress(PhalanxError):  # all ranks find no room in the heap: keep using messages
                 self._lending = Lending(ours, dict.fromkeys(every, most))
 
     def _send(self, edge: Edge | None, number: int, parts: Sequence[Tensor], dst: int, tag: int) -> None:
@@ -348,7 +348,7 @@ class Wire:
     def release_sent(self, edge: Edge, micro_batches: int) -> None:
         """Release the messages of the first `micro_batches` micro-batches, which have been received.
 
-        Some backends do not report a completed send unless a thread waits, and keep its memory until then.
+        Some backends do not report a completed send unless a thread waits for it, and keep its memory until then.
         """
         works = self._works.get(edge)
         while works and works[0][0] < micro_batches:
@@ -369,10 +369,11 @@ class Wire:
     # -- receiving -----------------------------------------------------------------------------------------------
 
     def receive_values(self, edge: Edge) -> tuple[list[Any], StepPlan]:
-        """Return the next values on an edge; tensors whose gradient is expected require it.
+        """Return the next values on an edge; tensors whose gradient the sender expects have `requires_grad` set.
 
         Raises:
             StageFailedError, StageLostError: the sending stage failed, or lost a peer; the message repeats its error.
+            MismatchError: the two ranks have run different steps.
         """
         header, step, parts = self._header(edge)
         if header[1]:
@@ -397,7 +398,7 @@ class Wire:
         """Return the gradients of `like`, which was sent in the other direction; None for missing ones.
 
         Raises:
-            StageFailedError: the sending stage failed; the message repeats its error.
+            The errors of `receive_values`.
         """
         header, _, parts = self._header(edge)
         grads: list[Tensor | None] = []
@@ -414,7 +415,7 @@ class Wire:
         return parts.read(shape, dtype, self._device)
 
     def post(self, edge: Edge) -> None:
-        """Post a receive for the next frame on the edge, which its sender sends in any case: values or a notice."""
+        """Post a receive for the next frame on the edge. The sender always sends one, if need be a failure notice."""
         frame = torch.empty(self._frames.length_of(edge) // 8, dtype=torch.int64, device="cpu")
         work = self._group.recv([frame], self._rank_of[edge.source], self._tag(edge))
         self._posted[edge].append((work, frame))
@@ -448,7 +449,7 @@ class Wire:
         return tensor
 
     def _stream(self, edge: Edge) -> PickleStream:
-        """Return the position of an edge's forms in the group's stream of pickles."""
+        """Return the stream of an edge's forms, among the authenticated streams of the group."""
         kind = f"form of Pipeline {self._number} from stage {edge.source} to stage {edge.target}, {edge.backward:d}"
         return PickleStream(kind, self._rank_of[edge.source], self._rank_of[edge.target])
 
@@ -472,26 +473,26 @@ class Wire:
     def notify_failure(
         self, edges: Sequence[Edge], text: str, *, lost: bool, waits: bool, between_steps: bool = False
     ) -> None:
-        """Send the failure on `edges` to the ranks that wait there, now or later; ignore errors of single edges.
+        """Send a failure notice on `edges`, where other ranks wait now or later; ignore edges that fail.
 
         Arguments:
             lost: a rank is lost; a notified rank raises the same error as if it had detected the loss itself.
-            waits: wait briefly until the others have received the notice, because this rank leaves them.
+            waits: wait up to `LEAVING_S` for the others to receive the notice, because this rank then leaves them.
             between_steps: the step has ended, and the others may be in the next one, with or without a backward.
         """
         data, status = text.encode(), _LOST if lost else _FAILED
         for edge in edges:
-            with contextlib.suppress(RuntimeError):  # that edge's end is lost; the next edge's may not have noticed
+            with contextlib.suppress(RuntimeError):  # the receiver of this edge is lost; the next ones may not know
                 # Gloo accepts a frame shorter than its receive, but not a longer one.
                 self._send_notice(edge, status, data, HEADER_BYTES if between_steps else self._frames.length_of(edge))
         deadline = Deadline.after(LEAVING_S)
-        waits = waits and not reduces_early(self._group)  # an EarlyAllReduce waits for the others when this rank leaves
+        waits = waits and not reduces_early(self._group)  # its `leave` waits instead
         for work, _ in self._notices if waits else ():
             with contextlib.suppress(RuntimeError):
                 work.wait(timedelta(seconds=max(deadline.left_s, 0.001)))
 
     def _send_notice(self, edge: Edge, status: int, data: bytes, length: int) -> None:
-        """Send a frame for each receive that may be posted there, so that none stays pending; the first one is read."""
+        """Send a frame for each receive that may be posted there, so that none stays pending; the first is read."""
         inside = HEADER_BYTES + len(data) <= length
         header = [status, len(data), 0, 0, 0, 0, inside * _INSIDE, length * _WORD]
         frame, body = _words(header, length), _bytes(data)
@@ -505,7 +506,7 @@ class Wire:
             self._notices.append((self._group.send([tensor], dst, tag), tensor))
 
     def leave(self) -> None:
-        """Transfer the memory of all messages in flight to the group, because a rank may never receive them."""
+        """Keep the memory of all messages in flight as long as a Gloo group: they may never be received."""
         sent = [(work, tensor) for works in self._works.values() for _, work, tensor in works]
         posted = [receive for receives in self._posted.values() for receive in receives]
         if reduces_early(self._group):
@@ -513,7 +514,7 @@ class Wire:
         self._posted.clear()
 
     def end_receives(self) -> None:
-        """Wait for the posted receives, once every rank has sent its messages or notices."""
+        """Wait for the posted receives. Call it once every rank has sent its messages or notices."""
         posted = [receive for receives in self._posted.values() for receive in receives]
         self._posted.clear()
         for work, _ in posted:
@@ -522,7 +523,7 @@ class Wire:
 
 
 class _Parts:
-    """`_Parts` are the parts that a header announces: in the frame after it, or each in a message of its own."""
+    """`_Parts` reads the parts of a message in order: from the frame, or each from a message of its own."""
 
     def __init__(self, wire: Wire, src: int, tag: int, frame: Tensor | None) -> None:
         self.src = src
@@ -542,7 +543,7 @@ class _Parts:
 
 
 def _words(header: list[int], length: int = HEADER_BYTES) -> Tensor:
-    """Return a frame with this header and no contents."""
+    """Return a frame of `length` bytes with this header and nothing else."""
     return torch.frombuffer(array("q", header + [0] * (length // 8 - len(header))), dtype=torch.int64)
 
 

@@ -1,4 +1,4 @@
-"""Test distributed code with real processes: ranks, faults at a chosen step, hosts on one machine, and a clock.
+"""Test distributed code: ranks as real processes, faults at a chosen step, several hosts on one machine, a clock.
 
 from phalanx.testing import run_ranks
 

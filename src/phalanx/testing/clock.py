@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class ManualClock:
-    """Replace `time.monotonic` wherever a `Clock` is accepted: `Deadline.after(5, clock=ManualClock())`."""
+    """Stand in for `time.monotonic` wherever a `Clock` is accepted: `Deadline.after(5, clock=ManualClock())`."""
 
     def __init__(self, now: float = 0.0) -> None:
         self._now = now
@@ -16,7 +16,7 @@ class ManualClock:
         """Advance the clock by `seconds`.
 
         Raises:
-            ValueError: `seconds` is negative; monotonic clocks never go back.
+            ValueError: `seconds` is negative; a monotonic clock never goes back.
         """
         if seconds < 0:
             raise ValueError(f"a monotonic clock cannot be turned back: got {seconds} seconds")

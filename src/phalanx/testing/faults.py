@@ -22,35 +22,35 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Fault:
-    """A `Fault` happens to `rank` at `step`. The fault is real: the process dies, stops or sleeps."""
+    """A `Fault` makes `rank` fail at `step`. The fault is real: the process dies, stops or sleeps."""
 
     rank: int
     step: int
     happen: Callable[[], None]
 
     def strike(self, rank: int, step: int = 0) -> None:
-        """Make the fault happen if the caller is the chosen rank at the chosen step; otherwise do nothing."""
+        """Trigger the fault if `rank` and `step` are the chosen ones; otherwise do nothing."""
         if (rank, step) == (self.rank, self.step):
             self.happen()
 
 
 def kill(rank: int, *, step: int = 0) -> Fault:
-    """Return a fault that ends `rank` by SIGKILL, as when memory runs out: no handler and no exit hook runs."""
+    """Return a fault that kills `rank` with SIGKILL, as the OOM killer does: no handler and no exit hook runs."""
     return Fault(rank, step, functools.partial(_signal_self, signal.SIGKILL))
 
 
 def stop(rank: int, *, step: int = 0) -> Fault:
-    """Return a fault that stops `rank` by SIGSTOP: the process exists but does not answer, as if its host hangs."""
+    """Return a fault that stops `rank` with SIGSTOP: the process exists but does not answer, as if its host hung."""
     return Fault(rank, step, functools.partial(_signal_self, signal.SIGSTOP))
 
 
 def leave(rank: int, *, step: int = 0, exit_code: int = 1) -> Fault:
-    """Return a fault that ends `rank` by `os._exit`: no exit hook runs, and the peers are not notified."""
+    """Return a fault that ends `rank` with `os._exit`: no exit hook runs, and the peers are not notified."""
     return Fault(rank, step, functools.partial(os._exit, exit_code))
 
 
 def delay(rank: int, *, step: int = 0, seconds: float) -> Fault:
-    """Return a fault that delays `rank` by `seconds`, as if its input is slow."""
+    """Return a fault that delays `rank` by `seconds`, as a slow input would."""
     return Fault(rank, step, functools.partial(time.sleep, seconds))
 
 

@@ -1,12 +1,12 @@
-"""Make hosts on one machine: network namespaces joined by a switch, each with its own address and network.
+"""Simulate several hosts on one machine: network namespaces joined by a switch, each with its own address.
 
     plx-17-0-0 ──eth0── 10.77.0.1 ┐
     plx-17-0-1 ──eth0── 10.77.0.2 ┼── bridge in plx-17-0-switch
     plx-17-0-2 ──eth0── 10.77.0.3 ┘
 
 Processes of different namespaces can reach each other only through these interfaces, whose counters and rates are real.
-They share one kernel: memory, process numbers and the machine's name are the same on all. A command run on a host
-(`Host.command`) sees that host's own CLOCK_MONOTONIC, which counts from the host's start.
+The hosts share one kernel, and so memory, process ids and the machine's name. A command run on a host (`Host.command`)
+sees that host's own CLOCK_MONOTONIC, which counts from the host's start.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from typing import Literal
 from phalanx.errors import PhalanxError
 
 _CLONE_NEWNET = 0x40000000
-# TCP passes this many bytes to an interface at once, including the headers that the bucket counts.
+# TCP passes at most this many bytes to an interface at once, including the headers that the bucket counts.
 _LONGEST_PACKET = 65536 + 256
-_NETWORKS = itertools.count()  # in this process: two may exist at a time
-_UP_LONGER_S = 100_000  # each host has been up this much longer than the host before it
+_NETWORKS = itertools.count()  # of this process: two may exist at the same time
+_UP_LONGER_S = 100_000  # each host has been up for this much longer than the previous one
 
 
 @dataclass(frozen=True)
 class Host:
     """A `Host` is one namespace. The other hosts reach it at `address`.
 
-    `up_s` is how many seconds its CLOCK_MONOTONIC is ahead of the machine's. `switch` and `port` are the namespace and
-    the interface at the other end of its cable. `bucket` limits the rate at which it sends, and with `both_ways` at
-    which it receives, in tc's notation.
+    `up_s` is the number of seconds by which the host's CLOCK_MONOTONIC is ahead of the machine's. `switch` and `port`
+    are the namespace and the interface at the other end of its cable. `bucket`, in tc's notation, limits the rate at
+    which the host sends and, with `both_ways`, receives.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Host:
         """Move the calling thread, and its future children, to this host permanently.
 
         Raises:
-            OSError: not permitted, or the host no longer exists.
+            OSError: the call is not permitted, or the host no longer exists.
         """
         libc = ctypes.CDLL(None, use_errno=True)
         with open(f"/run/netns/{self.name}", "rb") as namespace:
@@ -64,19 +64,19 @@ class Host:
         """Send a signal to every process on this host."""
         network = f"net:[{os.stat(f'/run/netns/{self.name}').st_ino}]"
         for entry in filter(str.isdecimal, os.listdir("/proc")):
-            with contextlib.suppress(OSError):  # it has ended
+            with contextlib.suppress(OSError):  # the process has ended
                 if os.readlink(f"/proc/{entry}/ns/net") == network:
                     os.kill(int(entry), signum)
 
     def bytes_sent(self) -> int:
-        """Return the bytes that have left this host through its interface since its creation, with all headers."""
+        """Return the number of bytes that this host has sent since its creation, including all headers."""
         link = json.loads(_ip("-n", self.name, "-s", "-j", "link", "show", "dev", "eth0"))[0]
         return int(link["stats64"]["tx"]["bytes"])
 
     def cut_off(self, only: Literal["sent", "received", ""] = "") -> None:
-        """Pull the cable: no packet arrives or leaves any more, and no process is notified.
+        """Pull the cable: from now on no packet arrives or leaves, and no process is notified.
 
-        With `only`, lose only the packets that the host has "sent", or those that it would have "received".
+        With `only`, drop only the packets that the host sends ("sent") or would receive ("received").
         """
         if only:
             self._queue(only, "blackhole")
@@ -84,13 +84,13 @@ class Host:
             _ip("-n", self.name, "link", "set", "eth0", "down")
 
     def plug_in(self) -> None:
-        """Put the cable back, after `cut_off`."""
+        """Put the cable back after `cut_off`."""
         _ip("-n", self.name, "link", "set", "eth0", "up")
         self._queue("sent", *self.bucket)
         self._queue("received", *(self.bucket if self.both_ways else ()))
 
     def _queue(self, way: str, *words: str) -> None:
-        """Set the queue of packets that the host has "sent" or "received" to tc's `words`; without words, to none."""
+        """Set the qdisc for packets that the host has "sent" or "received" to tc's `words`; by default, to none."""
         device = ["-n", self.name, "qdisc", "replace", "dev", "eth0"]
         if way == "received":
             device = ["-n", self.switch, "qdisc", "replace", "dev", self.port]
@@ -98,21 +98,21 @@ class Host:
 
     @property
     def command(self) -> tuple[str, ...]:
-        """Return the prefix of a command that runs it on this host, with this host's clock if possible."""
+        """Return the words that, put before a command, run it on this host, with this host's clock if possible."""
         words = ("ip", "netns", "exec", self.name)
         return (*words, "unshare", "--time", "--monotonic", str(self.up_s)) if self.up_s and _has_clocks() else words
 
 
 @functools.cache
 def _has_clocks() -> bool:
-    """Return whether a program can run with another CLOCK_MONOTONIC."""
+    """Return whether programs can be run with another CLOCK_MONOTONIC."""
     probe = ["unshare", "--time", "--monotonic", "1", "true"]
     return subprocess.run(probe, capture_output=True, check=False).returncode == 0
 
 
 @functools.cache
 def why_no_hosts() -> str:
-    """Return why `hosts` cannot work here, or "": for `pytest.mark.skipif`."""
+    """Return why `hosts` cannot work here, or "" if it can; for `pytest.mark.skipif`."""
     if shutil.which("ip") is None:
         return "the command ip (iproute2) is not there"
     probe = f"plx-{os.getpid()}-probe"
@@ -130,10 +130,10 @@ def why_no_hosts() -> str:
 def enter_own_network() -> None:
     """Move the calling thread, and its future children, to a new host that has only a loopback interface.
 
-    Two such programs can use the same ports without reaching each other by accident.
+    Two programs that do so can use the same ports without reaching each other by accident.
 
     Raises:
-        OSError: not permitted.
+        OSError: the call is not permitted.
         PhalanxError: the command ip (iproute2) is missing, or failed.
     """
     libc = ctypes.CDLL(None, use_errno=True)
@@ -159,13 +159,13 @@ def hosts(
 
     Arguments:
         rate: limits the rate at which each host sends, in tc's notation ("1gbit"), by a token bucket.
-        burst_bytes: the size of the bucket: the burst that passes at once after a pause.
+        burst_bytes: the size of the bucket, and so of the burst that passes at once after a pause.
         network: the first three numbers of the hosts' IPv4 addresses.
         both_ways: limit receiving, too, as the port of a real switch does.
         ipv6: the hosts have IPv6 addresses, and no others.
-        mtu: the largest packet in bytes, by default 1500; at least 1280 for IPv6.
+        mtu: the size of the largest packet in bytes. Default: 1500. IPv6 needs at least 1280.
         one_clock: all hosts have the machine's CLOCK_MONOTONIC, so that their times can be compared.
-        dead_end: each host has a second, unconnected interface, with a default route; their addresses share a network.
+        dead_end: each host has a second, unconnected interface with a default route; all of these share a subnet.
 
     Raises:
         PhalanxError: namespaces are not permitted, or ip or tc is missing (see `why_no_hosts`).

@@ -1,4 +1,4 @@
-"""Run a function on several ranks, each a real process, and return the results."""
+"""Run a function on several ranks, each in a real process, and return the results."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from phalanx._job.launch.calls import outcome, payload
 from phalanx._job.launch.calls.outcome import RankOutcome, describe_exit
 from phalanx.errors import PhalanxError
 
-_POLL_S = 0.05  # between checks of exit codes: a process that a rank started may keep the sentinel open
+_POLL_S = 0.05  # between checks of exit codes, because a child of a rank may keep the sentinel open
 
 
 def run_ranks(
@@ -44,25 +44,25 @@ def run_ranks(
     lost: Collection[int] = (),
     start: Literal["fork", "spawn"] | None = None,
 ) -> list[Any]:
-    """Call `fn(rank, world_size, *args)` on `world_size` processes, and return the results by rank.
+    """Call `fn(rank, world_size, *args)` in `world_size` processes, and return the results by rank.
 
     Each rank has one intra-op thread and, with `init`, a default process group over `backend` whose timeout is half of
-    `timeout`, so that the group itself reports a collective that never ends. Results are pickled. No process,
+    `timeout`, so that the group itself reports a collective that never completes. Results are pickled. No process,
     descriptor or file is left behind.
 
     Arguments:
-        fn: any function: of a module, of `__main__` or of a notebook, a closure, or a lambda.
-        timeout: seconds or a timedelta for the whole run, to end hangs; long enough for a busy machine.
-        init: False leaves the process group to `fn`. A group that `fn` does not destroy is not destroyed.
+        fn: any function, from a module, `__main__` or a notebook; also a closure or a lambda.
+        timeout: the limit for the whole run, in seconds or as a timedelta; make it long enough for a busy machine.
+        init: with False, `fn` itself creates and destroys any process group.
         lost: ranks that the test itself kills or stops. They must not return, and must end or be stopped within
             `timeout`; their result is None.
         start: "fork" costs milliseconds and is the default on Linux; a caller with threads gets "spawn", which imports
             torch again in each rank, and sends functions that a rank cannot import as code, as `phalanx.launch` does.
 
     Raises:
-        RankFailed: some rank raised, died, or was still running when time was up: one message with every traceback.
-        ValueError: `world_size`, `timeout` or `lost` is invalid.
-        TypeError: "spawn" is used, and something in `fn` or `args` cannot be sent to another process.
+        RankFailed: some ranks raised, died, or were still running when time was up; the message has all tracebacks.
+        ValueError: `world_size`, `timeout`, `lost` or `start` is invalid.
+        TypeError: "spawn" is used, and `fn` or `args` cannot be sent to another process.
     """
     deadline = Deadline.after(timeout)
     if world_size < 1:
@@ -73,7 +73,7 @@ def run_ranks(
         raise ValueError(f"lost names ranks {unknown}, but the ranks are 0 to {world_size - 1}")
 
     context, call = _prepare(start, fn, args)
-    if init:  # imported once here, not once in each rank that is forked
+    if init:  # imported once here, not once in each forked rank
         import torch.distributed  # noqa: F401
 
         if backend and "phalanx" in backend and not isinstance(call, bytes):
@@ -104,8 +104,8 @@ def run_ranks(
 class RankFailed(PhalanxError):
     """Some ranks of a `run_ranks` call did not return. The message has the traceback or the last known stack of each.
 
-    `errors` maps a rank to the exception that it raised, if the exception can be pickled; `results` maps the ranks that
-    returned to their results; `running` has the ranks that were still running when time was up.
+    `errors` maps ranks to the exceptions that they raised, if these can be pickled; `results` maps the ranks that
+    returned to their results; `running` lists the ranks that were still running when time was up.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class RankFailed(PhalanxError):
 
     @classmethod
     def of(cls, outcomes: Sequence[RankOutcome], *, call: str, timeout_s: float) -> RankFailed:
-        """Return the exception that reports every failed outcome, in the order of the ranks."""
+        """Return the exception that reports every failed outcome, in rank order."""
         failed = [outcome for outcome in outcomes if outcome.failed]
         running = tuple(outcome.rank for outcome in failed if outcome.running)
         late = f", {name_ranks(running)} still running after {timeout_s:.1f} s" if running else ""
@@ -136,11 +136,11 @@ class RankFailed(PhalanxError):
         )
 
 
-_Call = tuple[Callable[..., Any], tuple[Any, ...]] | bytes  # pickled, unless the rank is a fork that inherits it
+_Call = tuple[Callable[..., Any], tuple[Any, ...]] | bytes  # pickled, unless a forked rank inherits it
 
 
 def _prepare(start: str | None, fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[BaseContext, _Call]:
-    """Return the context that starts the processes, and the call, pickled unless they inherit it."""
+    """Return the context that starts the processes, and the call, which is pickled unless they inherit it."""
     others = [thread.name for thread in threading.enumerate() if thread is not threading.current_thread()]
     if start is None:
         start = "fork" if sys.platform == "linux" and not others else "spawn"
@@ -165,7 +165,7 @@ def _processes(context: BaseContext, tasks: Sequence[_RankTask]) -> Iterator[lis
             process: BaseProcess = context.Process(target=_work, args=(task,), name=f"rank {task.rank}")  # type: ignore[attr-defined]
             processes.append(process)
             with warnings.catch_warnings():
-                # Python 3.12 also warns of native threads; the ranks do not use the threads of torch's pools.
+                # Python 3.12 and later also warn of native threads, but ranks do not use the threads of torch's pools.
                 warnings.filterwarnings("ignore", ".*multi-threaded.*fork", DeprecationWarning)
                 process.start()
         yield processes
@@ -179,13 +179,13 @@ def _end(process: BaseProcess) -> None:
         return
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
-    process.kill()  # does nothing if it has ended; also kills a process that has no group of its own yet
+    process.kill()  # does nothing if it has ended, but kills a process that has no group of its own yet
     process.join()
     process.close()
 
 
 def _await(processes: Sequence[BaseProcess], deadline: Deadline, *, or_stopped: bool = False) -> None:
-    """Wait until every process has ended (or, if requested, is stopped), or time is up."""
+    """Wait until every process has ended (or, with `or_stopped`, is stopped), or until time is up."""
     while not deadline.passed:
         running = [p for p in processes if p.exitcode is None and not (or_stopped and _is_stopped(p))]
         if not running:
@@ -215,7 +215,7 @@ def _outcome(task: _RankTask, process: BaseProcess, lost: Collection[int]) -> Ra
 
 
 def _stack(task: _RankTask, process: BaseProcess) -> str:
-    """Return the stacks of a running rank's threads; a stopped rank is resumed so that it can write them."""
+    """Return the stacks of a running rank's threads. A stopped rank is resumed so that it can write them."""
     assert process.pid is not None
     with contextlib.suppress(ProcessLookupError):
         os.kill(process.pid, _SHOW_STACK)
@@ -236,9 +236,9 @@ _SHOW_STACK = signal.SIGUSR2
 
 @dataclass(frozen=True)
 class _RankTask:
-    """A `_RankTask` is the input of a rank.
+    """A `_RankTask` is what a rank's process receives.
 
-    `folder` belongs to the run: the store, the outcomes and the stacks are in it.
+    `folder` belongs to the run; it contains the store, the outcomes and the stacks.
     """
 
     call: _Call
@@ -251,12 +251,12 @@ class _RankTask:
 
     @property
     def outcome_path(self) -> Path:
-        """Return the path of the outcome, which appears atomically."""
+        """Return the path of the outcome, which is written atomically."""
         return self.folder / f"outcome-{self.rank}"
 
     @property
     def stack_path(self) -> Path:
-        """Return the path of the stack, written when the rank crashes or is asked for it."""
+        """Return the path of the stacks, which are written when the rank crashes or receives `_SHOW_STACK`."""
         return self.folder / f"stack-{self.rank}"
 
 
@@ -266,7 +266,7 @@ def _work(task: _RankTask) -> None:
     # Exclude the parent's objects from this rank's garbage collection. Traversing them would copy their pages, and
     # collecting one may abort: a store's destructor, for example, joins a thread that this process does not have.
     gc.freeze()
-    os.setpgrp()  # so that the parent can end this rank together with its children
+    os.setpgrp()  # so that the parent can kill this rank together with its children
     with task.stack_path.open("w") as stack:
         faulthandler.enable(stack)
         faulthandler.register(_SHOW_STACK, stack)
@@ -274,7 +274,7 @@ def _work(task: _RankTask) -> None:
         outcome.write(task.outcome_path, outcome.call(task.rank, lambda: _call(task)), dumps)
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(0)  # threads that the function left must not keep the rank; the parent has the outcome
+        os._exit(0)  # threads that the function left must not keep the rank alive; the outcome is written
 
 
 def _call(task: _RankTask) -> Any:
@@ -303,8 +303,8 @@ def _group(task: _RankTask) -> Iterator[None]:
         timeout=timedelta(seconds=task.group_timeout_s),
     )
     if task.backend == "gloo":
-        # A rank whose function sends nothing may end while a peer is still connecting to it; the peer's start then
-        # fails with "Connection closed by peer".
+        # Wait for all: a rank whose function sends nothing may end while a peer is still connecting to it, whose start
+        # would then fail with "Connection closed by peer".
         store.set(f"connected/{task.rank}", "")
         others = [f"connected/{rank}" for rank in range(task.world_size)]
         store.wait(others, timedelta(seconds=task.group_timeout_s))

@@ -1,4 +1,4 @@
-"""`Trainer` is the training loop; this package also has its callbacks, metrics and progress display."""
+"""`Trainer` is the training loop; this package also contains its callbacks, metrics and progress display."""
 
 from __future__ import annotations
 

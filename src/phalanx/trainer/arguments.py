@@ -1,4 +1,4 @@
-"""Check and read the arguments of a Trainer; report all problems at once."""
+"""Check and parse the arguments of a Trainer; report all problems at once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from phalanx.trainer.callbacks import Callback
 def find_problems(
     model: Any, optimizer: Any, strategy: Any, loss: Any, metrics: Any, callbacks: Any, seed: Any, scheduler: Any
 ) -> list[str]:
-    """Return the problems of a Trainer's arguments."""
+    """Return a description of each problem with a Trainer's arguments."""
     several = callbacks if isinstance(callbacks, Sequence) else [callbacks]
     wrong = [one for one in several if not isinstance(one, Callback)]
     name, has_model = type(strategy).__name__, isinstance(strategy, Strategy) and strategy.is_set_up
@@ -75,12 +75,12 @@ def _lacks_arguments(model: Any, name: str) -> bool:
     return False
 
 
-# One for each range of Python versions: up to 3.14, from 3.12 to 3.13, and from 3.15 on.
+# The opcodes that load None: in Python up to 3.14, in 3.12 and 3.13, and from 3.15 on.
 _LOADS_OF_NONE = ("LOAD_CONST", "RETURN_CONST", "LOAD_COMMON_CONSTANT")
 
 
 def returns_nothing(function: Any) -> bool:
-    """Return whether a function or method can only return None; False if its code is unknown."""
+    """Return whether a function can only return None; False for a generator or coroutine, or if its code is unknown."""
     code = getattr(inspect.unwrap(function) if callable(function) else None, "__code__", None)
     if code is None or code.co_flags & (inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR):
         return False
@@ -99,7 +99,7 @@ Resume = Literal["latest", "best"]
 
 @dataclass(frozen=True)
 class Saves:
-    """`Saves` saves a checkpoint every `steps` updates, or every `epochs` epochs, and after each of the best epochs."""
+    """`Saves` decides when to save: every `steps` updates or `epochs` epochs, and after each of the best epochs."""
 
     steps: int | None = None
     epochs: int | None = 1
@@ -133,7 +133,7 @@ class Saves:
         return self.epochs is not None and epoch % self.epochs == 0
 
     def judge(self, kept: tuple[float, ...], metrics: dict[str, float]) -> tuple[tuple[float, ...], bool]:
-        """Add the metric of a validation to the best values `kept`; return them, and whether it is among the best.
+        """Add a validation's metric to the best values `kept`; return the best values, and whether it is one of them.
 
         Raises:
             ValueError: the metric was not measured.

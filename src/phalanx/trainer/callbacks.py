@@ -1,4 +1,4 @@
-"""A `Callback` defines actions at points of `Trainer.fit`."""
+"""A `Callback` runs user code at points of `Trainer.fit`; `EarlyStopping` is one."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ class Callback:
         on_fit_end              also after an early stop
         on_error                instead of on_fit_end
 
-    A callback with `state_dict` and `load_state_dict` is part of checkpoints. A checkpoint has rank 0's state, for all
-    ranks; if ranks have different models (parts of one, or copies that train apart), it has each rank's state. A
-    replacement rank receives another rank's state. After the loss of a rank, the points after the last step of an epoch
-    are repeated, with callbacks restored to that step. Random numbers that a callback draws (torch, Python, NumPy) do
-    not change the model's: a resumed run, which repeats some points but not others, ends with the same bits. So a seed
-    that a callback sets holds until the point ends.
+    Checkpoints contain the state of each callback with `state_dict` and `load_state_dict`: rank 0's state for all
+    ranks, or each rank's own if ranks have different models (parts of one, or copies that train apart). A replacement
+    rank receives another rank's state. After the loss of a rank, the points after the last step of an epoch are
+    repeated, with callbacks restored to that step. Random numbers that a callback draws (torch, Python, NumPy) do not
+    affect the model's. So a resumed run, which repeats some points but not others, ends bitwise identical, and a seed
+    that a callback sets is in effect only until the point ends.
     """
 
     def on_fit_begin(self, trainer: Trainer) -> None:
@@ -54,7 +54,7 @@ class Callback:
         """Override this to act after a step. `loss` is this rank's, detached; reading it waits for the device."""
 
     def on_checkpoint(self, trainer: Trainer) -> None:
-        """Override this to act when a save has begun; it completes before the next save begins, or `fit` returns."""
+        """Override this to act when a save has begun. It completes before the next save begins, or `fit` returns."""
 
     def on_validation_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         """Override this to act after a validation. `metrics` cover all samples of all ranks; all ranks get the same."""
@@ -63,7 +63,7 @@ class Callback:
         """Override this to act after the validation and the scheduler's step."""
 
     def on_fit_end(self, trainer: Trainer) -> None:
-        """Override this to act after the last step, when the last checkpoint is on the disk."""
+        """Override this to act after the last step, when the last checkpoint is written."""
 
     def on_error(self, trainer: Trainer, error: BaseException) -> None:
         """Override this to act when `fit` ends with `error`."""
@@ -73,13 +73,13 @@ class EarlyStopping(Callback):
     """Stop when `monitor` has not improved for `patience` validations.
 
     Arguments:
-        monitor: the name of a validation metric. None watches the metric of the Trainer's `keep_best`, with its mode;
-            without `keep_best`, the loss.
-        min_delta: the least change that counts as an improvement.
-        mode: "min" (the default) if less is better, "max" if more is better.
+        monitor: the name of a validation metric. By default the loss, or if `mode` is not given either, the metric and
+            mode of the Trainer's `keep_best`.
+        min_delta: a change counts as an improvement only if it is larger than this.
+        mode: "min" (the default) if lower is better, "max" if higher is better.
 
     Raises:
-        ValueError: an argument is invalid; at the first validation, the metric does not exist.
+        ValueError: an argument is invalid; from `fit`, the metric does not exist.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class EarlyStopping(Callback):
         self._watch(monitor, mode)
 
     def follow(self, best: Best | None) -> None:
-        """Watch the metric of `keep_best`, unless this callback has a metric of its own."""
+        """Watch the metric of `keep_best`, unless `monitor` or `mode` was given."""
         if self._follows and best is not None:
             self._watch(best.metric, best.mode)
 
@@ -110,11 +110,11 @@ class EarlyStopping(Callback):
         self.best = math.inf if mode == "min" else -math.inf
 
     def on_fit_begin(self, trainer: Trainer) -> None:
-        """Stop a restarted run that had stopped before."""
+        """Stop again if this callback had stopped the run before a restart."""
         self._stop_if_due(trainer)
 
     def on_validation_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
-        """Ask the trainer to stop after too many validations without improvement."""
+        """Stop the trainer after `patience` validations without improvement."""
         if self.monitor not in metrics:
             raise ValueError(f"EarlyStopping: {self.monitor!r} is not a metric of the validation: {sorted(metrics)}")
         value = metrics[self.monitor]
@@ -127,11 +127,11 @@ class EarlyStopping(Callback):
             trainer.stop(f"{self.monitor} has not got better than {self.best:.6g} for {self.num_bad} validations")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best value, and the number of validations since."""
+        """Return the best value, and the number of validations since then."""
         return {"best": self.best, "num_bad": self.num_bad}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue counting from the state."""
+        """Continue counting from a saved state."""
         self.best, self.num_bad = state_dict["best"], state_dict["num_bad"]
 
 
@@ -174,11 +174,11 @@ class CallbackStates:
 
 
 class CallbackCalls:
-    """`CallbackCalls` isolates the model's random numbers from draws of callbacks.
+    """`CallbackCalls` calls callbacks so that their random draws do not affect the model's.
 
-    A resumed run repeats some points but not others, which must not change any bit.
+    A resumed run repeats some points but not others, and must still end bitwise identical.
 
-    Cost: two captures of the random states, where a callback overrides the point; else nothing.
+    Cost: two captures of the random states for each point that a callback overrides.
     """
 
     def __init__(self) -> None:
@@ -188,7 +188,7 @@ class CallbackCalls:
         return any(_overrides(one, point) for one in callbacks)
 
     def call(self, callbacks: Sequence[Callback], point: str, *args: Any) -> None:
-        """Call the point of each callback that overrides it, in the order of the callbacks."""
+        """Call the method `point` of each callback that overrides it, in the order of the callbacks."""
         receivers = [one for one in callbacks if _overrides(one, point)]
         if not receivers:
             return
@@ -204,7 +204,7 @@ def _overrides(callback: Callback, point: str) -> bool:
 
 
 class CallbackRecovery:
-    """`CallbackRecovery` tracks the step that this rank's callbacks have completed, and their states at an epoch's end.
+    """`CallbackRecovery` restores callbacks after the loss of a rank: all ranks' callbacks continue from one step.
 
     `called_step` is the latest step whose `on_step_end` has completed.
     """
@@ -215,14 +215,14 @@ class CallbackRecovery:
         self._saved: tuple[int, bytes] | None = None  # an epoch, and the callbacks' states after its last step
 
     def save(self, callbacks: CallbackStates, state: elastic.State) -> None:
-        """Save the states after the last step of an epoch: all later points are repeated if a rank is lost."""
+        """Save the states after the last step of an epoch: if a rank is lost, all later points are repeated."""
         if rendezvous.agent_address() and callbacks:
             self._saved = state.epoch, pickle.dumps(callbacks.state_dict())
 
     def agree(self, callbacks: CallbackStates, state: elastic.State) -> None:
-        """Restore the callbacks to the latest step, when training begins or resumes. All ranks call it.
+        """Restore the callbacks to the latest step when training begins or resumes. All ranks call it.
 
-        A rank that has joined, or did not complete that step's `on_step_end`, receives another rank's states.
+        A rank that has joined, or has not completed that step's `on_step_end`, receives another rank's states.
         """
         saved, self._saved = self._saved, None
         if not (self._strategy.is_elastic and callbacks):

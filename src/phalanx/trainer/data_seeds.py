@@ -1,11 +1,11 @@
-"""Seed the draws of a replica's own loader from the script's seeds and the epoch.
+"""Seed the loader that a function of the script returns for one replica, from the script's seeds and the epoch.
 
-Such a loader reports no position: a run that resumes inside an epoch reads the loader again up to that point. This
-yields the same samples only if the loader draws the same random numbers.
+Such a loader reports no position: a run that resumes in mid-epoch reads the loader again up to the same batch. The
+samples are the same only if the loader draws the same random numbers.
 
     drawn from                               seeded in each epoch by
-    the global generators                    the value of `torch.initial_seed()` when the run began, on this replica
-    the loader's own `torch.Generator`       the seed that the script gave to the generator
+    the global generators                    the replica's `torch.initial_seed()` when the run began
+    the loader's own `torch.Generator`       the seed that the script gave the generator
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from phalanx.strategies import Strategy
 
 
 def agree_on_seeds(state: elastic.State, strategy: Strategy) -> None:
-    """Set `state.data_seeds`, the seed of each replica, on all ranks: known seeds if a rank has any. All ranks call it.
+    """Set `state.data_seeds`, one per replica, to equal values on all ranks: known ones if any. All ranks call it.
 
-    A rank that joins receives the seeds with which the run began; a checkpoint has them, too.
+    A rank that joins receives the seeds with which the run began; checkpoints contain them, too.
     """
     mine = state.data_seeds, strategy.replica_id_in_sync_group, torch.initial_seed()
     group = strategy.training_group
@@ -38,7 +38,7 @@ def agree_on_seeds(state: elastic.State, strategy: Strategy) -> None:
 def seed_of_replica(seeds: tuple[int, ...], replica: int) -> int:
     """Return the seed of a replica, which may have joined later.
 
-    If the script has seeded all replicas equally, they may divide a common order: a new replica then gets the same
+    If the script has seeded all replicas equally, they may be dividing one common order, so a new replica gets the same
     seed.
     """
     if replica < len(seeds):
@@ -47,7 +47,7 @@ def seed_of_replica(seeds: tuple[int, ...], replica: int) -> int:
 
 
 _given: weakref.WeakKeyDictionary[torch.Generator, tuple[int, int]] = weakref.WeakKeyDictionary()
-"""The seed that the script gave to a generator, and the seed that replaced it for an epoch."""
+"""The seed that the script gave each generator, and the seed that replaced it for an epoch."""
 
 
 def seed_generators(loader: Any, epoch: int) -> None:

@@ -1,4 +1,4 @@
-"""Print the messages about a fit on rank 0, except the progress line."""
+"""Print on rank 0 what happens in a fit: where it resumes, its epochs, validations and warnings, why it ends."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _logger = get_logger(__name__)
 class FitDisplay:
     """`FitDisplay` shows on rank 0 where a fit resumes, its epochs and validations, and why it ended.
 
-    Cost: an addition on the loss's device for each batch. The sum is read when a line is drawn; on a CPU, each loss is
-    read at once, to name the step whose loss is NaN or infinite.
+    Cost: an addition on the loss's device for each batch; the sum is read when a line is drawn. On the CPU, each loss
+    is read at once, so that a warning can name the step whose loss is NaN or infinite.
     """
 
     def __init__(self, *, show: bool) -> None:
@@ -40,7 +40,7 @@ class FitDisplay:
             print(line, flush=True)
 
     def batches(self, loader: Iterable[Any], epoch: str, per_step: Callable[[Any], float]) -> Iterable[Any]:
-        """Return an iterable over the batches of `loader`, which also shows them as one line."""
+        """Return an iterable over the batches of `loader` that also shows its progress in one line."""
         self._epoch, self._mean = epoch, RunningMean()
         self._bar = progress(loader, desc=epoch, per_step=per_step) if self._show else None
         return loader if self._bar is None else self._bar
@@ -62,7 +62,7 @@ class FitDisplay:
 
     def show_metrics(self, metrics: Mapping[str, float]) -> None:
         """Show the metrics of a validation, after an epoch's batches."""
-        if self._epoch:  # empty if a finished run was restarted, and only validates
+        if self._epoch:  # empty if a restarted run was already finished, and only validates
             self.print_line(f"{self._epoch}: validation: {values_text(metrics)}")
 
     def show_resumed(self, trainer: Trainer, path: Path | str) -> None:
@@ -77,7 +77,7 @@ class FitDisplay:
         self.print_line(f"{whose} ({what}): nothing to train; {advice}{', or pass another folder' if folder else ''}")
 
     def show_end(self, trainer: Trainer) -> None:
-        """Show that the training has ended, unless it reached `max_epochs`."""
+        """Show why the training has ended, unless it reached `max_epochs`."""
         if trainer.why_stopped or trainer.epoch < trainer.max_epochs:
             what, _ = _why_over(trainer)
             self.print_line(
@@ -119,7 +119,7 @@ class RunningMean:
     def add(self, value: Tensor) -> float | None:
         """Add a value; return it as a number if it is on the CPU."""
         self._count += 1
-        if value.is_cpu:  # as a number: a tensor operation would cost tens of microseconds
+        if value.is_cpu:  # add it as a float: a tensor operation would cost tens of microseconds
             number = float(value.item())
             self._sum += number
             return number
@@ -130,7 +130,7 @@ class RunningMean:
 
     @property
     def is_elsewhere(self) -> bool:
-        """Return whether the mean is on a device other than the CPU."""
+        """Return whether the sum is on a device other than the CPU."""
         return self._elsewhere is not None
 
     def __float__(self) -> float:

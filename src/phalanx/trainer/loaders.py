@@ -1,11 +1,11 @@
-"""Divide the data of `Trainer.fit` among the replicas, and weigh the batches.
+"""Divide the data of `Trainer.fit` among the replicas, and weight the batches by their samples.
 
-DataLoader over a dataset with a length     the strategy divides it; its sampler has the job's position
+DataLoader over a dataset with a length     the strategy divides it; its sampler records the job's position
 DataLoader over an IterableDataset          each replica reads it and takes its part of each batch; the position is a
                                             number of batches, which a resumed run reads and skips
-a dict of DataLoaders                       a batch of each in every step, as a dict
-a function of `InputContext`                returns each replica's own batches; in each step, ranks agree that all have
-                                            a batch
+a dict of DataLoaders                       every step gets a dict with a batch of each
+a function of `InputContext`                returns each replica's own batches; the ranks check in each step that all of
+                                            them have one
 """
 
 from __future__ import annotations
@@ -38,31 +38,31 @@ Loaders = Any
 
 
 class FitLoader:
-    """`FitLoader` has the batches of this replica."""
+    """`FitLoader` yields the batches of this replica, with their weights in an update."""
 
     def __init__(self, loader: Any, strategy: Strategy, *, is_own: bool = False) -> None:
         self.loader, self._strategy = loader, strategy
         self.is_own = is_own
-        """Whether a function of the script made the loader; then replicas may have different numbers of batches."""
+        """Whether a function of the script made the loader. If so, replicas may have different numbers of batches."""
         sampler = getattr(loader, "sampler", None)
         self.sampler = sampler if isinstance(sampler, DistributedSampler) and not is_own else None
         self._stream: RandomStream | None = None
-        self._num_skipped = 0  # batches that were skipped and are not counted yet
+        self._num_skipped = 0  # skipped batches that the progress line has yet to count
 
     @property
     def total(self) -> int | None:
-        """Return how many batches are left of the epoch; None if unknown."""
+        """Return the number of batches left in the epoch; None if unknown."""
         return len(self.loader) if self.sampler is not None else None
 
     @property
     def batch_size(self) -> int | None:
-        """Return the number of samples in this replica's batch; None if it may vary."""
+        """Return the number of samples in each batch of this replica; None if it may vary."""
         return self.loader.batch_size if self.sampler is not None else None
 
     def samples_shown(self, batch: Any) -> float:
-        """Return a rank's share of the samples in all replicas' batches of this step.
+        """Return the number of samples in all replicas' batches of this step, divided by the number of ranks.
 
-        The progress line multiplies it by the number of ranks of the job.
+        The progress line multiplies it by that number again.
         """
         if self._num_skipped:
             self._num_skipped -= 1
@@ -75,16 +75,16 @@ class FitLoader:
         return count * self._strategy.num_replicas_in_sync / world_size
 
     def begin_epoch(self, epoch: int, batch_size: int | None, seeds: tuple[int, ...]) -> None:
-        """Prepare the data for an epoch, or for the rest of an epoch. `seeds` has a seed for each replica."""
+        """Prepare the data for an epoch, or for the rest of one. `seeds` are the seeds of all replicas."""
         loader = self.loader
         if self.sampler is not None:
-            # A rank that joined later has divided the batch among more replicas: all use the first ranks' number.
-            if loader.batch_sampler is not None:  # otherwise its samples are batches
+            # A rank that joined later divided the batch by a larger number of replicas: use the first ranks' size.
+            if loader.batch_sampler is not None:  # otherwise each sample is a batch
                 loader.batch_sampler.batch_size = batch_size
         elif isinstance(loader, IterableLoader):
             loader.regroup(self._strategy.num_replicas_in_sync, self._strategy.replica_id_in_sync_group)
         if self.sampler is not None and isinstance(loader, DataLoader):
-            # otherwise it would draw from the model's generator, once more when an epoch is resumed
+            # otherwise it would draw its seed from the model's generator, once more if the epoch is resumed
             if loader.generator is None:
                 loader.generator = torch.Generator()
             loader.generator.manual_seed(epoch_seed(self.sampler.seed, epoch))
@@ -99,11 +99,11 @@ class FitLoader:
         """Seed the draws of the loader's own generators and of its workers from the epoch."""
         if isinstance(self.loader, DataLoader):
             seed_generators(self.loader, epoch)
-            if self.loader.persistent_workers:  # they have drawn in other epochs, unlike a resumed run's workers
+            if self.loader.persistent_workers:  # they have drawn in earlier epochs; a resumed run's have not
                 self.loader._iterator = None
 
     def batches(self, shown: Iterable[Any], accumulate: int, skip: int) -> Iterator[tuple[Any, float, bool, int]]:
-        """Yield (batch, its share of the samples of its update, whether it is the update's last, batches so far).
+        """Yield (batch, its share of its update's samples, whether it is the update's last, batches so far).
 
         `shown` is the iterable over the loader; the first `skip` batches of the epoch are read and skipped.
         """
@@ -133,7 +133,7 @@ class FitLoader:
                 yield batch, own / total, place == len(group), number
 
     def _skip(self, iterator: Iterator[Any], count: int) -> int:
-        """Skip `count` batches, and restore the random states, which the stopped job had already advanced."""
+        """Skip `count` batches without advancing the random states: the resumed ones include these batches' draws."""
         self._num_skipped = count
         if not count:
             return 0
@@ -143,7 +143,7 @@ class FitLoader:
         return skipped
 
     def _weigh(self, batch: Any) -> tuple[float, float]:
-        """Return the weight of a batch in the mean over ranks, and the weight of all replicas' batches together."""
+        """Return what a batch adds to the numerator and to the denominator of its share of an update."""
         if isinstance(self.loader, IterableLoader):
             return self.loader.own * self._strategy.num_replicas_in_sync, self.loader.total
         count = num_samples(batch)
@@ -166,7 +166,7 @@ class FitLoader:
     # -- validation ----------------------------------------------------------------------------------------------------
 
     def validation_batches(self, most: int | None) -> Iterator[tuple[Any, bool]]:
-        """Yield at most `most` batches, and whether each counts: a rank with fewer batches adds some that do not."""
+        """Yield (batch, whether it counts), at most `most`; if ranks evaluate together, fillers may follow."""
         together = self._strategy.evaluates_together and self._strategy.training_group is not None
         if self.sampler is not None:
             mine = len(self.loader) if most is None else min(len(self.loader), most)
@@ -176,7 +176,7 @@ class FitLoader:
             for _ in range(of_all - mine):
                 yield self._any_batch(), False
             return
-        self._begin_order(0)  # each validation has the same order, also on a rank that has joined
+        self._begin_order(0)  # the same order in each validation, even on a rank that has just joined
         if isinstance(self.loader, IterableLoader):
             self.loader.set_epoch(0)
         iterator, last = itertools.islice(self.loader, most), None
@@ -194,7 +194,7 @@ class FitLoader:
         return int(agreed)
 
     def _any_batch(self) -> Any:
-        """Return a batch that does not count, for a rank without batches."""
+        """Return a batch that does not count, for a rank that has none left."""
         if self.sampler is None:
             raise PhalanxError(
                 "Trainer.validate: all ranks of this strategy evaluate together, and this rank's loader has no batch: "
@@ -283,7 +283,7 @@ def _divide_together(strategy: Strategy, name: str, given: Mapping[Any, Any]) ->
             f"Trainer: {name} has no batch: none of its datasets has a full one ({sizes}), and with drop_last=True "
             "every batch is full: make the batches smaller, or leave drop_last out"
         )
-    # The last step is complete here, but after resuming with other ranks it may not be.
+    # The last step is complete here, but may not be after resuming with another number of ranks.
     options["drop_last"] = together.drop_last
     loader = strategy.loader(together, together.units_per_step, shuffle=False, collate_fn=together.collate, **options)
     return FitLoader(loader, strategy)
@@ -294,7 +294,7 @@ _OF_WORKERS = ("num_workers", "pin_memory", "timeout", "worker_init_fn", "multip
 
 
 def _set_epoch(loader: Any, epoch: int) -> None:
-    """Set the epoch on the parts of a loader that shuffle by it."""
+    """Call `set_epoch` on the loader, its sampler and its dataset, where they have it."""
     source = loader.source if isinstance(loader, IterableLoader) else getattr(loader, "dataset", None)
     for one in (getattr(loader, "sampler", None), source, loader):
         set_epoch = getattr(one, "set_epoch", None)
@@ -304,7 +304,7 @@ def _set_epoch(loader: Any, epoch: int) -> None:
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """`BatchSizes` holds the sizes of `total` batches: all have `full` samples except the last, which has `last`."""
+    """`BatchSizes` describes `total` batches: all have `full` samples except the last, which has `last`."""
 
     total: int
     full: int
@@ -312,7 +312,7 @@ class BatchSizes:
 
     @classmethod
     def of(cls, loader: DataLoader[Any]) -> BatchSizes:
-        """Return the sizes for the rest of the epoch. A sample that is itself a batch counts as one."""
+        """Return the sizes for the rest of the epoch; 1 for each if batches are equal, or are samples themselves."""
         total = len(loader)
         batch_size = getattr(loader.batch_sampler, "batch_size", None)
         if batch_size is None or loader.batch_sampler.drop_last or not total:  # type: ignore[union-attr]
@@ -320,6 +320,6 @@ class BatchSizes:
         return cls(total, batch_size, len(cast("Sized", loader.sampler)) - (total - 1) * batch_size)
 
     def share(self, number: int, group: range) -> float:
-        """Return the share of batch `number` in the samples of `group`, a range of batches that contains it."""
+        """Return the share that batch `number` has of the samples of `group`, a range of batches that contains it."""
         together = self.full * len(group) - (self.full - self.last) * (self.total - 1 in group)
         return (self.last if number == self.total - 1 else self.full) / together

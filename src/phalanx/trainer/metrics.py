@@ -1,4 +1,4 @@
-"""Compute means, and other metrics, over all samples of all ranks, each counted once."""
+"""Compute means and other metrics over all samples of all ranks, counting each sample once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _tree_iter: Any = find("torch.utils._pytree.tree_iter", loses="phalanx.Trainer d
 
 
 def num_samples(batch: Any) -> int:
-    """Return the first dimension of the batch's first tensor.
+    """Return the size of the first dimension of the batch's first tensor; 1 if that tensor is 0-dim.
 
     Raises:
         ValueError: the batch has no tensor.
@@ -35,7 +35,7 @@ def num_samples_or_one(batch: Any) -> int:
 
 
 def _first_tensor(batch: Any) -> Tensor | None:
-    """Return the first tensor in nested mappings, sequences and classes that are registered as pytrees."""
+    """Return the first tensor in nested mappings, sequences and objects whose class is registered as a pytree."""
     if isinstance(batch, Tensor):
         return batch
     parts: Iterable[Any]
@@ -43,7 +43,7 @@ def _first_tensor(batch: Any) -> Tensor | None:
         parts = batch.values()
     elif isinstance(batch, (list, tuple)):
         if isinstance(batch, list) and batch and isinstance(batch[0], (str, bytes, int, float)):
-            return None  # samples that are not tensors: there may be many
+            return None  # samples that are not tensors: do not search a long list
         parts = batch
     elif isinstance(batch, Sequence):
         parts = () if isinstance(batch, (str, bytes)) else batch
@@ -61,8 +61,8 @@ class SummedMetric:
             lambda sums: sums[0] / sums[1],
         )
 
-    Shape: the result of `count` has any shape, the same in each batch; `compute` receives it in float64, and returns
-    one number.
+    Shape: the result of `count` has any shape, the same for each batch; `compute` receives the sum in float64, and
+    returns one number.
     """
 
     count: Callable[[Any, Any], Tensor]
@@ -82,7 +82,7 @@ def call_metric(name: str, function: Callable[[Any, Any], Tensor], result: Any, 
 
 
 class Sums:
-    """`Sums` has a validation's sums by name. They weigh each sample equally, even if ranks have uneven batches."""
+    """`Sums` has a validation's sums by name. Each sample has the same weight, even if batches are uneven."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -93,7 +93,7 @@ class Sums:
         self._num_samples += count
 
     def add_mean(self, name: str, value: Any, count: int) -> None:
-        """Add a metric's value for a batch, weighted by `count`, its number of samples.
+        """Add a metric's value for a batch of `count` samples.
 
         Shape: (count) or (count, 1), one number for each sample, or one element, the mean of the batch.
 
@@ -126,7 +126,7 @@ class Sums:
         self._sums[name] = value if sum_ is None else sum_ + value
 
     def compute(self, group: dist.ProcessGroup | None) -> tuple[int, dict[str, Tensor]]:
-        """Return the number of samples of all ranks, and the sums by name, equal on every rank. All ranks call it.
+        """Return the number of samples and the sums by name, over all ranks, equal on every rank. All ranks call it.
 
         Raises:
             ValueError: no rank has a sample.
@@ -137,7 +137,7 @@ class Sums:
             everyone = [None] * group.size()
             dist.all_gather_object(everyone, own, group=group)
         sums: dict[str, Tensor] = {}
-        for _, theirs in everyone:  # in the order of the ranks, for equal bits on all
+        for _, theirs in everyone:  # in rank order, so that all ranks get bitwise equal sums
             for name, value in theirs.items():
                 sums[name] = sums[name] + value if name in sums else value
         count = sum(count for count, _ in everyone)

@@ -19,7 +19,7 @@ from phalanx.trainer.metrics import num_samples_or_one
 
 T = TypeVar("T")
 
-REDRAW_S = 0.1  # a person reads no faster, and each drawing waits for the device to produce the loss
+REDRAW_S = 0.1  # nobody reads faster, and each drawing waits for the device to compute the loss
 
 
 class Progress(Generic[T]):
@@ -45,7 +45,7 @@ class Progress(Generic[T]):
         self._unit = unit
         self._per_step = per_step
         self._live = live
-        self._out = out  # None on all ranks but 0: they iterate silently
+        self._out = out  # None on all ranks but 0, which iterate silently
         self._world_size = world_size
         self._clock = clock
         self._page = page or ProgressPage(bytearray(PAGE_BYTES))
@@ -95,13 +95,13 @@ class Progress(Generic[T]):
         self._page.count(loop, round(self._samples) - before)
 
     def update(self, **values: SupportsFloat) -> None:
-        """Show these numbers from now on, as in `update(loss=loss)`; one-element tensors are read at each drawing."""
+        """Show these numbers from now on, as in `update(loss=loss)`; one-element tensors are read at each redraw."""
         for name, value in values.items():
             self._values[name] = value.detach() if isinstance(value, torch.Tensor) else value
 
     @property
     def samples_per_s(self) -> float:
-        """Return samples per second of the whole job: so far, or of the finished loop."""
+        """Return the samples per second of the whole job, in the current or the finished loop."""
         return self._state(self._ended or self._clock()).samples_per_s
 
     def _state(self, now: float) -> ProgressState:
@@ -150,22 +150,20 @@ def progress(
             loss = train(images, labels)
             bar.update(loss=loss)
 
-    On a terminal (or if `phalanx run` is on one) a live line shows the progress, samples per second of all ranks
-    together, the time left and the numbers passed to `update`, which are rank 0's own. One plain line remains when the
-    loop ends.
+    On a terminal (or if `phalanx run` is on one), a live line shows the progress, the samples per second of all ranks
+    together, the time left and the numbers passed to `update` on rank 0. When the loop ends, one plain line remains.
 
     Arguments:
-        total: steps of this rank; the length of `iterable` if it has one.
+        total: the number of steps of this rank. Default: the length of `iterable`, if it has one.
         unit: the name of the counted items.
-        per_step: the number of items in one step of one rank, or a function of the batch that returns it; by default
-            the first dimension of the batch's first tensor.
-        live: whether to show the live line; by default if the output is a terminal.
+        per_step: the number of items in one step of one rank, or a function of the batch that returns it. Default: the
+            first dimension of the batch's first tensor.
+        live: whether to show the live line. Default: if a terminal shows the output, also through `phalanx run`.
 
     Under `phalanx run` each rank also counts its steps for `phalanx top`.
 
-    Cost: no communication, and nothing is read from a device except when the line is drawn, ten times a second at most.
-    Counting a step takes a few microseconds.
-    The count of the whole job is rank 0's count times the number of ranks.
+    Cost: no communication: the count of the whole job is rank 0's count times the number of ranks. Nothing is read from
+    a device except when the line is drawn, ten times a second at most. Counting a step takes a few microseconds.
     """
     if total is None and isinstance(iterable, Sized):
         with contextlib.suppress(TypeError):  # a DataLoader over an IterableDataset has none
@@ -186,7 +184,7 @@ def progress(
 
 def _is_watched() -> bool:
     """Return whether a person watches the output: on this process's terminal, or on the terminal of `phalanx run`."""
-    isatty = getattr(sys.stdout, "isatty", None)  # print() accepts an object that can only write
+    isatty = getattr(sys.stdout, "isatty", None)  # print() accepts any object with write()
     return bool(isatty and isatty()) or os.environ.get("PHALANX_TTY") == "1"
 
 
@@ -197,7 +195,7 @@ _BAR_WIDTH = 20
 
 @dataclass(frozen=True)
 class ProgressState:
-    """`ProgressState` is a loop's progress: `samples` of the job in `steps` of this rank; `total_steps` if known."""
+    """`ProgressState` is a loop's progress: the samples of the job so far, and the steps of this rank."""
 
     desc: str
     unit: str
@@ -214,14 +212,14 @@ class ProgressState:
 
     @property
     def left_s(self) -> float | None:
-        """Return the seconds left at the current pace; None if unknown."""
+        """Return the seconds left at the average pace so far; None if unknown."""
         if self.total_steps is None or self.steps == 0:
             return None
         return max(0, self.total_steps - self.steps) * self.elapsed_s / self.steps
 
 
 def live_line(state: ProgressState, *, fancy: bool = True) -> str:
-    """Return the moving line, `epoch 3  ━━━━━━━━━━──────────  50%  12,345 samples/s  0:07 left  loss 0.1234`; in ASCII
+    """Return the live line, `epoch 3  ━━━━━━━━━━──────────  50%  12,345 samples/s  0:07 left  loss 0.1234`; in ASCII
     unless `fancy`.
     """
     parts = [state.desc]

@@ -1,4 +1,4 @@
-"""A `StopVote` makes all ranks stop after the same step, whichever rank was asked to stop, at any time.
+"""A `StopVote` makes all ranks stop after the same step, no matter which rank is asked to stop, or when.
 
 asked, on any rank ──▶ a vote, on all ranks ──▶ agreed: stop after this step
 """
@@ -25,10 +25,10 @@ _MOST_STEPS = 16
 
 
 class StopVote:
-    """`StopVote` collects requests from a signal handler, a callback or another thread; all ranks take part in votes.
+    """`StopVote` collects requests from a signal handler, a callback or another thread, and votes with all ranks.
 
-    Cost: an all-reduce of 16 bytes, on the CPU where the group can, about every 0.1 s: after each step that takes
-    longer, and after every 16th of steps that take less than 6 ms.
+    Cost: an all-reduce of 16 bytes, on the CPU if the group supports it, about every 0.1 s: after each step that takes
+    longer than that, and after every 16th step if steps take less than 6 ms.
     """
 
     def __init__(self, strategy: Strategy) -> None:
@@ -48,7 +48,7 @@ class StopVote:
 
     @property
     def has_sigterm(self) -> bool:
-        """Return whether this rank has received SIGTERM: optional work is skipped."""
+        """Return whether this rank has received SIGTERM, and should skip optional work."""
         return self._requested[0] == _PREEMPTED
 
     def request(self, reason: str) -> None:
@@ -59,7 +59,7 @@ class StopVote:
     def handling_sigterm(self) -> Iterator[None]:
         """Treat SIGTERM as a request to stop, unless the script handles it, or this is not the main thread.
 
-        A SIGTERM that arrived too late for a vote is raised again at the end.
+        A SIGTERM that came too late for a vote is raised again at the end.
         """
         is_main = threading.current_thread() is threading.main_thread()
         if not is_main or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
@@ -107,7 +107,7 @@ class StopVote:
 
 
 def plan_interval(num_steps: int, elapsed_s: float) -> int:
-    """Return the number of steps until the next vote, if `num_steps` have taken `elapsed_s`."""
+    """Return the number of steps until the next vote, given that `num_steps` took `elapsed_s`."""
     if num_steps <= 0 or elapsed_s <= 0:
         return 1
     return min(max(int(_EVERY_S * num_steps / elapsed_s), 1), _MOST_STEPS)

@@ -53,27 +53,28 @@ class Trainer:
         trainer.fit(loader, val_loader)
 
     A batch is the model's arguments followed by the target, or the argument of the model's own `training_step(batch)`.
-    Started as `python train.py`, the strategy may restart the script on several devices; under `phalanx run` the job
-    continues when ranks are lost (`phalanx docs elastic`).
+    If the script is started as `python train.py`, the strategy may restart it with a process for each device; under
+    `phalanx run`, the job continues when ranks are lost (`phalanx docs elastic`).
 
     Arguments:
         model: the plain model on any device; the strategy wraps and moves it.
         optimizer: a new optimizer over the model's parameters, or a function that makes one from parameters.
-        loss: a function of the model's result and the target, which returns the mean over the samples. Without it
+        loss: a function of the model's result and the target, which returns the mean over the samples. Without it,
             `model.training_step(batch)` returns the loss, and `model.validation_step(batch)` a dict of metrics.
         strategy: one of `phalanx.strategies`, or its name.
         max_epochs: the number of passes over the data.
-        max_steps: the number of updates after which training ends, if that comes before `max_epochs`.
-        scheduler: the optimizer's scheduler, or a function that makes one (if the strategy recreates the optimizer).
+        max_steps: the number of updates after which training ends, unless `max_epochs` ends it earlier.
+        scheduler: the optimizer's scheduler, or a function that makes one (needed if the strategy recreates the
+            optimizer).
         scheduler_interval: whether the scheduler steps after each epoch or after each update.
-        accumulate: the number of batches per update, whose gradient is the mean over all their samples.
+        accumulate: the number of batches per update. The gradient is the mean over all their samples.
         max_norm: clip the gradients to this 2-norm.
         precision: "32-true", "bf16-mixed" or "16-mixed".
-        metrics: functions of the model's result and the target, for validation: one number for each sample of the
-            batch, or its mean.
+        metrics: functions of the model's result and the target, by name, for validation. Each returns one number per
+            sample, or the mean of the batch.
         checkpoint: the folder of `phalanx.CheckpointManager`, its address (`s3://bucket/runs/a`), or the manager, with
-            `keep`, `keep_best` and its other options. If there is a checkpoint, `fit` continues from it, with the same
-            bits as if the run had never ended. A save that fails logs a warning, and training continues.
+            `keep`, `keep_best` and its other options. If there is a checkpoint, `fit` continues from it, bitwise as if
+            the run had never been interrupted. A save that fails logs a warning, and training continues.
         save_every: the number of updates between two checkpoints, "epoch" (the default), or ("epochs", 5) for every
             fifth epoch.
         keep: how many checkpoints to keep.
@@ -82,18 +83,18 @@ class Trainer:
         callbacks: see `Callback`.
         report: a folder for the run's report, as `phalanx run --report` writes it (`phalanx docs report`).
         log_dir: a folder for TensorBoard: loss and learning rate of each `log_every`-th update, and validation metrics.
-        logger: "wandb", "mlflow", "tensorboard", "csv", one of `phalanx.loggers`, a run of wandb, an object with
-            Lightning's `log_metrics`, or several in a list: they receive the same values as `log_dir`, and the run's
+        logger: "wandb", "mlflow", "tensorboard", "csv", one of `phalanx.loggers`, a wandb run, an object with
+            Lightning's `log_metrics`, or a list of these. Loggers receive the same values as `log_dir`, and the run's
             report.
-        hyperparameters: settings for the loggers, in addition to those that the Trainer knows.
-        seed: the seed of Python's, NumPy's and torch's random numbers, plus the replica's number. None sets no seed.
-        min_ranks: the number of ranks below which an elastic job waits.
+        hyperparameters: settings for the loggers, in addition to those of the Trainer itself.
+        seed: seeds Python, NumPy and torch with this number plus the replica's index. None sets no seed.
+        min_ranks: the number of ranks below which an elastic job pauses.
         show_progress: print one line for each epoch and validation, and lines on where `fit` resumes and why it ends.
         dry_run: run two batches of training and validation, with an update for each (`accumulate` is 1), and write
             nothing: a quick check that the script runs.
 
     Raises:
-        ValueError, TypeError: invalid arguments, all in one message.
+        ValueError, TypeError: arguments are invalid; one message lists all problems.
         ModuleNotFoundError: the package of a logger is not installed.
     """
 
@@ -237,8 +238,11 @@ class Trainer:
 
         The ranks agree within about 0.1 s, or at the end of a longer step; after a call in `on_step_end`, at once. A
         call during a validation ends the training after that epoch. Under strategies whose ranks train apart
-        (`local_sgd` and the like), they agree at the next checkpoint or validation; a run that has neither stops on
-        this rank alone.
+        (`local_sgd` and the like), they agree at the next checkpoint or validation; without either, only this rank
+        stops.
+
+        Raises:
+            RuntimeError: `fit` has not begun.
         """
         if self._state is None:
             raise RuntimeError("Trainer.stop: this is for callbacks, while fit runs")
@@ -248,23 +252,23 @@ class Trainer:
 
     @property
     def why_stopped(self) -> str:
-        """Return the reason passed to `stop`; "" if `stop` was not called, also after `max_epochs` or `max_steps`."""
+        """Return the reason passed to `stop`, or "SIGTERM"; "" if the training has not been stopped early."""
         return "" if self._state is None else str(self._state.why_stopped or self._stops.reason)
 
     # -- the loop ------------------------------------------------------------------------------------------------------
 
     def fit(self, loader: Loaders, val_loader: Loaders | None = None, *, resume: Resume = "latest") -> None:
-        """Train until `max_epochs` or `max_steps`, from the latest checkpoint on if there is one. All ranks call it.
+        """Train until `max_epochs` or `max_steps`, from the latest checkpoint if there is one. All ranks call it.
 
         Arguments:
-            loader: its batch size counts all replicas together: the strategy divides it. A loader made by
-                `strategy.loader` is used as it is. A loader over an IterableDataset is divided as well; a dict of
-                loaders yields a dict of batches; and a function of `phalanx.strategies.InputContext` returns each
-                replica's own iterable (see `phalanx docs trainer`).
-            val_loader: the same forms; each sample is counted once. With a dict of loaders, metrics are named
+            loader: a DataLoader whose batch size is that of all replicas together: the strategy divides it, also over
+                an IterableDataset. A loader made by `strategy.loader` is used as it is. A dict of loaders yields a dict
+                of batches, and a function of `phalanx.strategies.InputContext` returns each replica's own iterable
+                (see `phalanx docs trainer`).
+            val_loader: takes the same forms; each sample is counted once. With a dict of loaders, metrics are named
                 "name/metric".
-            resume: "best" resumes from the best checkpoint of `keep_best`; after a failure, when the launcher restarts
-                the script, `fit` resumes from the latest checkpoint anyway.
+            resume: "best" resumes from the best checkpoint of `keep_best`. When the launcher restarts the script after
+                a failure, `fit` resumes from the latest checkpoint anyway.
 
         Another call continues where the last one ended, for example after `trainer.max_epochs = 20`.
 
@@ -284,7 +288,7 @@ class Trainer:
             )
         self._validation.check_metrics(val_loader, [self._saves.best, *self.callbacks])
         group = self.strategy.training_group
-        if group is None or not is_joining(group):  # a rank that joins a running job finds them
+        if group is None or not is_joining(group):  # a rank that joins a running job finds them created
             folders = {"checkpoint": self._folder, "log_dir": self._log_dir}
             peers = Peers(self.strategy.checkpoint_group, what="Trainer.fit")
             make_folders(peers, folders, only_try=self._dry_run)
@@ -406,7 +410,7 @@ class Trainer:
         return True
 
     def _after_step(self, state: elastic.State, loss: Tensor, update_loss: Tensor, *, ends_epoch: bool) -> None:
-        """Do the work after the commit of a step, which is not repeated after the loss of a rank."""
+        """Do the work after the commit of a step. It is not repeated after the loss of a rank."""
         if self.strategy.scaler is not None and (recorder := recording.current()) is not None:
             recorder.note_loss(recorder.read_loss(update_loss))  # the backward began from the scaled loss
         if self._scalars.loggers and state.step % self._log_every == 0:
@@ -442,7 +446,7 @@ class Trainer:
         things["next_vote"] = 0  # the step after which the ranks vote on whether to stop
         things["batches"] = 0  # batches of the epoch, if no sampler has a position
         things["data_seeds"] = ()  # of replicas with their own loaders
-        things["best"] = ()  # values of the validations
+        things["best"] = ()  # the best values of the metric of keep_best
         things["measured"] = -1, False  # the step of the metrics, and whether they are among the best
         return elastic.State(**things)
 
@@ -496,7 +500,7 @@ class Trainer:
 class UpdateLoss:
     """`UpdateLoss` accumulates an update's loss: the mean of `pop()` over replicas is the mean over all samples.
 
-    Cost: a multiplication and an addition on the loss's device for each batch, without waiting for it.
+    Cost: a multiplication and an addition on the loss's device for each batch, without waiting for the device.
     """
 
     def __init__(self) -> None:
@@ -505,7 +509,7 @@ class UpdateLoss:
     def add(self, loss: Tensor, share: float) -> None:
         """Add the loss of a batch with weight `share` in the update's gradient.
 
-        A batch of weight zero may have a NaN loss.
+        A batch with weight zero may have a NaN loss, which is ignored.
         """
         part = loss.detach() * share if share else torch.zeros_like(loss)
         self._sum = part if self._sum is None else self._sum + part
@@ -522,7 +526,7 @@ def collect_hyperparameters(
 ) -> dict[str, Any]:
     """Return settings by name, as numbers or strings; the user's `own` settings override others.
 
-    `batch_size` is a replica's.
+    `batch_size` is the size of one replica's batch.
     """
     strategy, optimizer = trainer.strategy, trainer.optimizer
     model = strategy.bare_model
@@ -545,7 +549,7 @@ def collect_hyperparameters(
 
 
 class Scalars:
-    """`Scalars` sends each point of a run's curves to its loggers once, even if steps are lost and repeated.
+    """`Scalars` sends each point of a run's curves to the loggers once, even if steps are lost and repeated.
 
     It is a checkpoint part: a run that resumes from a checkpoint removes the points logged after it.
     """
@@ -563,7 +567,7 @@ class Scalars:
             self.loggers.log_metrics(new, step)
 
     def begin(self, again_from: int | None, params: Mapping[str, Any]) -> None:
-        """Begin or resume the curves. `params` has the settings; `again_from` is as in `Logger.begin`.
+        """Begin or resume the curves. `params` are the settings; `again_from` is as in `Logger.begin`.
 
         A logger that can remove points also removes the points of the checkpoint's own step, because a validation may
         have followed the save; the checkpoint's values of that step are logged again.
@@ -582,7 +586,7 @@ class Scalars:
 
 
 class TrainingPosition:
-    """`TrainingPosition` is the position of the training, as a checkpoint part."""
+    """`TrainingPosition` is the checkpoint part with the epoch, the step, the position in the data, and the curves."""
 
     def __init__(self, state: elastic.State, scalars: Scalars) -> None:
         self._state, self._scalars = state, scalars
@@ -599,7 +603,7 @@ class TrainingPosition:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from a position: between two epochs also over data of another length.
+        """Continue from a position; between two epochs, the data may have another length.
 
         Raises:
             CheckpointError: the position is inside an epoch over data of another length; nothing has changed.
@@ -622,7 +626,7 @@ class TrainingPosition:
         self._scalars.load_state_dict(state_dict["scalars"])
 
     def resume_from(self, before: elastic.State) -> None:
-        """Continue where the last fit ended; in mid-epoch only if the data has the same length."""
+        """Continue where the last fit ended, in mid-epoch only if the data has the same length."""
         where = TrainingPosition(before, self._scalars).state_dict()
         data, new = where["data"] or {"consumed": 0}, self._state.data_position() or {"length": -1}
         is_inside_epoch = data["consumed"] and data["length"] == new["length"]
@@ -634,14 +638,14 @@ _logger = get_logger(__name__)
 
 
 def agree_on_runs(loggers: GuardedLoggers, peers: Peers) -> None:
-    """Send all ranks the runs that the loggers have begun, since any rank may become rank 0. All ranks call it."""
+    """Send the ids of the loggers' runs to all ranks, since any rank may become rank 0. All ranks call it."""
     states = [state for state in peers.all_gather(loggers.state_dict()) if state]
     if states:
         loggers.load_state_dict(states[0])
 
 
 def end_loggers(loggers: GuardedLoggers, error: BaseException | None, *, writes: bool) -> None:
-    """Log the current report, if there is one, and end the loggers with the fit's result."""
+    """Log the current report, if there is one, and end the loggers with the result of the fit."""
     if not (loggers and writes):
         return
     folder = recording.current_folder()
@@ -652,7 +656,7 @@ def end_loggers(loggers: GuardedLoggers, error: BaseException | None, *, writes:
             path = os.path.join(scratch, "report.html")
             try:
                 write_page_so_far(folder, path)
-            except Exception as problem:  # the fit has done its work, or ends with an error of its own
+            except Exception as problem:  # must not hide the result, or the error, of the fit
                 _logger.warning("Trainer: no report for the loggers: %s: %s", type(problem).__name__, problem)
             else:
                 loggers.log_file(path)
@@ -667,7 +671,7 @@ def make_scheduler(
     strategy: Strategy,
     interval: Literal["epoch", "step"],
 ) -> LRScheduler | None:
-    """Return the scheduler of `optimizer`, which `strategy` may have recreated, or None.
+    """Return the scheduler, or None. `optimizer` trains; `strategy` may have made it from the user's optimizer.
 
     Raises:
         ValueError: the scheduler belongs to another optimizer, or can't step with each update.

@@ -1,4 +1,4 @@
-"""Measure a model: the loss and the metrics over all samples of all ranks, each counted once."""
+"""Measure a model: the loss and the metrics over all samples of all ranks, counting each sample once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Metric = Callable[[Any, Any], Tensor] | SummedMetric
 
 
 class Validation:
-    """`Validation` measures `model` for a `Trainer`: `loss`, if any, and `metrics`, or else its `validation_step`."""
+    """`Validation` measures `model` for a `Trainer`, by `loss` and `metrics` or else by its `validation_step`."""
 
     def __init__(
         self,
@@ -36,14 +36,14 @@ class Validation:
         most_batches: int | None,
         is_obsolete: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Create a validation; `is_obsolete` returns whether the result is not needed because the training stops."""
+        """Create a validation; `is_obsolete` returns whether the training stops, so that the result is not needed."""
         self._strategy, self._model = strategy, model
         self._loss, self._metrics = loss, metrics
         self._most_batches = most_batches
         self._is_obsolete = is_obsolete
 
     def divide(self, loader: Any) -> Loaders:
-        """Divide a loader, or each loader of a dict. Called before the first step, to report errors early."""
+        """Divide a loader, or each loader of a dict. Call it before the first step, to report errors early."""
         if isinstance(loader, Mapping):
             return {
                 name: divide(self._strategy, f"val_loader[{name!r}]", one, padding=False)
@@ -52,9 +52,9 @@ class Validation:
         return divide(self._strategy, "val_loader", loader, padding=False)
 
     def check_metrics(self, loader: Loaders, watchers: Sequence[Any]) -> None:
-        """Raise if a watcher (a `Best`, an `EarlyStopping`) needs a metric that this validation will not measure.
+        """Raise ValueError if a watcher (a `Best`, an `EarlyStopping`) needs a metric that will not be measured.
 
-        This checks before the first step, so it cannot know the results of the model's `validation_step`.
+        The check runs before the first step, when the results of the model's `validation_step` are not known yet.
         """
         if loader is None:
             if stops := [one for one in watchers if isinstance(one, EarlyStopping)]:
@@ -86,7 +86,7 @@ class Validation:
                 inner.regroup(*place)
         divided = divide(strategy, "val_loader", loader, padding=False)
         sums = Sums(strategy.device)
-        was_training = self._model.training  # a Pipeline is not among its modules
+        was_training = self._model.training  # a Pipeline is not among its own modules()
         modes = {module: module.training for module in self._model.modules()}  # frozen layers may be in eval mode
         strategy.sync_buffers()
         self._model.eval()
@@ -96,7 +96,7 @@ class Validation:
                 if self._is_obsolete() and strategy.is_in_step and not strategy.evaluates_together:
                     break
         finally:
-            self._model.train(was_training)  # a module may do more there than set its flag
+            self._model.train(was_training)  # `train` may do more than set the flag
             for module, mode in modes.items():
                 module.training = mode
         count, totals = sums.compute(strategy.training_group)
@@ -104,7 +104,7 @@ class Validation:
         return {name: float(summed[name](one) if name in summed else one / count) for name, one in totals.items()}
 
     def _add(self, batch: Any, sums: Sums) -> None:
-        """Add a batch to `sums`, unless another rank has the model's result."""
+        """Add a batch to `sums`, unless only another rank has the model's result."""
         count = num_samples(batch)
         if self._loss is None:
             for name, value in self._own_step(batch).items():
@@ -141,10 +141,10 @@ class Validation:
 
 
 def on_device(batch: Any, device: torch.device) -> Any:
-    """Move a batch to a replica's device; a batch for the CPU is already there."""
+    """Return the batch on a replica's device; on the CPU, it is there already."""
     return batch if device.type == "cpu" else move_batch(batch, device)
 
 
 def _in_full_precision(leaf: Any) -> Any:
-    """Return a result in float32 if autocast has made it a half type, so that metrics are not rounded to that type."""
+    """Convert a result in half precision (from autocast) to float32, so that metrics are not rounded to half."""
     return leaf.float() if isinstance(leaf, Tensor) and leaf.dtype in (torch.bfloat16, torch.float16) else leaf
