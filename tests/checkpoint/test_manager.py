@@ -218,6 +218,26 @@ def test_an_optimizer_of_other_parameters_is_refused_before_the_model_is_loaded(
     assert_equal(copy_parameters(model), before)
 
 
+class LowRank(torch.optim.SGD):
+    """Keeps a moment that is smaller than its parameter, as GaLore does."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["exp_avg"] = parameter.detach().view(-1)[:2].clone()
+
+
+def test_an_optimizer_of_another_library_may_have_states_of_any_shape(tmp_path):
+    model = torch.nn.Linear(3, 4)
+    optimizer = LowRank(model.parameters())
+    optimizer.step()
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, {"optimizer": optimizer})
+    other = LowRank(model.parameters())
+    manager.load({"optimizer": other})
+    assert_equal(other.state[model.weight]["exp_avg"], optimizer.state[model.weight]["exp_avg"])
+
+
 def test_a_device_that_is_not_here_is_refused(tmp_path):
     manager = CheckpointManager(tmp_path)
     manager.save(1, {"w": torch.ones(2)})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import sys
 from pathlib import Path
 from typing import Any
@@ -111,8 +112,10 @@ def test_a_value_that_torch_does_not_load_is_left_out_of_the_last_checkpoint(cap
         "history": [numpy.float64(1), 2],
         "seen": numpy.ones(3),
     }
-    kept = drop_unreadable({"objects": {"mine": {"loss": numpy.float32(2)}}, "values": values, "position": None})
+    objects = {"mine": {"loss": numpy.float32(2)}, "clock": {"began": datetime.datetime(2026, 12, 1)}}
+    kept = drop_unreadable({"objects": objects, "values": values, "position": None})
+    assert kept["objects"]["clock"] is None
     assert kept["values"] == {"best": 0.5, "history": [1, 2]}
     assert type(kept["objects"]["mine"]["loss"]) is float
     assert type(kept["values"]["best"]) is float
-    assert "'rng' (a Generator), 'seen' (a ndarray)" in caplog.text
+    assert "'rng' (a Generator), 'seen' (a ndarray), the state of 'clock'" in caplog.text

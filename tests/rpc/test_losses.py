@@ -290,3 +290,15 @@ def test_a_worker_that_was_lost_while_it_was_looked_up_does_not_hide_the_next_on
     members.add(WorkerAddress.from_json(alive.to_json()))
     members.forget(alive)
     assert members.find("w1") is None
+
+
+def test_a_worker_that_left_unheard_before_its_first_call_does_not_hide_the_next_one():
+    """It says goodbye to those that it is connected to only: the first call of the name failed with PeerLostError."""
+    store = dist.HashStore()
+    members = Workers(store, None)
+    gone, here = (WorkerAddress.of_self("w1", 1, "host") for _ in range(2))
+    members.add(gone)  # as `join` finds it
+    store.set("name/w1", here.to_json())
+    assert members.find(1) == here
+    assert members.find("w1") == here
+    assert members.by_uid(gone.uid) is None

@@ -282,13 +282,14 @@ def test_means_count_each_sample_once():
         sums.add_batch(count)
         sums.add_mean("a", a, count)
         sums.add_mean("b", b, count)
-        sums.add("c", torch.tensor([1, count]))
-    count, totals = sums.compute(None)
-    assert {name: (one / count).tolist() for name, one in totals.items()} == {"a": 2.5, "b": 3.0, "c": [0.5, 1.0]}
+        sums.add("c", torch.tensor([1, count]), count)
+    sums.add_mean("of the last batch only", 7.0, 1)
+    means = {name: (total / count).tolist() for name, (total, count) in sums.compute(None).items()}
+    assert means == {"a": 2.5, "b": 3.0, "c": [0.5, 1.0], "of the last batch only": 7.0}
     with pytest.raises(ValueError, match=r"metric 'a' has shape \(2, 2\) for 3 samples"):
         sums.add_mean("a", torch.ones(2, 2), 3)
     with pytest.raises(ValueError, match=r"metric 'c' counts shape \(3,\), and had \(2,\) in the batch before"):
-        sums.add("c", torch.ones(3))
+        sums.add("c", torch.ones(3), 1)
     with pytest.raises(ValueError, match="has no sample"):
         Sums(torch.device("cpu")).compute(None)
 

@@ -195,9 +195,13 @@ class Objects:
         """
         mine = {name for name, thing in self.things.items() if not isinstance(thing, DistributedSampler)}
         if differing := mine ^ states.keys():
-            raise ValueError(f"State.load_state_dict: {min(differing)!r} is in one of checkpoint and state only")
+            raise ValueError(
+                f"State.load_state_dict: {min(differing)!r} is in the checkpoint or in State, but not in both"
+            )
         for name, saved in states.items():
             thing = self.things[name]
+            if saved is None:  # the last checkpoint of a job leaves out what torch.load refuses
+                continue
             if (pipe := _pipeline_of(thing)) is not None:
                 pipe.load_optimizer_state_dict(thing, saved)
             else:

@@ -341,9 +341,9 @@ def _stamp(path: Path | None) -> tuple[int, ...]:
 
 
 def drop_unreadable(state: dict[str, Any]) -> dict[str, Any]:
-    """Return `state` without the plain values that torch.load refuses, since one would make the file unreadable.
+    """Return `state` without plain values and objects' states that torch.load refuses: one makes the file unreadable.
 
-    NumPy scalars become Python numbers, also in the states of objects.
+    NumPy scalars become Python numbers. The state of such an object becomes None.
     """
     numpy = sys.modules.get("numpy")
 
@@ -355,7 +355,9 @@ def drop_unreadable(state: dict[str, Any]) -> dict[str, Any]:
     objects = {name: readable(value) for name, value in state["objects"].items()}
     values = {name: readable(value) for name, value in state["values"].items()}
     left_out = [f"{name!r} (a {type(value).__name__})" for name, value in values.items() if not is_plain(value)]
+    left_out += [f"the state of {name!r}" for name, value in objects.items() if not is_plain(value)]
     kept = {name: value for name, value in values.items() if is_plain(value)}
+    objects = {name: value if is_plain(value) else None for name, value in objects.items()}
     if left_out:
         _logger.warning("phalanx.elastic: not in the checkpoint, as torch.load refuses it: %s", ", ".join(left_out))
     return {**state, "objects": objects, "values": kept}

@@ -30,6 +30,7 @@ class Workers:
         self._by_name: dict[str, WorkerAddress] = {}
         self._gone: set[int] = set()
         self._lost: dict[str, WorkerAddress] = {}
+        self._looked_up: set[int] = set()  # workers that the store had when they were first called
 
     @property
     def is_static(self) -> bool:
@@ -180,21 +181,36 @@ class Workers:
         """Return the worker with this name or rank; if workers join and leave, look up unknown ones in the store."""
         name = to.name if isinstance(to, WorkerInfo) else to
         if isinstance(name, str):
-            member = self._by_name.get(name)
-            if member is None and not self.is_static and self._store.check([f"name/{name}"]):
-                member = self._parse(self._store.get(f"name/{name}"))
-                if member is not None:
-                    self.add(member)
-            return member
+            return self._confirm(name, self._by_name.get(name))
         for member in list(self._by_name.values()):
             if member.info.id == name:
-                return member
+                confirmed = self._confirm(member.info.name, member)
+                if confirmed is not None and confirmed.info.id == name:
+                    return confirmed
         if not self.is_static:
             for member in self._read():
                 self.add(member)
                 if member.info.id == name:
                     return member
         return None
+
+    def _confirm(self, name: str, known: WorkerAddress | None) -> WorkerAddress | None:
+        """Return the worker of this name, before its first call as the store has it.
+
+        A worker that leaves says goodbye to those that it is connected to, and another one may have its name since.
+        """
+        if self.is_static or (known is not None and known.uid in self._looked_up):
+            return known
+        try:
+            member = self._parse(self._store.get(f"name/{name}")) if self._store.check([f"name/{name}"]) else None
+        except RuntimeError:  # the store's process has ended, and the workers go on
+            return known
+        if known is not None and (member is None or member.uid != known.uid):
+            self.forget(known)
+        if member is not None:
+            self.add(member)
+            self._looked_up.add(member.uid)
+        return member
 
 
 def _is_gone(other: WorkerAddress, me: WorkerAddress) -> bool:

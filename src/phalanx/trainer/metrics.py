@@ -87,6 +87,7 @@ class Sums:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._sums: dict[str, Tensor] = {}
+        self._counts: dict[str, int] = {}  # by name: the samples of the batches that have the metric
         self._num_samples = 0
 
     def add_batch(self, count: int) -> None:
@@ -102,17 +103,17 @@ class Sums:
         """
         value = torch.as_tensor(value, device=self._device).detach().double()
         if value.numel() == count and value.dim():
-            self.add(name, value.sum())
+            self.add(name, value.sum(), count)
         elif value.numel() == 1:
-            self.add(name, value.reshape(()) * count)
+            self.add(name, value.reshape(()) * count, count)
         else:
             raise ValueError(
                 f"metric {name!r} has shape {tuple(value.shape)} for {count} samples: it must be one number for each "
                 "sample, or one for the batch; for what is no mean there is phalanx.trainer.SummedMetric"
             )
 
-    def add(self, name: str, value: Any) -> None:
-        """Add to the sum of that name.
+    def add(self, name: str, value: Any, count: int) -> None:
+        """Add the value of a batch of `count` samples to the sum of that name.
 
         Raises:
             ValueError: the sum had another shape before.
@@ -124,23 +125,23 @@ class Sums:
                 f"metric {name!r} counts shape {tuple(value.shape)}, and had {tuple(sum_.shape)} in the batch before"
             )
         self._sums[name] = value if sum_ is None else sum_ + value
+        self._counts[name] = self._counts.get(name, 0) + count
 
-    def compute(self, group: dist.ProcessGroup | None) -> tuple[int, dict[str, Tensor]]:
-        """Return the number of samples and the sums by name, over all ranks, equal on every rank. All ranks call it.
+    def compute(self, group: dist.ProcessGroup | None) -> dict[str, tuple[Tensor, int]]:
+        """Return the sums by name over all ranks, each with its number of samples. All ranks call it, and get the same.
 
         Raises:
             ValueError: no rank has a sample.
         """
-        own = self._num_samples, {name: one.cpu() for name, one in self._sums.items()}
+        own = self._num_samples, {name: (one.cpu(), self._counts[name]) for name, one in self._sums.items()}
         everyone: list[Any] = [own]
         if group is not None:
             everyone = [None] * group.size()
             dist.all_gather_object(everyone, own, group=group)
-        sums: dict[str, Tensor] = {}
+        sums: dict[str, tuple[Tensor, int]] = {}
         for _, theirs in everyone:  # in rank order, so that all ranks get bitwise equal sums
-            for name, value in theirs.items():
-                sums[name] = sums[name] + value if name in sums else value
-        count = sum(count for count, _ in everyone)
-        if count == 0:
+            for name, (value, count) in theirs.items():
+                sums[name] = (sums[name][0] + value, sums[name][1] + count) if name in sums else (value, count)
+        if not any(num_samples for num_samples, _ in everyone):
             raise ValueError("the validation loader has no sample")
-        return count, sums
+        return sums

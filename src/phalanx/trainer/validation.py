@@ -99,9 +99,12 @@ class Validation:
             self._model.train(was_training)  # `train` may do more than set the flag
             for module, mode in modes.items():
                 module.training = mode
-        count, totals = sums.compute(strategy.training_group)
+        totals = sums.compute(strategy.training_group)
         summed = {name: one.compute for name, one in self._metrics.items() if isinstance(one, SummedMetric)}
-        return {name: float(summed[name](one) if name in summed else one / count) for name, one in totals.items()}
+        return {
+            name: float(summed[name](total) if name in summed else total / count)
+            for name, (total, count) in totals.items()
+        }
 
     def _add(self, batch: Any, sums: Sums) -> None:
         """Add a batch to `sums`, unless only another rank has the model's result."""
@@ -120,7 +123,7 @@ class Validation:
             sums.add_mean("loss", self._loss(result, target), count)
             for name, metric in self._metrics.items():
                 if isinstance(metric, SummedMetric):
-                    sums.add(name, call_metric(name, metric.count, result, target))
+                    sums.add(name, call_metric(name, metric.count, result, target), count)
                 else:
                     sums.add_mean(name, call_metric(name, metric, result, target), count)
         sums.add_batch(count)
