@@ -137,8 +137,8 @@ def _import_core() -> Any:
         return importlib.import_module("phalanx._core")
     except ImportError as error:
         raise ImportError(
-            f"Phalanx's C core is not there ({error}), and this part of Phalanx needs it. Reinstall with a C compiler "
-            "at hand; `phalanx doctor` says what works here.",
+            f"Phalanx's C core is not installed ({error}), and this part of Phalanx needs it. Reinstall where a C "
+            "compiler is available; `phalanx doctor` lists what works here.",
             name="phalanx._core",
         ) from error
 

@@ -32,7 +32,7 @@ def message_of(error: BaseException) -> str:
     try:
         return str.__str__(str(error))  # an instance of a subclass of str might not be picklable
     except BaseException as second:
-        return f"(its text cannot be had: __str__ raised {class_of(second)})"
+        return f"(no message: __str__ raised {class_of(second)})"
 
 
 def class_of(error: BaseException) -> str:

@@ -197,7 +197,7 @@ def test_an_address_where_nothing_listens_is_told_with_what_came_back():
     with pytest.raises(CoordinationError, match=rf"Tried {place}: refused \(nothing listens at this port there\)"):
         Client(place, KEY)
     for name in ("no-such-host.invalid", "a..b", 64 * "a"):
-        with pytest.raises(CoordinationError, match="the name leads nowhere"):
+        with pytest.raises(CoordinationError, match="the host name does not resolve"):
             Client(f"{name}:1", KEY)
     with pytest.raises(CoordinationError, match="there is no coordinator at /nowhere"):
         Client("/nowhere")

@@ -99,7 +99,7 @@ REPORTS = {
     "late, and now all have come": (
         FailureReport("late", timeout_s=2.0),
         DeadlineError,
-        "time ran out within 2.0 s; by now every rank has come.\n"
+        "time ran out within 2.0 s; every rank has arrived since.\n"
         "A rank or the network is too slow: raise the timeout of the group.",
     ),
     "no memory": (

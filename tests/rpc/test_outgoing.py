@@ -150,7 +150,7 @@ def test_a_port_where_nobody_listens_any_more_is_reported_at_once() -> None:
     gone.network.close()
     asking.network.connect(gone.me)
     asking.await_change()
-    assert asking.lost == [f"nobody answers at {gone.me.network}."]
+    assert asking.lost == [f"no process accepts connections at {gone.me.network}."]
     asking.network.close()
 
 
@@ -164,5 +164,5 @@ def test_a_worker_that_ends_after_its_answer_to_the_hello_is_lost(
         assert asking.arrived == [b"x"]
         asked.network.close()
         asking.await_change()
-        assert asking.lost == ["its connection broke: its process has exited, or its host does not answer any more."]
+        assert asking.lost == ["its connection broke: its process has exited, or its host no longer answers."]
     assert (DealerState.ACCEPTED, DealerState.BROKEN) in taken

@@ -269,7 +269,7 @@ def test_all_that_makes_no_sense_is_said_at_once(tmp_path):
         make(model, strategy="ddp")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    with pytest.raises(ValueError, match="the StepLR is of another optimizer than the one that trains"):
+    with pytest.raises(ValueError, match="the StepLR belongs to another optimizer than the one that trains"):
         make(model, scheduler=scheduler)
     make(checkpoint=tmp_path).fit(DataLoader(make_data(16), 16))
     with pytest.raises(CheckpointError, match=r"0\.weight"):

@@ -294,10 +294,10 @@ class DenseBucket:
         slot, parameter = self.plan.slots[position], self.parameters[position]
         if self.needed is not None and self.needed.is_mean(grad):
             raise RuntimeError(
-                f"Gradient of {slot.name!r} still holds the mean of the backward before, of a slice only, because the "
-                "optimizer was built with gather_gradients=False. Call optimizer.zero_grad(), with set_to_none=True as "
-                "it is by default, before each backward; accumulate under no_sync(), or leave gather_gradients=False "
-                "out."
+                f"Gradient of {slot.name!r} still holds the mean of the previous backward, of a slice only, because "
+                "the optimizer was built with gather_gradients=False. Call optimizer.zero_grad() before each backward, "
+                "with set_to_none=True as it is by default; accumulate under no_sync(), or leave out "
+                "gather_gradients=False."
             )
         check_gradient(grad, parameter, self.plan, slot)
 

@@ -154,7 +154,7 @@ class ElasticGroup:
     def after_commit(self) -> None:
         """Raise if ranks wait to join, or the launcher has announced another change: ranks stop for it only here."""
         if self._membership.newer_than(self.generation):
-            raise NewGenerationError("phalanx.elastic: other ranks join the job")
+            raise NewGenerationError("phalanx.elastic: other ranks are waiting to join the job")
 
     def finish(self) -> None:
         """Wait until all ranks have finished: a rank that is lost after others have exited could not be replaced."""

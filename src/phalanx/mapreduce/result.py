@@ -59,7 +59,9 @@ class Result:
 
     def _require_open(self) -> None:
         if self._is_closed:
-            raise ClosedError("map_reduce: this result was closed, which has released its data: read it before.")
+            raise ClosedError(
+                "map_reduce: this result is closed, and its data is released: read it before you close it."
+            )
 
     @property
     def bad_records(self) -> list[BadRecord]:

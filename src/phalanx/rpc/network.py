@@ -341,7 +341,7 @@ CONNECT_S = 20.0
 RETRY_S = 0.1
 _REFUSED_S = 5.0  # a connection that is closed before it is accepted is retried for this long
 HELLO, PULSE = b"hello", b"pulse"  # the first message of a connection, and the answer to it
-BROKE = "its connection broke: its process has exited, or its host does not answer any more."
+BROKE = "its connection broke: its process has exited, or its host no longer answers."
 _EVENTS = (
     zmq.EVENT_DISCONNECTED
     | zmq.EVENT_CLOSED
@@ -436,7 +436,7 @@ class DealerConnection:
         if self.state is DealerState.ACCEPTED:
             return BROKE
         if event == zmq.EVENT_CLOSED:
-            return f"nobody answers at {self._address}."
+            return f"no process accepts connections at {self._address}."
         if now >= self._refused_at:
             return f"it refuses us, or is refused: one of the two does not know the job's key ({self._key!r} here)."
         return ""

@@ -98,7 +98,7 @@ def check_loader(dataset: Any, options: Mapping[str, Any]) -> None:
     if clash := sorted(_OWN & options.keys()):
         raise TypeError(f"loader: {', '.join(clash)}: the strategy divides the batch itself")
     if isinstance(dataset, DataLoader):
-        raise TypeError("loader: it takes a dataset, got a DataLoader, which is divided by strategy.distribute(loader)")
+        raise TypeError("loader: expected a dataset, got a DataLoader: use strategy.distribute(loader)")
 
 
 def make_iterable_loader(

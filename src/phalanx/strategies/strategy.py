@@ -251,7 +251,7 @@ class Strategy(ABC):
             ValueError: the strategy can't train this model, or not with this optimizer; the message has the reason.
         """
         if loss_fn is not None and loss_of is not None:
-            raise ValueError(f"{self._called}.setup: loss_fn and loss_of are two ways to say the same: give one")
+            raise ValueError(f"{self._called}.setup: pass loss_fn or loss_of, not both")
         self._autocast = _autocast_dtype(precision, self.device)
         if precision == "16-mixed":
             if not self._skips_together:

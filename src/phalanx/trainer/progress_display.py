@@ -78,7 +78,7 @@ class Progress(Generic[T]):
 
     def __len__(self) -> int:
         if self._total is None:
-            raise TypeError("progress over an iterable without a length has none either; give it total=")
+            raise TypeError("progress over an iterable without a length needs total=")
         return self._total
 
     def end(self) -> None:

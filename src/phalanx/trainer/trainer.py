@@ -685,8 +685,8 @@ def make_scheduler(
     else:
         kind = type(scheduler).__name__
         raise ValueError(
-            f"Trainer: the {kind} is of another optimizer than the one that trains, which {type(strategy).__name__} "
-            f"has made: give a function, scheduler=lambda optimizer: {kind}(optimizer, ...)"
+            f"Trainer: the {kind} belongs to another optimizer than the one that trains, which "
+            f"{type(strategy).__name__} has made: give a function, scheduler=lambda optimizer: {kind}(optimizer, ...)"
         )
     if isinstance(made, ReduceLROnPlateau) and interval == "step":
         raise ValueError("Trainer: ReduceLROnPlateau steps by the validation's loss: scheduler_interval='epoch'")

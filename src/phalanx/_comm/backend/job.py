@@ -166,12 +166,13 @@ def _device(local_rank: int) -> torch.device:
     device = decide_device(local_rank, ranks_here, gpus, ranks_per_gpu(), backend)
     if gpus and device.type == "cpu":
         reason = (
-            f"{ranks_here or 'more'} ranks on this host have {gpus} GPUs. Start one per GPU, or pass --ranks-per-gpu "
+            f"this host has {gpus} GPUs for {ranks_here or 'more'} ranks. Start one per GPU, or pass --ranks-per-gpu "
             "to `phalanx run`"
             if backend in _GPU_BACKENDS
-            else f"the backend is {backend or 'of the CPU only'!r}. For a GPU, omit backend=, or pass 'nccl'"
+            else f"{f'backend {backend!r}' if backend else 'the group'} is for the CPU only. For a GPU, omit "
+            "backend=, or pass 'nccl'"
         )
-        warn_once(_logger, f"phalanx.init: the device of this job is the CPU, as {reason}")
+        warn_once(_logger, f"phalanx.init: this rank uses the CPU: {reason}")
     return device
 
 

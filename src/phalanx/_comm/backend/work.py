@@ -169,7 +169,7 @@ class PhalanxWork(dist.Work):
             return self._outputs
         values = [ref() for ref in self._weak]
         if any(value is None for value in values):
-            raise PhalanxError("the operation's tensors were freed: nothing but the group had its Work any more")
+            raise PhalanxError("the operation's tensors were freed: the program kept no reference to its Work")
         return values
 
     def complete(self, error: BaseException | None) -> Callable[[], None] | None:

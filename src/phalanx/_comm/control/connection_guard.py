@@ -206,7 +206,7 @@ class ConnectionGuard:
         while self._unauthenticated and (
             len(self._unauthenticated) > self._max_unauthenticated or len(self._peers) > self._max_open
         ):
-            why = f"{self._max_unauthenticated} newer ones have sent nothing either"
+            why = f"{self._max_unauthenticated} newer ones are not authenticated either"
             if len(self._peers) > self._max_open:
                 why = (
                     f"{self._max_open} connections are open, and a process may have no more. If it is a host of the "
@@ -241,7 +241,7 @@ class ConnectionGuard:
         if not host and self._now - self._read_at >= _READ_S:
             self._read_at, host = self._now, recent_peers(self._port)
         host = (host or "an address that was gone before it could be seen").removeprefix("::ffff:")
-        self._log.report_refusal(host, "it does not know the job's key, or speaks another language", self._now)
+        self._log.report_refusal(host, "it does not know the job's key, or uses another protocol", self._now)
 
 
 def protect(listening: zmq.Socket[bytes], piece_bytes: int = PIECE_BYTES) -> None:

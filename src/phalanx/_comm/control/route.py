@@ -48,7 +48,7 @@ def find_route(place: Address, deadline: Deadline) -> Route:
         found = socket.getaddrinfo(place.host, place.port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:  # UnicodeError: an empty label, or one of more than 63 letters
         why = error.strerror if isinstance(error, OSError) else error
-        raise NoRouteError({place.host: f"the name leads nowhere ({why})"}) from None
+        raise NoRouteError({place.host: f"the host name does not resolve ({why})"}) from None
     targets = list(dict.fromkeys((family, target) for family, _, _, _, target in found))
     problem = NoRouteError()
     limit = Deadline.after(min(deadline.left_s, _EACH_S + _STAGGER_S * len(targets)), deadline.clock)

@@ -198,7 +198,7 @@ class FailureReport:
             span = f"; rank {self.waiter} gave up waiting" if self.waiter >= 0 else ""
         if not self.ranks:
             advice = "A rank or the network is too slow: raise the timeout of the group."
-            return [f"time ran out{span}; by now every rank has come.", advice]
+            return [f"time ran out{span}; every rank has arrived since.", advice]
         lines = [f"R{self._who(r)[1:]} {self.positions.get(r, SILENT)}." for r in self.ranks]
         advice = DIVERGENCE_ADVICE if self.is_collective else ""
         return [f"no answer from {name_ranks(self.ranks)}{span}.", *lines, *self.remarks, LATE_ADVICE, advice]

@@ -279,7 +279,7 @@ class Bootstrap:
                 f"{self._advice()}"
             )
             if where and not self._is_further:
-                text += "\nAll ranks need this address and port (MASTER_ADDR, MASTER_PORT), and a way to it."
+                text += "\nAll ranks need this address and port (MASTER_ADDR, MASTER_PORT), and a network route to it."
             if self._arrivals.before:
                 text += f"\nBefore this start, {self._arrivals.before['how'].rstrip('.')}."
             self._publish(FormationFailure("missing", text, dict.fromkeys(missing, "never joined")))

@@ -220,7 +220,7 @@ class Elastic:
         if not self.survives_loss_of(report.rank, report.pid):
             return None
         self.members[report.rank].report = report
-        self._set_due(report.rank, now + ENDING_S, f"it did not end within {ENDING_S:g} s of its exception")
+        self._set_due(report.rank, now + ENDING_S, f"it did not exit within {ENDING_S:g} s of its exception")
         return []
 
     def on_exit(self, exit: Exit, now: float) -> list[ElasticAction] | None:

@@ -51,7 +51,7 @@ class HTTPServer:
 
     def __init__(self, host: str, port: int, pages: Pages, *, token: str = "") -> None:
         if not token and not is_loopback(host):
-            raise ValueError(f"others can reach {host}, and nothing is served to whoever comes by")
+            raise ValueError(f"others can reach {host}, so a token is required")
         self._pages, self._token = pages, token
         listener = listen(Address(host, port), BACKLOG)
         self.host, self.port = host, int(listener.getsockname()[1])
@@ -74,11 +74,11 @@ class HTTPServer:
         try:
             request = _Request.parse(head)
             if not request.is_admitted(self._token):
-                return _response(403, _text("The request brings no token, or a wrong one."))
+                return _response(403, _text("The token is missing or wrong."))
         except ValueError:
             return _response(400, _text("This is no request."))
         if request.method != "GET":
-            return _response(405, _text("Pages can be got, and no more."))
+            return _response(405, _text("Only GET is supported."))
         make = self._pages.get(request.path)
         if make is None:
             return _response(404, _text("There is nothing at this path."))

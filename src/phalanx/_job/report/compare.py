@@ -173,7 +173,7 @@ def compare_page(names: Sequence[str], runs: Sequence[Measurements]) -> str:
         ("What to do", todo),
     ]
     heading = f"<header><h1>{len(runs)} runs side by side</h1></header>"
-    foot = "What stands before a number is its difference from the first run's; below 2 % nothing is told."
+    foot = "The percentage before a number is its difference from the first run; differences below 2 % are not shown."
     return document(f"{len(runs)} runs side by side", heading + titled(sections), foot)
 
 

@@ -51,7 +51,7 @@ async function again() {
       shown.querySelectorAll("details").forEach((one, number) => { one.open = Boolean(open[number]); });
       said.textContent = "";
     } else { said.textContent = text; }
-  } catch (error) { said.textContent = "phalanx top does not answer: it was ended, or the job was."; pause = 10000; }
+  } catch (error) { said.textContent = "phalanx top does not answer: it or the job has ended."; pause = 10000; }
   setTimeout(again, pause);
 }
 setTimeout(again, 2000);

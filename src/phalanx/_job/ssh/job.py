@@ -268,7 +268,7 @@ class SshJob:
             place += ["--remote-python", request.python] if request.python != sys.executable else []
         end = [*(() if first.is_here else (*request.ssh, first.name)), "kill", "-INT", str(first.agent)]
         return "\n".join((
-            "phalanx run: all ranks have started, and the job does not need this terminal any more",
+            "phalanx run: all ranks have started, and the job no longer needs this terminal",
             f"  output      {first.name}:{logs}/host-0.log; its last line will be the exit code",
             f"  inspect it  {shlex.join(['phalanx', 'top', *place])}",
             f"              {shlex.join(['phalanx', 'stacks', *place])}",

@@ -21,7 +21,7 @@ from phalanx._comm.transport.options import Options
     "torch.distributed.distributed_c10d._new_process_group_helper(group_size, group_rank, global_ranks_in_group, "
     "backend, store, group_name, timeout)",
     "torch.distributed.distributed_c10d._MPI_AVAILABLE",
-    loses="backend 'mpi' is not there, as this torch was built without MPI",
+    loses="backend 'mpi' is not available, because this PyTorch was built without MPI",
 )
 def patch_mpi() -> None:
     """Make backend "mpi" work. Libraries choose by `is_mpi_available()`, so it is true only from the first group on.

@@ -186,7 +186,7 @@ class MpiEngine:
         created = call_in_thread(call, "phalanx-mpi-create")
         if not wait([created], timeout.total_seconds()).done:
             self.runtime.abandoned.append(created)
-            raise TimedOut(f"some rank did not come within {timeout.total_seconds():.1f} s")
+            raise TimedOut(f"some rank did not join within {timeout.total_seconds():.1f} s")
         return created.result()
 
     @property

@@ -261,7 +261,7 @@ class GlooSession:
         if silent is None:
             return self.reports.store.report() or FailureReport("broken", reason=f"Gloo failed: {cause}")
         return self.reports.report_lost(
-            silent, "its connection closed without a word (killed, crashed, or cut off)", peer
+            silent, "its connection closed without notice (killed, crashed, or cut off)", peer
         )
 
     def _find_lost(self, peer: int | None) -> FailureReport | None:

@@ -65,7 +65,7 @@ class FailureReports(GroupReports):
             return (
                 self._reported_by_others(REPORT_S)
                 or self._server_lost(ctx.timeout_s, deadline)
-                or self._lost(cause.peer, "its connection closed without a word (killed, crashed, or cut off)", peer)
+                or self._lost(cause.peer, "its connection closed without notice (killed, crashed, or cut off)", peer)
             )
         assert isinstance(cause, LocalFailure)
         if cause.status == DEADLINE:

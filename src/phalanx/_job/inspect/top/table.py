@@ -88,7 +88,7 @@ def summary(job: JobView) -> list[Text]:
     if job.ranks and all(rank.waiting is None for rank in job.ranks):
         lines.append(Text("times: not known (no group of backend phalanx has done anything yet)"))
     if any(rank.memory_bytes is not None and not rank.memory_is_pss for rank in job.ranks):
-        lines.append(Text("memory with *: resident, what is shared counted in full (its fair share is not told)"))
+        lines.append(Text("memory with *: resident, with shared pages counted in full (PSS is not available)"))
     lines += [Text(note) for note in job.notes]
     return lines
 
