@@ -237,7 +237,7 @@ def test_a_reduction_of_what_is_one_memory_for_all_ranks_is_refused(world_size):
     mean = layer.weight.detach().clone()
     dist.all_reduce(mean)
     assert torch.equal(mean, before * world_size)
-    known = dist.group.WORLD.transport.symm_mem.one_memory
+    known = dist.group.WORLD.transport.symm_mem.owned_blocks
     shared, before = phalanx.shared_empty(5, owner=0), len(known)
     del shared
     assert len(known) == before - 1

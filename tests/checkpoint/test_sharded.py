@@ -18,7 +18,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import phalanx
 from phalanx.checkpoint import CheckpointManager, RandomState
 from phalanx.checkpoint.peers import Peers
-from phalanx.checkpoint.sharded_read import LoadedPieces
+from phalanx.checkpoint.sharded_read import PieceReader
 from phalanx.errors import CheckpointError
 from phalanx.testing import run_ranks
 
@@ -370,7 +370,7 @@ def test_ranks_read_the_pieces_that_they_hand_on_at_the_same_time(tmp_path, monk
 
     def load(rank, world_size):
         monkeypatch.setattr(Peers, "is_same_file", lambda self, file: False)  # as on two machines
-        readers, met, read = dist.new_group(), [], LoadedPieces.read
+        readers, met, read = dist.new_group(), [], PieceReader.read
 
         def read_together(self, name, chunk):
             if not met:
@@ -378,7 +378,7 @@ def test_ranks_read_the_pieces_that_they_hand_on_at_the_same_time(tmp_path, monk
                 dist.barrier(group=readers)  # the others must be reading, too
             return read(self, name, chunk)
 
-        monkeypatch.setattr(LoadedPieces, "read", read_together)
+        monkeypatch.setattr(PieceReader, "read", read_together)
         loaded = CheckpointManager(tmp_path).load().state
         assert_equal({name: loaded[name] for name in state}, state)
         return met

@@ -10,7 +10,7 @@ import pytest
 from tests.data.streams import draw_layout, draw_shards
 
 from phalanx.data.permutation import WindowPermutations
-from phalanx.data.stream_order import StreamLayout, StreamOrder, Turns, assign_lanes
+from phalanx.data.stream_order import RoundRobin, StreamLayout, StreamOrder, assign_lanes
 
 
 def whole(order: StreamOrder) -> list[int]:
@@ -32,7 +32,7 @@ def test_turns_are_those_of_a_loop_that_deals():
                 size = min(turn, length - taken[which])
                 dealt += [(which, taken[which] + i) for i in range(size)]
                 taken[which] += size
-        turns = Turns(lengths, turn)
+        turns = RoundRobin(lengths, turn)
         located = turns.locate(np.arange(sum(lengths), dtype=np.uint64))
         assert list(zip(*(one.tolist() for one in located), strict=True)) == dealt
         assert turns.length == sum(lengths)

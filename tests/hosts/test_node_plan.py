@@ -10,7 +10,7 @@ import pytest
 from phalanx._base.host_addresses import is_own, own_addresses
 from phalanx._job.hosts.control_channel import ControlMessage, decode_lines, encode_lines
 from phalanx._job.hosts.follower import show_host_lost
-from phalanx._job.hosts.node_plan import HostFacts, find_conflict, find_node, name_apart, plan_nodes
+from phalanx._job.hosts.node_plan import HostFacts, find_conflict, find_node, make_distinct, plan_nodes
 from phalanx._job.output.display import Display
 
 
@@ -96,7 +96,7 @@ def test_what_the_first_host_calls_another_forges_no_line_here() -> None:
     ],
 )
 def test_hosts_are_told_apart(names: list[str], labels: list[str]) -> None:
-    assert name_apart(names) == labels
+    assert make_distinct(names) == labels
 
 
 def test_ranks_lead_to_their_host_if_they_have_one_in_common() -> None:

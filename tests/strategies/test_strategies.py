@@ -26,7 +26,7 @@ from torch.utils.data import (
 from phalanx import strategies
 from phalanx.data import DistributedSampler
 from phalanx.ddp import DistributedDataParallel
-from phalanx.strategies.choose import STRATEGIES, Situation, decide_strategy
+from phalanx.strategies.choose import STRATEGIES, JobDescription, decide_strategy
 from phalanx.strategies.loader import divide_batch, make_iterable_loader, make_loader
 from phalanx.strategies.recipe import Recipe
 from phalanx.strategies.start import ScriptCommand, find_world, is_launched
@@ -382,21 +382,26 @@ MANY = 10**9
 @pytest.mark.parametrize(
     ("now", "name", "options", "words"),
     [
-        (Situation(1, 1, 1, False), "single_device", {}, "there is one device"),
-        (Situation(1, 1, 8, True), "single_device", {}, "one rank was launched"),
-        (Situation(1, 1, 8, True, may_grow=True), "multi_worker_mirrored", {}, "one rank, and others may join"),
-        (Situation(2, 2, 8, True, may_grow=True), "multi_worker_mirrored", {}, "2 ranks, and others may join"),
+        (JobDescription(1, 1, 1, False), "single_device", {}, "there is one device"),
+        (JobDescription(1, 1, 8, True), "single_device", {}, "one rank was launched"),
+        (JobDescription(1, 1, 8, True, may_grow=True), "multi_worker_mirrored", {}, "one rank, and others may join"),
+        (JobDescription(2, 2, 8, True, may_grow=True), "multi_worker_mirrored", {}, "2 ranks, and others may join"),
         (
-            Situation(1, 1, 1, True, MANY, 3 * MANY, may_grow=True),
+            JobDescription(1, 1, 1, True, MANY, 3 * MANY, may_grow=True),
             "sharded",
             {},
             "one rank, and others may join; train",
         ),
-        (Situation(1, 1, 4, False), "mirrored", {}, "4 ranks on one host; a copy of the model fits"),
-        (Situation(4, 4, 8, True, MANY, 8 * MANY), "mirrored", {}, "4 ranks on one host"),
-        (Situation(8, 4, 4, True, MANY, 8 * MANY), "multi_worker_mirrored", {}, "8 ranks, 4 of them on this host"),
-        (Situation(4, 4, 4, True, MANY, 3 * MANY), "sharded", {}, "takes 4.0 GB, and a rank has 3.0 GB: all fits but"),
-        (Situation(4, 4, 4, True, 2 * MANY, 3 * MANY), "sharded", {"shard": "model"}, "do not fit"),
+        (JobDescription(1, 1, 4, False), "mirrored", {}, "4 ranks on one host; a copy of the model fits"),
+        (JobDescription(4, 4, 8, True, MANY, 8 * MANY), "mirrored", {}, "4 ranks on one host"),
+        (JobDescription(8, 4, 4, True, MANY, 8 * MANY), "multi_worker_mirrored", {}, "8 ranks, 4 of them on this host"),
+        (
+            JobDescription(4, 4, 4, True, MANY, 3 * MANY),
+            "sharded",
+            {},
+            "takes 4.0 GB, and a rank has 3.0 GB: all fits but",
+        ),
+        (JobDescription(4, 4, 4, True, 2 * MANY, 3 * MANY), "sharded", {"shard": "model"}, "do not fit"),
     ],
 )
 def test_auto_takes_what_fits_and_says_why(now, name, options, words):

@@ -149,7 +149,8 @@ def on_terminal(tmp_path: Path, script: str, *, at: bytes, do: Callable[[int], o
     environment = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "COLUMNS")}
     process = subprocess.Popen(
         [sys.executable, "-c", "import fcntl, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
-         "from phalanx._job.output import display; display.Folder.__init__.__defaults__ = (60.0,); "  # for slow ranks
+         "from phalanx._job.output import display; "
+         "display.LineFolder.__init__.__defaults__ = (60.0,); "  # for slow ranks
          "from phalanx.cli.__main__ import main; main()", *words],
         stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True, env={**environment, "TERM": "xterm"},
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),

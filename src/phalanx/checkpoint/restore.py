@@ -29,7 +29,7 @@ from phalanx.errors import CheckpointError
 if TYPE_CHECKING:  # torch.distributed.checkpoint takes most of a second to import, so import it only when needed
     from torch.distributed.tensor import DTensor
 
-    from phalanx.checkpoint.sharded_read import LoadedPieces
+    from phalanx.checkpoint.sharded_read import PieceReader
 
 
 @dataclass
@@ -206,7 +206,7 @@ def _read_whole(peers: Peers, path: Path, manifest: Manifest) -> dict[str, Any]:
 
 def _read_sharded(peers: Peers, path: Path, manifest: Manifest, parts: Mapping[str, Any]) -> dict[str, Any]:
     from phalanx.checkpoint.sharded_metadata import decode_metadata
-    from phalanx.checkpoint.sharded_read import LoadedPieces, read_tensors
+    from phalanx.checkpoint.sharded_read import PieceReader, read_tensors
 
     readers = [rank for rank, sees in enumerate(peers.all_gather(os.path.isdir(path))) if sees]
     problem: str | None = None
@@ -229,7 +229,7 @@ def _read_sharded(peers: Peers, path: Path, manifest: Manifest, parts: Mapping[s
         metadata, (structure, aliases) = decode_metadata(head[0]), decode_structure(head[1])
     except Exception as error:  # raised on all ranks; the checksum matches, so the file was written like this
         raise CheckpointError(f"{peers.what}: {path} cannot be read: {type(error).__name__}: {error}") from error
-    pieces = LoadedPieces(path, metadata)
+    pieces = PieceReader(path, metadata)
     names = [name for name in tensor_names(structure) if name not in aliases]
     shards = {name: shard for name, shard in _shards(pieces, structure, parts).items() if name not in aliases}
     found, problem = read_tensors(
@@ -256,7 +256,7 @@ def _refuse_damage(peers: Peers, problem: str | None) -> None:
         raise DamagedError(f"{peers.what}: {mismatches[0]}.")
 
 
-def _shards(pieces: LoadedPieces, structure: Node, parts: Mapping[str, Any]) -> dict[str, DTensor]:
+def _shards(pieces: PieceReader, structure: Node, parts: Mapping[str, Any]) -> dict[str, DTensor]:
     """Return new tensors to read into, sharded like the tensors of `parts`."""
     found: dict[str, DTensor] = {}
     for name, part in parts.items():
@@ -276,7 +276,7 @@ def _shards(pieces: LoadedPieces, structure: Node, parts: Mapping[str, Any]) -> 
     return found
 
 
-def _add_like(found: dict[str, DTensor], pieces: LoadedPieces, name: str, like: DTensor) -> None:
+def _add_like(found: dict[str, DTensor], pieces: PieceReader, name: str, like: DTensor) -> None:
     if name not in set(pieces.names()):
         return
     shape, dtype = pieces.form(name)

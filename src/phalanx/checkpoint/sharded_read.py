@@ -29,8 +29,8 @@ compute_local_shape_and_global_offset: Any = find(
 )
 
 
-class LoadedPieces:
-    """`LoadedPieces` lists and reads the pieces of the tensors of a sharded checkpoint in `folder`."""
+class PieceReader:
+    """`PieceReader` lists and reads the pieces of the tensors of a sharded checkpoint in `folder`."""
 
     def __init__(self, folder: Path, metadata: Metadata) -> None:
         self._folder = folder
@@ -71,7 +71,7 @@ class LoadedPieces:
 
 def read_tensors(
     peers: Peers,
-    pieces: LoadedPieces,
+    pieces: PieceReader,
     names: Sequence[str],
     shards: Mapping[str, DTensor],
     readers: Sequence[int],

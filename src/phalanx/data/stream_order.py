@@ -85,8 +85,8 @@ class StreamOrder:
         np.add.at(totals, lanes, lengths[shards])
         self._lane_rows = (np.cumsum(totals) - totals).reshape(layout.readers, layout.interleave)
         of_readers = totals.reshape(layout.readers, layout.interleave)
-        self._blocks = Turns([int(one.sum()) for one in of_readers], layout.block)
-        self._lanes = [Turns(one.tolist(), 1) for one in of_readers]
+        self._blocks = RoundRobin([int(one.sum()) for one in of_readers], layout.block)
+        self._lanes = [RoundRobin(one.tolist(), 1) for one in of_readers]
         self._windows = None if key is None else WindowPermutations(f"{key}, windows")
 
     def take(self, positions: Indices) -> Indices:
@@ -155,8 +155,8 @@ class _Rounds:
     ends: Indices
 
 
-class Turns:
-    """`Turns` interleaves sequences of `lengths`, `turn` positions of each at a time.
+class RoundRobin:
+    """`RoundRobin` interleaves sequences of `lengths`, `turn` positions of each at a time.
 
     Memory: one number per sequence if all lengths are equal, up to one per pair of sequences if all differ.
     """

@@ -28,14 +28,14 @@ _SCALARS = frozenset({int, float, str, bool, type(None), bytes})
 
 
 @dataclass(frozen=True)
-class Reach:
-    """A `Reach` is the set of leaf ids that outputs depend on; `complete` is False if part of the graph is hidden."""
+class ReachableLeaves:
+    """`ReachableLeaves` are ids of leaves that outputs depend on; not `complete` if a part of the graph is hidden."""
 
     leaves: frozenset[int]
     complete: bool
 
-    def __or__(self, other: Reach) -> Reach:
-        return Reach(self.leaves | other.leaves, self.complete and other.complete)
+    def __or__(self, other: ReachableLeaves) -> ReachableLeaves:
+        return ReachableLeaves(self.leaves | other.leaves, self.complete and other.complete)
 
 
 def tensors_in(value: object) -> list[Tensor]:
@@ -91,7 +91,7 @@ def _fields_of(value: Any) -> Iterator[object]:
             yield object.__getattribute__(value, field.name)
 
 
-def find_reach(outputs: Iterable[Tensor]) -> Reach:
+def find_reach(outputs: Iterable[Tensor]) -> ReachableLeaves:
     """Walk autograd's graph from `outputs` to its leaves.
 
     If no output requires a gradient, the result is incomplete: a later backward starts from a tensor that is not among
@@ -120,4 +120,4 @@ def find_reach(outputs: Iterable[Tensor]) -> Reach:
         elif kind in _OPAQUE_NODES:
             complete = False
         waiting += [following for following, _ in node.next_functions if following is not None]
-    return Reach(frozenset(leaves), complete)
+    return ReachableLeaves(frozenset(leaves), complete)

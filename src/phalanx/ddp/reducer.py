@@ -43,7 +43,7 @@ from phalanx.ddp.bucket import DenseBucket, SparseBucket
 from phalanx.ddp.bucket_set import BucketSet
 from phalanx.ddp.exchange import Exchange, PendingBucket, SparsePending
 from phalanx.ddp.first_steps import FirstSteps
-from phalanx.ddp.graph import Reach, find_reach
+from phalanx.ddp.graph import ReachableLeaves, find_reach
 from phalanx.ddp.plan import Bucket, BucketPlan, ParameterSpec
 from phalanx.ddp.stray_gradients import StrayGradients
 
@@ -100,7 +100,7 @@ class Forwards:
     any_syncs: bool = False
     any_accumulates: bool = False
     num_hidden: int = 0
-    reach: Reach | None = None
+    reach: ReachableLeaves | None = None
 
     def end_round(self) -> None:
         """Forget the forwards whose gradients the round has averaged."""

@@ -67,7 +67,7 @@ class Commits:
         self.tracker = StepTracker(self.objects, None if self.position is None else self.position.mark)
         """The step in progress."""
         # settings of layers and wrappers that no part contains, as of the latest commit
-        self._switches = Switches(self.objects)
+        self._switches = ModuleModes(self.objects)
         self.save()
 
     @property
@@ -260,8 +260,8 @@ class Commits:
         self.save()
 
 
-class Switches:
-    """`Switches` saves and restores layers' train/eval mode, and whether wrappers' next forward broadcasts buffers.
+class ModuleModes:
+    """`ModuleModes` saves and restores layers' train/eval mode, and whether wrappers' next forward broadcasts buffers.
 
     A loss may occur during a validation or a gradient accumulation, for which the loop has changed these switches.
 

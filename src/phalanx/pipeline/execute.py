@@ -22,7 +22,7 @@ from phalanx.pipeline.nested import tree_map
 from phalanx.pipeline.progress import StepPhase, StepProgress
 from phalanx.pipeline.schedule import Action, PipelineSchedule
 from phalanx.pipeline.stage import Stage, flat_tensors
-from phalanx.pipeline.values import Forms
+from phalanx.pipeline.values import ValueShapes
 from phalanx.pipeline.wire import AHEAD, Edge, StepPlan, Wire
 
 
@@ -65,7 +65,7 @@ class Executor:
         self._random = random
         self._local: defaultdict[Edge, deque[Any]] = defaultdict(deque)
         """Values and gradients sent between stages of this rank, and a received message that no action has used yet."""
-        self._forms = Forms()
+        self._forms = ValueShapes()
         self._step = step
 
     def run(self, work: StepWork) -> None:

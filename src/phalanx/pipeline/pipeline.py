@@ -252,7 +252,7 @@ class Pipeline(StageModule):
         home = dict.fromkeys(self._layers.inputs, 0) | {node: p.index for p in parts for node in p.nodes}
         self._copies = CopyCheck(self._layers.output.graph, home)
         self._executor = Executor(stages, self._wire, self._rank, self._num_stages, self._random, self._step)
-        self._step_end = StepEnd(self._outcome, self._wire, self._executor, self._step)
+        self._step_end = StepEndFailure(self._outcome, self._wire, self._executor, self._step)
         self._data_group = data_group
 
     # -- steps ---------------------------------------------------------------------------------------------------
@@ -540,8 +540,8 @@ def _tensor(own: nn.Module, name: str) -> Tensor:
     return found
 
 
-class StepEnd:
-    """A `StepEnd` reports an error after a rank's last action: it aborts the groups, or notifies neighbours."""
+class StepEndFailure:
+    """A `StepEndFailure` reports an error after a rank's last action: it aborts the groups, or notifies neighbours."""
 
     def __init__(self, outcome: StepOutcome, wire: Wire, executor: Executor, step: StepProgress) -> None:
         self._outcome, self._wire, self._executor, self._step = outcome, wire, executor, step

@@ -17,8 +17,8 @@ from phalanx.pipeline.nested import tree_flatten, tree_unflatten, treespec_dumps
 _CONSTANTS = (int, float, bool, str, complex, type(None), torch.dtype, torch.device)
 
 
-class Forms:
-    """`Forms` compares the values that stages send with those of the step's first micro-batch, by dtype and shape."""
+class ValueShapes:
+    """`ValueShapes` compares dtypes and shapes of the values that stages send with those of the first micro-batch."""
 
     def __init__(self) -> None:
         self._first: dict[fx.Node, tuple[int, int, list[Any]]] = {}

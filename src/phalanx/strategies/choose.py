@@ -56,8 +56,8 @@ _ELSEWHERE = {
 
 
 @dataclass(frozen=True)
-class Situation:
-    """A `Situation` is what "auto" decides from.
+class JobDescription:
+    """A `JobDescription` is what "auto" decides from.
 
     `model_bytes` is the size of the parameters, `memory_bytes` that of a rank's memory; None if unknown. `may_grow` is
     True if hosts may join and leave: the choice must not depend on their number.
@@ -81,7 +81,7 @@ class Choice:
     reason: str
 
 
-def decide_strategy(now: Situation) -> Choice:
+def decide_strategy(now: JobDescription) -> Choice:
     """Return the fastest strategy that fits into memory; a pure function.
 
     The estimate is four times the parameters' bytes: Adam keeps two moments, in addition to parameters and gradients.
@@ -146,7 +146,7 @@ def get(name: str = "auto", *, model: torch.nn.Module | None = None, **options: 
     ranks, local = find_world(os.environ)
     bytes_of_model = None if model is None else sum(one.nbytes for one in model.parameters())
     memory_bytes = _memory(devices[0], local or len(devices))
-    now = Situation(ranks, local, len(devices), launched, bytes_of_model, memory_bytes, may_grow)
+    now = JobDescription(ranks, local, len(devices), launched, bytes_of_model, memory_bytes, may_grow)
     choice = decide_strategy(now)
     if choice.name == "single_device":
         options.pop("timeout", None)  # a single device has no process group, and takes no timeout

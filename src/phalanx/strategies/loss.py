@@ -36,7 +36,7 @@ def require_pair(batch: Any) -> Sequence[Any]:
     return batch
 
 
-def loss_of_own_step(model: nn.Module, bare: nn.Module, batch: Any) -> Tensor:
+def loss_of_training_step(model: nn.Module, bare: nn.Module, batch: Any) -> Tensor:
     """Call `bare.training_step(batch)` as the forward of `model`; return the result, or the result's "loss".
 
     `model` is the strategy's wrapper of `bare`, which acts only in a forward, or `bare` itself.

@@ -30,7 +30,7 @@ from phalanx.loggers.resolve import resolve
 from phalanx.loggers.tensorboard_logger import TensorBoardLogger
 from phalanx.report import begin as begin_report
 from phalanx.strategies import Strategy, get
-from phalanx.strategies.loss import loss_of_own_step
+from phalanx.strategies.loss import loss_of_training_step
 from phalanx.strategies.per_rank_state import PerRankState
 from phalanx.strategies.strategy import Precision
 from phalanx.trainer.arguments import Resume, SaveEvery, Saves, find_problems, is_count
@@ -165,7 +165,7 @@ class Trainer:
             loss,
             loss_of=None
             if loss is not None
-            else lambda model, batch: loss_of_own_step(model, self.strategy.bare_model, batch),
+            else lambda model, batch: loss_of_training_step(model, self.strategy.bare_model, batch),
             precision=precision,
         )
         self.scheduler = make_scheduler(scheduler, self.optimizer, self.strategy, scheduler_interval)

@@ -34,7 +34,7 @@ from phalanx._base.ipc import private
 from phalanx._base.ipc.local_listener import LocalAddress
 from phalanx._base.processes import read_start_ticks
 from phalanx._comm.backend.start import launched
-from phalanx._comm.backend.tcp_store import StoreAddress, explained, note_served, open_store
+from phalanx._comm.backend.tcp_store import StoreAddress, explain_store_errors, note_served, open_store
 from phalanx._comm.diagnostics.observer import fetch_store
 from phalanx._comm.engines.mpi import Launcher, start, why_not
 from phalanx._comm.rendezvous.agent_file import LostHost, read_lost, read_store
@@ -113,7 +113,7 @@ def address_rendezvous(original: Handler, url: str, timeout: timedelta, **kwargs
     # torch reports what is missing in `place`. No `yield` is inside the `with`: an iterator that was not exhausted is
     # closed at the interpreter's exit, when modules are already cleared.
     addresses = original(url, timeout=timeout, **kwargs)
-    with launched(url), explained(place):
+    with launched(url), explain_store_errors(place):
         address = next(addresses)
     yield address
     yield from addresses

@@ -21,7 +21,7 @@ from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, TCP
 from phalanx._base.deadline import Deadline
 from phalanx._base.log import get_logger
 from phalanx._base.threads import call_in_thread
-from phalanx._comm.rendezvous.bootstrap import NOTICE_S, contest
+from phalanx._comm.rendezvous.bootstrap import NOTICE_S, report_duplicate_rank
 
 _logger = get_logger(__name__)
 _ANSWER_S = 8.0  # a store answers within milliseconds; torch's client retries until its time is up
@@ -153,7 +153,7 @@ def _contest(place: StoreAddress, libuv: bool) -> str:
     with contextlib.suppress(RuntimeError):
         for prefix in ("default_pg", "0/", "cpu/"):  # torch's prefixes of the keys of a job's first group
             store = PrefixStore(prefix, store)
-        return contest(store, place.rank, place.world_size)
+        return report_duplicate_rank(store, place.rank, place.world_size)
     return ""
 
 
@@ -166,7 +166,7 @@ _REFUSED = "the host refuses connections to that port: no process listens there"
 
 
 @contextlib.contextmanager
-def explained(address: StoreAddress) -> Iterator[None]:
+def explain_store_errors(address: StoreAddress) -> Iterator[None]:
     """Add the rank, the address and advice to the errors that torch raises about the store in the block.
 
     Raises:

@@ -123,7 +123,7 @@ class Bootstrap:
         self.infos = unpack_infos(outcome["ranks"])
         return self.infos
 
-    def contest(self) -> str:
+    def report_duplicate_rank(self) -> str:
         """Report this rejected rank to the ranks that wait; return the error that they raise, or "" if none waits."""
         arrivals = self._arrivals
         _, arrivals.number, _ = arrivals.current()
@@ -398,14 +398,14 @@ def exchange(
     return bootstrap
 
 
-def contest(store: Store, rank: int, world_size: int) -> str:
+def report_duplicate_rank(store: Store, rank: int, world_size: int) -> str:
     """Report to the ranks that wait at `store` that this process also claims `rank` and was rejected.
 
     Return the error that they raise, or "" if no rank waits. This takes at most two seconds.
     """
     info = RankInfo(host_identity(), os.uname().nodename, "", ProcessId.of_self(), frozenset(), 0)
     bootstrap = Bootstrap(store, rank, world_size, info, "0", Deadline.after(_PATIENCE_S))
-    return bootstrap.contest()
+    return bootstrap.report_duplicate_rank()
 
 
 def _no_notice() -> None:

@@ -126,7 +126,7 @@ class SymmetricMemory:
         self._members = tuple(members)
         self._lock = threading.RLock()  # a finalizer may run at any point, in the same thread
         self._heap: int | None = None
-        self.one_memory: dict[int, range] = {}
+        self.owned_blocks: dict[int, range] = {}
         """The addresses of the blocks that were allocated with an `owner`, by block index."""
         self._blocks_in_use = 0
         self._closed = False
@@ -228,7 +228,7 @@ class SymmetricMemory:
         whose = self.rank if owner is None else owner
         buffer = (ctypes.c_char * nbytes).from_address(self._heap + whose * self._heap_bytes + offset)
         if owner is not None and self.world_size > 1:
-            self.one_memory[index] = range(ctypes.addressof(buffer), ctypes.addressof(buffer) + nbytes)
+            self.owned_blocks[index] = range(ctypes.addressof(buffer), ctypes.addressof(buffer) + nbytes)
         weakref.finalize(buffer, self._release_block, index).atexit = False  # tensors may outlive the exit hooks
         return buffer
 
@@ -278,7 +278,7 @@ class SymmetricMemory:
                 self._placement.remove(block)
 
     def _release_block(self, index: int) -> None:
-        self.one_memory.pop(index, None)
+        self.owned_blocks.pop(index, None)
         self.core.release(index)  # no effect once the group is closed
         self._release_heap()
 

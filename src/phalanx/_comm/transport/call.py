@@ -117,7 +117,7 @@ def _same_call(
     return CollectiveCall(name, dtype, redop, root, count, sizes, shape, place)
 
 
-def foreign_head(call: RankCall) -> bytes:
+def head_from_record(call: RankCall) -> bytes:
     """Return a head that matches no other call, for a rank whose current call is known only from its flight records."""
     digest = hashlib.blake2b(call.text.encode(), digest_size=_DIGEST_BYTES).digest()
     room = HEAD_BYTES - _DIGEST_BYTES

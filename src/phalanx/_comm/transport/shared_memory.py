@@ -258,7 +258,7 @@ class SharedMemoryTransport(Transport):
 
     def sum_in_place(self, tensor: Tensor, code: int, timeout_s: float, place: tuple[str, int]) -> None:
         """Run `all_reduce` with SUM on a contiguous tensor of a real dtype, with as little Python as possible."""
-        if self.symm_mem.one_memory:
+        if self.symm_mem.owned_blocks:
             self._refuse_one_memory(tensor)
         call_site = self._sites.get(place)
         at = tensor.data_ptr()
@@ -289,7 +289,7 @@ class SharedMemoryTransport(Transport):
         Raises:
             ValueError: all ranks share one copy of the tensor.
         """
-        if self.symm_mem.one_memory:
+        if self.symm_mem.owned_blocks:
             self._refuse_one_memory(tensor)
         src = dense(scaled(tensor, factor))
         dst = src if factor is None or not is_plain(tensor) else tensor
@@ -312,7 +312,7 @@ class SharedMemoryTransport(Transport):
 
     def _refuse_one_memory(self, tensor: Tensor) -> None:
         at = tensor.data_ptr()
-        if tensor.numel() and any(at in addresses for addresses in list(self.symm_mem.one_memory.values())):
+        if tensor.numel() and any(at in addresses for addresses in list(self.symm_mem.owned_blocks.values())):
             raise ValueError(
                 f"all_reduce in group {self.group!r} on rank {self.symm_mem.rank}: the tensor of shape "
                 f"{tuple(tensor.shape)} lies in one memory for all ranks (a parameter of ZeroRedundancyOptimizer, or "

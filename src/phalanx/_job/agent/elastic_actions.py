@@ -8,7 +8,7 @@ from typing import Any
 
 from phalanx._job.agent.environment import Place
 from phalanx._job.agent.failure import ExceptionReport, Exit
-from phalanx._job.agent.generation import Generation, HostPart, HostSlots
+from phalanx._job.agent.generation import Generation, HostAssignment, HostSlots
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class BeginGeneration:
             KeyError, TypeError, ValueError: the data is invalid.
         """
         parts = tuple(
-            HostPart(
+            HostAssignment(
                 int(part["member"]),
                 tuple(int(slot) for slot in part["slots"]),
                 tuple(int(slot) for slot in part["forked"]),

@@ -56,8 +56,8 @@ class ArrivedHost:
 
 
 @dataclass(frozen=True)
-class HostPart:
-    """A `HostPart` is one host's share of a generation.
+class HostAssignment:
+    """A `HostAssignment` is one host's share of a generation.
 
     `slots` is indexed by local rank; the slots in `forked` get a new process.
     """
@@ -76,7 +76,7 @@ class Generation:
     """A `Generation` is one membership of the job, with its hosts in the order of their ranks."""
 
     number: int
-    parts: tuple[HostPart, ...]
+    parts: tuple[HostAssignment, ...]
 
     @property
     def slots(self) -> tuple[int, ...]:
@@ -98,7 +98,7 @@ class Generation:
         new = set(self.replacements)
         return tuple(rank for rank in range(self.world_size) if rank not in new)
 
-    def part_of(self, member: int) -> HostPart | None:
+    def part_of(self, member: int) -> HostAssignment | None:
         """Return a host's part in the generation; None if it has none."""
         return next((part for part in self.parts if part.member == member), None)
 
@@ -193,7 +193,9 @@ def plan_generation(number: int, slot_plan: SlotPlan) -> Generation:
         place = Place(
             node, len(hosts), first_rank, len(slots), world_size, first_in_role[host.role], in_role[host.role]
         )
-        parts.append(HostPart(host.member, slots, tuple(slot for slot in slots if slot not in host.living), place))
+        parts.append(
+            HostAssignment(host.member, slots, tuple(slot for slot in slots if slot not in host.living), place)
+        )
         first_rank += len(slots)
         first_in_role[host.role] += len(slots)
     return Generation(number, tuple(parts))

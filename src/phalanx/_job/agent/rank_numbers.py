@@ -9,7 +9,7 @@ from typing import Any
 from phalanx._job.agent import error_files
 from phalanx._job.agent.elastic_actions import BeginGeneration, plan_message
 from phalanx._job.agent.environment import plan_rank_environment
-from phalanx._job.agent.generation import HostPart, SlotPlan, plan_generation
+from phalanx._job.agent.generation import HostAssignment, SlotPlan, plan_generation
 from phalanx._job.agent.host_link import HostLink
 from phalanx._job.agent.host_resources import HostResources
 from phalanx._job.agent.plan import JobPlan, find_free_port
@@ -43,16 +43,16 @@ class RankNumbers:
         """Use another MASTER_ADDR and MASTER_PORT for the ranks of later generations."""
         self._plan = replace(self._plan, master_addr=address, master_port=port)
 
-    def _plan_first_part(self) -> HostPart:
+    def _plan_first_part(self) -> HostAssignment:
         (part,) = plan_generation(0, SlotPlan.begin([self._link.own_slots()])).parts
-        return HostPart(part.member, part.slots, (), self._link.place)
+        return HostAssignment(part.member, part.slots, (), self._link.place)
 
     def open(self) -> None:
         """Create the store for the rendezvous of a generation, and choose MASTER_PORT."""
         self.store, self._store_path = self._link.create_store()
         self._master_port = self._plan.master_port or find_free_port()
 
-    def begin(self, begun: BeginGeneration) -> HostPart | None:
+    def begin(self, begun: BeginGeneration) -> HostAssignment | None:
         """Begin another generation; return this host's part in it, or None if it has none."""
         self._begun = begun
         self.generation = begun.generation.number

@@ -114,7 +114,7 @@ class ClientSession:
             self.popped_bytes -= len(found[1])
         return found
 
-    def unanswer(self, number: int) -> None:
+    def forget_answer(self, number: int) -> None:
         """Forget an answer that never reached the client and is no longer true."""
         answer = self._answers.pop(number, None)
         if answer is not None:

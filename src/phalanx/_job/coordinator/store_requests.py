@@ -74,7 +74,7 @@ class StoreRequests(ABC):
         popped = session.withdraw_item(number)
         if popped is not None:
             self.journal.add(EntryKind.UNPOP, session.route, number)
-            session.unanswer(number)
+            session.forget_answer(number)
             self._wake(self.store.push_back(*popped))
 
     def requeue_answers(self, session: ClientSession, answers: list[Answer]) -> None:

@@ -206,7 +206,7 @@ class FollowerLink(HostLink):
         self._memory = MemoryReader()
         self._records: list[tuple[str, dict[str, Any]]] = []  # kinds and bodies of messages
         self._succession = succession
-        self._is_led_by_another = False  # the leader has left while this host leaves, too: its loss is ignored
+        self._ignores_leader_loss = False  # the leader has left while this host leaves, too: its loss is ignored
 
     def attach(self, attempt: Attempt) -> None:
         self._attempt = attempt
@@ -327,7 +327,7 @@ class FollowerLink(HostLink):
             show_host_lost(message, self._host.display)
             self._notify_ranks(message.body["gone"], describe_loss(message.body["host"], message.body["why"]))
         elif message.member == self._channel.first and message.kind == "transfer leadership":
-            self._is_led_by_another = state.leaves
+            self._ignores_leader_loss = state.leaves
             self._lose_leader("it leaves (SIGTERM)", has_left=True)
         elif message.member == self._channel.first and message.kind == "end":
             self.ended = message.body
@@ -369,7 +369,7 @@ class FollowerLink(HostLink):
         self._channel.put(self._channel.first, "stacks", attempt=self._number, request=request, text=text)
 
     def _lose_leader(self, why: str, *, has_left: bool = False) -> None:
-        if self.supervision.abandoned_by or self.ended is not None or self._is_led_by_another:
+        if self.supervision.abandoned_by or self.ended is not None or self._ignores_leader_loss:
             return
         may_continue = self.supervision.phase == "running" and not self.supervision.leaves
         if not (may_continue and self._succession.on_leader_lost(why, has_left=has_left)):

@@ -129,7 +129,7 @@ def plan_nodes(hosts: Sequence[HostFacts]) -> list[Node]:
     world_size = sum(host.num_ranks for host in chosen)
     in_role: dict[str, int] = {}
     nodes, first_rank = [], 0
-    labels = name_apart([host.name for host in chosen])
+    labels = make_distinct([host.name for host in chosen])
     for node, host in enumerate(chosen):
         first_role_rank = in_role.get(host.role, 0)
         in_role[host.role] = first_role_rank + host.num_ranks
@@ -139,7 +139,7 @@ def plan_nodes(hosts: Sequence[HostFacts]) -> list[Node]:
     return [replace(node, place=replace(node.place, role_world_size=in_role[node.facts.role])) for node in nodes]
 
 
-def name_apart(names: Sequence[str]) -> list[str]:
+def make_distinct(names: Sequence[str]) -> list[str]:
     """Return distinct labels for hosts: short names if these differ, numbered names if two hosts have the same name."""
     short = [name.partition(".")[0] for name in names]
     chosen = short if len(set(short)) == len(set(names)) else list(names)

@@ -37,7 +37,7 @@ class Display:
         self._terminal = terminal
         self.host_of = host_of
         self.prefix_of: Callable[[int], str] | None = None  # the user's prefix; if set, each rank gets its own line
-        self._folder = Folder(())
+        self._folder = LineFolder(())
         self._statuses: dict[tuple[int, int], bytes] = {}  # rank, stream -> the lines to show, joined by line ends
         self._drawn = 0
         self._redraw_at: float | None = None
@@ -241,8 +241,8 @@ class _EqualLines:
             self._first = 0
 
 
-class Folder:
-    """A `Folder` buffers each line until all live ranks have printed it, or for `window_s`. It uses no clock."""
+class LineFolder:
+    """A `LineFolder` buffers each line until all live ranks have printed it, or for `window_s`. It uses no clock."""
 
     def __init__(self, ranks: Iterable[int], window_s: float = WINDOW_S) -> None:
         self._live = set(ranks)

@@ -115,14 +115,14 @@ def _record(folder: str) -> StepRecorder:
     recorder.device_memory = _device_memory
     recorder.rank_now = _rank_now
     _recorder, _folder = recorder, folder
-    _see_end_and_forks()
+    _register_end_and_fork_hooks()
     observe_steps(recorder)
     step_notes.listen(recorder)
     return recorder
 
 
 @cache
-def _see_end_and_forks() -> None:
+def _register_end_and_fork_hooks() -> None:
     os.register_at_fork(after_in_child=_forget)
     atexit.register(_end)
 

@@ -130,7 +130,7 @@ def start(launcher: Launcher | None) -> Runtime:
                 raise PhalanxError(problem)
             _runtime = _start(_load())
         if launcher is not None and launcher.world_size != _runtime.size:
-            raise PhalanxError(_unlike(launcher, _runtime.vendor, _runtime.size))
+            raise PhalanxError(_explain_size_mismatch(launcher, _runtime.vendor, _runtime.size))
         return _runtime
 
 
@@ -157,7 +157,7 @@ def why_not(launcher: Launcher | None) -> str:
             f"Start it with the mpiexec of {vendor}, or name the library of {launcher.name} in MPI4PY_LIBMPI."
         )
     if not launcher.is_mpi and launcher.world_size > 1:
-        return _unlike(launcher, vendor, 1)
+        return _explain_size_mismatch(launcher, vendor, 1)
     return ""
 
 
@@ -204,7 +204,7 @@ def _start(mpi: Any) -> Runtime:
     return runtime
 
 
-def _unlike(launcher: Launcher, vendor: str, size: int) -> str:
+def _explain_size_mismatch(launcher: Launcher, vendor: str, size: int) -> str:
     """Return the error message for a launcher and an MPI that disagree about the number of ranks."""
     if launcher.is_mpi:
         return (

@@ -18,7 +18,7 @@ from torch import Tensor
 from phalanx._base.core_numbers import BYTES, MISMATCH, OK
 from phalanx._base.deadline import Deadline, timeout_ns
 from phalanx._comm.transport.base import CallContext
-from phalanx._comm.transport.call import HEAD_BYTES, Disagreement, digest_of, foreign_head, rank_call
+from phalanx._comm.transport.call import HEAD_BYTES, Disagreement, digest_of, head_from_record, rank_call
 from phalanx._comm.transport.hierarchical.exchange import SMALL_BYTES, HostMessage, all_agree
 from phalanx._comm.transport.hierarchical.failure_reports import LocalFailure
 from phalanx._comm.transport.hierarchical.rails import ConnectionBroken, data_tag
@@ -115,7 +115,7 @@ class Agreement:
     def _report_mismatch_of_sizes(self, deadline: Deadline) -> None:
         """Report that this host's ranks have data of different sizes; their flight records show the different calls."""
         called = self.session.reports.called_here()
-        self._heads = [self.session.head, *(foreign_head(called[r]) for r in self._layout.local_ranks[1:])]
+        self._heads = [self.session.head, *(head_from_record(called[r]) for r in self._layout.local_ranks[1:])]
         try:
             self.send_heads()
             self.receive_heads(deadline)

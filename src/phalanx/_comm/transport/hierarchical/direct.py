@@ -16,7 +16,7 @@ from phalanx._base.deadline import Deadline, timeout_ns
 from phalanx._comm.transport.base import CallContext
 from phalanx._comm.transport.call import Disagreement, compare_splits, describe_call
 from phalanx._comm.transport.hierarchical.agreement import Agreement
-from phalanx._comm.transport.hierarchical.rails import RailMessage, engine_errors_of
+from phalanx._comm.transport.hierarchical.rails import RailMessage, as_connection_broken
 from phalanx._comm.transport.hierarchical.segmented import SegmentedCollectives
 from phalanx._comm.transport.hierarchical.small import SmallCollectives
 from phalanx._comm.transport.tensors import alias, dense, nbytes, write_all_back, write_back
@@ -127,7 +127,7 @@ class DirectCollectives:
         for start, tensors in ((self._session.engine.recv, receives), (self._session.engine.send, sends)):
             for r, tensor in enumerate(tensors):
                 if r not in self._layout.local_ranks and tensor is not None and tensor.numel():
-                    with engine_errors_of(r):
+                    with as_connection_broken(r):
                         messages.append(RailMessage(start(r, tensor, self._agreement.stream(0)), r, deadline))
         return messages
 

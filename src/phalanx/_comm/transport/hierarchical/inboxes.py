@@ -25,8 +25,8 @@ from phalanx._comm.transport.background import LOOK_EVERY_S, WHOLE_BYTES, Backgr
 from phalanx._comm.transport.hierarchical.rails import (
     FINGERPRINT,
     ConnectionBroken,
-    NotBegun,
-    engine_errors_of,
+    RejectedReceive,
+    as_connection_broken,
 )
 
 _AHEAD = 4  # operations for which receives are posted; a peer may be one operation ahead of this host
@@ -164,7 +164,7 @@ class Inboxes:
                     raise
         self._background.over(arrived)
         if error is not None:
-            with engine_errors_of(peer):
+            with as_connection_broken(peer):
                 raise error
 
     def done(self) -> None:
@@ -178,7 +178,7 @@ class Inboxes:
             try:
                 inbox.pending = self._engine.recv(peer, inbox.tensor, FINGERPRINT)
             except RuntimeError as error:  # the peer is lost: a wait reports that
-                inbox.pending = NotBegun(error)
+                inbox.pending = RejectedReceive(error)
 
     def close(self) -> None:
         """Release the messages. Close the engine first: only that ends a receive to which no peer has sent."""

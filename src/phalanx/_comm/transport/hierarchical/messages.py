@@ -18,7 +18,7 @@ from phalanx._comm.diagnostics.failure_report import FailedOperation, FailureRep
 from phalanx._comm.transport.background import WHOLE_BYTES, look_at
 from phalanx._comm.transport.base import CallContext
 from phalanx._comm.transport.call import describe_call
-from phalanx._comm.transport.hierarchical.rails import ConnectionBroken, RailMessage, engine_errors_of
+from phalanx._comm.transport.hierarchical.rails import ConnectionBroken, RailMessage, as_connection_broken
 from phalanx._comm.transport.hierarchical.session import HierarchicalSession
 from phalanx._comm.transport.tensors import alias, dense, nbytes, write_back
 
@@ -41,7 +41,7 @@ class HierarchicalMessages:
             self._session.reporting(here, ctx, deadline, dst),
         ):
             messages = []
-            with engine_errors_of(dst):
+            with as_connection_broken(dst):
                 messages.append(RailMessage(self._session.engine.send(dst, header, tag), dst, deadline))
                 if nbytes(data):
                     messages.append(RailMessage(self._session.engine.send(dst, data, tag), dst, deadline))
@@ -56,7 +56,7 @@ class HierarchicalMessages:
         here = self._operation(f"recv from rank {src}" if src >= 0 else "recv from any rank", ctx)
         recorded = self._session.recorded(describe_call("recv", data, self._session.place(ctx)), ctx, src)
         with recorded, self._session.reporting(here, ctx, deadline, src), torch.no_grad():
-            with engine_errors_of(src):
+            with as_connection_broken(src):
                 if src >= 0:
                     RailMessage(self._session.engine.recv(src, header, tag), src, deadline).wait()
                     source = src
@@ -69,7 +69,7 @@ class HierarchicalMessages:
             if (sent_bytes, sent_dtype) != (nbytes(data), code):
                 self._refuse(here, source, (sent_bytes, sent_dtype), (nbytes(data), code))
             if sent_bytes:
-                with engine_errors_of(source):
+                with as_connection_broken(source):
                     message = RailMessage(self._session.engine.recv(source, data, tag), source, deadline)
                 self._wait_for([message], source, sent_bytes)
             if data.data_ptr() != tensor.data_ptr():

@@ -19,7 +19,12 @@ from torch import Tensor
 from phalanx._base.deadline import Deadline
 from phalanx._comm.engines.engine import Engine, PendingMessage
 from phalanx._comm.transport.background import WHOLE_BYTES, Background, look_at
-from phalanx._comm.transport.hierarchical.rails import ConnectionBroken, NotBegun, RailMessage, engine_errors_of
+from phalanx._comm.transport.hierarchical.rails import (
+    ConnectionBroken,
+    RailMessage,
+    RejectedReceive,
+    as_connection_broken,
+)
 
 # The tag of a group's first `PrecedingMessages`; each further one has the next lower tag. Collectives' data have lower
 # tags than all of these.
@@ -64,7 +69,7 @@ class PrecedingMessages:
         box = self._outboxes[slot]
         box.length.value = _PREFIX_BYTES + nbytes
         for peer in receivers:
-            with engine_errors_of(peer):
+            with as_connection_broken(peer):
                 pending = self._engine.send(peer, box.memory[: _PREFIX_BYTES + nbytes], self._tag)
             self._underway[slot].append((peer, pending))
         self._number += 1
@@ -100,7 +105,7 @@ class PrecedingMessages:
         try:
             box.pending = self._engine.recv(peer, box.memory, self._tag)
         except RuntimeError as error:  # the peer has left, which matters only if it had another message to send
-            box.pending = NotBegun(error)
+            box.pending = RejectedReceive(error)
 
     def _wait(self, peer: int, pending: PendingMessage, deadline: Deadline, *, is_soon: bool) -> None:
         """Wait on this thread if the message `is_soon` complete or the engine handles signals, else on another one."""

@@ -40,8 +40,8 @@ class ConnectionBroken(Exception):
         self.peer = peer
 
 
-class NotBegun:
-    """A `NotBegun` stands in for a receive that the engine rejected; `wait` raises the engine's error."""
+class RejectedReceive:
+    """A `RejectedReceive` stands in for a receive that the engine rejected; `wait` raises the engine's error."""
 
     def __init__(self, error: RuntimeError) -> None:
         self._error = error
@@ -52,7 +52,7 @@ class NotBegun:
 
 
 @contextlib.contextmanager
-def engine_errors_of(peer: int) -> Iterator[None]:
+def as_connection_broken(peer: int) -> Iterator[None]:
     """Convert an engine error in this block to a `ConnectionBroken` for `peer`."""
     try:
         yield
@@ -70,7 +70,7 @@ class RailMessage:
 
     def wait(self) -> None:
         """Wait until the message is complete; raise ConnectionBroken if it cannot be."""
-        with engine_errors_of(self.peer):
+        with as_connection_broken(self.peer):
             self.pending.wait(timedelta_of(self.deadline))
 
 
@@ -150,12 +150,12 @@ class Rail:
             if shorter:
                 at = (view.data_ptr() - buffer.data_ptr()) // view.element_size()
                 view = self._compression.shorten(view, None if lost is None else lost[at : at + view.numel()])
-            with engine_errors_of(rank):
+            with as_connection_broken(rank):
                 return RailMessage(PendingSend(self._engine.send(rank, view, tag), view), rank, deadline)
 
         def recv(src: int, view: Tensor) -> RailMessage:
             rank = self._ranks[src]
-            with engine_errors_of(rank):
+            with as_connection_broken(rank):
                 if shorter:
                     short = self._compression.staging(view)
                     return RailMessage(Widening(self._engine.recv(rank, short, tag), short, view), rank, deadline)

@@ -28,7 +28,7 @@ from phalanx._comm.schedules.schedule import Operation, Schedule, chunk_bounds
 from phalanx._comm.transport.base import CallContext
 from phalanx._comm.transport.call import CollectiveCall
 from phalanx._comm.transport.hierarchical.agreement import Agreement
-from phalanx._comm.transport.hierarchical.rails import PendingSend, RailMessage, engine_errors_of, plan
+from phalanx._comm.transport.hierarchical.rails import PendingSend, RailMessage, as_connection_broken, plan
 from phalanx._comm.transport.numerics import divide, sum_of, sum_type
 from phalanx._comm.transport.tensors import dense, is_plain, scaled, write_all_back, write_back
 
@@ -441,7 +441,7 @@ class SegmentedCollectives:
         tag: int,
         deadline: Deadline,
     ) -> RailMessage:
-        with engine_errors_of(peer):
+        with as_connection_broken(peer):
             return RailMessage(PendingSend(begin(peer, tensor, tag), tensor), peer, deadline)
 
     def _reduce_here(
