@@ -608,7 +608,7 @@ def test_gradients_changed_by_whoever_sees_a_slice_only_are_refused(rank):
     nn.utils.clip_grad_norm_(ddp.parameters(), 1e9)
     with pytest.raises(RuntimeError, match=r"was changed after backward.*optimizer\.clip_grad_norm_"):
         optimizer.step()
-    with pytest.raises(RuntimeError, match=r"still holds the mean of the backward before.*zero_grad"):
+    with pytest.raises(RuntimeError, match=r"still holds the mean of the previous backward.*zero_grad"):
         backward(ddp, rank, 1)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 _HIDE = "import sys; sys.modules['phalanx._core'] = None\n"
-_SENTENCE = "Phalanx's C core is not there"
+_SENTENCE = "Phalanx's C core is not installed"
 
 
 def _run(code: str, *words: str, cwd: Path | None = None) -> str:

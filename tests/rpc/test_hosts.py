@@ -104,7 +104,7 @@ def _cut(rank: int, options: rpc.RpcBackendOptions) -> None:
         _machines[1].cut_off()
     else:
         set_event("calls")
-    with pytest.raises(PeerLostError, match=f"to worker '{other}' .*its host does not answer any more"):
+    with pytest.raises(PeerLostError, match=f"to worker '{other}' .*its host no longer answers"):
         waiting.wait()
     set_event("never")  # for the function that runs here
     with pytest.raises(PeerLostError):
