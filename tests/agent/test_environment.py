@@ -13,7 +13,7 @@ from phalanx._job.agent.environment import (
 from phalanx._job.agent.plan import JobPlan, Pinning
 from phalanx._job.agent.settings import Settings
 from phalanx._job.agent.target import JobTarget
-from phalanx._job.hosts.job_spec import name_own_address
+from phalanx._job.hosts.job_spec import own_address_variables
 
 SETTINGS = Settings(JobTarget("script", "train.py"), max_restarts=2)
 PLAN = JobPlan(SETTINGS, 3, Pinning(1, ((),) * 3), 0, {}, {}, run_id="none")
@@ -45,7 +45,7 @@ def test_store_and_terminal_are_told_when_there_are_some() -> None:
 
 def test_every_variable_of_a_rank_is_the_launchers_or_a_default_that_the_user_replaces() -> None:
     """COLUMNS, and the interfaces of Gloo and NCCL, were overwritten whatever the user had set."""
-    addresses = name_own_address("10.0.0.2", "eth1")
+    addresses = own_address_variables("10.0.0.2", "eth1")
     variables = {**addresses, "PHALANX_REPORT": "d", "PHALANX_RANKS_PER_GPU": "2"}
     plan = replace(PLAN, columns=70, launcher_variables=variables, run="r")
 

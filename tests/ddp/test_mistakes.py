@@ -93,7 +93,7 @@ def test_equal_draws_come_with_the_line_to_add():
 
 def test_parameters_that_differ_are_named_with_their_ranks():
     step = [Observation(parameters=value) for value in (1, 1, 2)]
-    assert _text([step], [1]).startswith("in step 1 parameter 'fc.bias' had other values on rank 2 than on rank 0")
+    assert _text([step], [1]).startswith("in step 1 parameter 'fc.bias' had different values on rank 2 than on rank 0")
     assert "'fc.weight' and 1 more had" in _text([step], [0, 1])
     assert "phalanx.check_replicas(model)" in _text([step], [1])
 
@@ -127,7 +127,7 @@ def test_a_stale_optimizer_is_told_after_the_last_step():
     step = [Observation(), Observation(stale_optimizer=1)]
     assert [_kinds([step] * count) for count in (1, 2, 3)] == [[], [], ["stale optimizer"]]
     text = _text([step] * 3)
-    assert text.startswith("the optimizer of rank 1 holds tensors like the model's parameters")
+    assert text.startswith("the optimizer of rank 1 holds none of the model's parameters")
     assert "optimizer = torch.optim.AdamW(model.parameters(), ...) after model =" in text
 
 

@@ -37,4 +37,4 @@ def test_more_hosts_than_open_files_allow_are_refused_with_what_to_type():
     )
     assert done.returncode == 2, done.stderr
     assert "500 hosts need 998 connections to this one, and no more than 768 are allowed here" in done.stderr
-    assert "Raise that to 1332 or more on this host: `ulimit -Hn`" in done.stderr
+    assert "Raise the limit to 1332 or more on this host: `ulimit -Hn`" in done.stderr

@@ -10,7 +10,7 @@ from tests.report.pages import Page
 
 from phalanx._base.core_numbers import ALL_REDUCE
 from phalanx._comm.diagnostics.step_file import RankFile
-from phalanx._comm.diagnostics.step_records import OperationRecord, StepRecord, order_records
+from phalanx._comm.diagnostics.step_records import OperationRecord, StepRecord, clamp_times
 from phalanx._job.report.findings import find
 from phalanx._job.report.gather import combine
 from phalanx._job.report.job_record import JobRecord
@@ -98,13 +98,13 @@ def test_a_clock_that_goes_back_makes_no_negative_times(seed):
             jump -= draw.choice((0.005, 0.5, 1e4)) if draw.random() < 0.1 else 0.0
             forward = step.forward - 0.01 * (draw.random() < 0.1)
             steps.append(step._replace(begin=step.begin + jump, end=step.end + jump, forward=forward))
-        files.append(dataclasses.replace(file, steps=order_records(steps)))
+        files.append(dataclasses.replace(file, steps=clamp_times(steps)))
     check_trace(plan_trace(JOB, files))
     run = combine(JOB, files)
     assert Page(render(run, find(run))).problems == []
     assert all(value >= 0 for rank in run.ranks for value in (rank.step_s, *rank.parts.values()))
     assert all(value >= 0 for curve in (run.throughput, *(r.step_curve for r in run.ranks)) for _, value in curve)
-    assert [step.end for step in order_records(rank_file(0).steps)] == [step.end for step in rank_file(0).steps]
+    assert [step.end for step in clamp_times(rank_file(0).steps)] == [step.end for step in rank_file(0).steps]
 
 
 def test_a_report_that_is_no_json_is_refused_in_a_sentence():

@@ -30,7 +30,7 @@ from phalanx.testing.namespaces import Host, hosts
 pytestmark = pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts())
 
 
-JOINS = "this job already runs, and the host at 10.77.0."
+JOINS = "this job is already running, led by the host at 10.77.0."
 PORT = "29479"
 LEFT = 128 + signal.SIGTERM
 

@@ -622,5 +622,5 @@ def test_more_hosts_than_this_one_may_have_connections_are_refused_with_what_to_
         end = refused.finish()
     assert (end.code, end.out) == (2, "")
     assert "500 hosts need 998 connections to this one, and no more than 384 are allowed here" in end.err
-    assert "Raise that to 1332 or more" in end.err
+    assert "Raise the limit to 1332 or more" in end.err
     assert "ulimit -Hn" in end.err

@@ -193,7 +193,7 @@ def test_hosts_of_an_elastic_job_that_are_preempted_leave_and_requeued_they_come
     made.preempt(0)
     made.wait(0, "this host has left the job, which continues on the others")
     made.requeue(0)
-    made.wait(0, "this job already runs, and the host at .* leads it: this host joins it there")
+    made.wait(0, "this job is already running, led by the host at .*: this host joins it there")
     leader = next(number for number in (1, 2) if "this host leads the job now" in made.said(number))
     made.wait(leader, "accepted; 3 ranks on 3 hosts continue")
     (tmp_path / "finish").touch()

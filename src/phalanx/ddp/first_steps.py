@@ -35,7 +35,7 @@ from phalanx.ddp.mistakes import (
     Observation,
     StepObservations,
     decide_warnings,
-    were_restored,
+    parameters_were_restored,
 )
 from phalanx.ddp.replicate import gather_rows
 from phalanx.nn.sync_batchnorm import is_uncounted
@@ -132,7 +132,7 @@ class FirstSteps:
 
     def _select_confirmed(self, found: list[Mistake]) -> list[Mistake]:
         """Return the warnings to log now. Hold back one about parameters until an optimizer steps with their values."""
-        if self._unconfirmed and were_restored(self._steps[-1]):
+        if self._unconfirmed and parameters_were_restored(self._steps[-1]):
             self._restores_parameters = True
         confirmed = [] if self._restores_parameters else self._unconfirmed
         differing = [one for one in found if one.kind == DIFFERING_PARAMETERS and not self._restores_parameters]

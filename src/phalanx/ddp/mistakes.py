@@ -1,7 +1,7 @@
 """Decide from all ranks' observations which mistakes the program makes.
 
 rank 0   observes step 1, 2, 3  --.
-rank 1   observes step 1, 2, 3  ---+--> decide_warnings --> sentences for the log, each with the line to add
+rank 1   observes step 1, 2, 3  ---+--> decide_warnings --> log messages, each with the line of code to add
 rank 2   observes step 1, 2, 3  --'
 """
 
@@ -37,9 +37,9 @@ class Observation:
     nan_gradient: int = 0
     """The position, from 1, of the first parameter whose own gradient was NaN; 0 if there was none."""
     stale_optimizer: int = 0
-    """1 if an optimizer stepped similar parameters, and none stepped the wrapped parameters."""
+    """1 if an optimizer stepped tensors of the parameters' shapes, and none stepped the wrapped parameters."""
     stepped: int = 0
-    """The digest of all parameters at the optimizer step after a backward with differing parameters; otherwise 0."""
+    """The digest of all parameters just before the optimizer step, if they differed between ranks in backward; or 0."""
 
     def row(self) -> list[int]:
         """Return the numbers, in the order of the fields."""
@@ -80,10 +80,10 @@ def decide_warnings(
     return [mistake for mistake in found if mistake is not None]
 
 
-def were_restored(latest: StepObservations) -> bool:
-    """Return whether all ranks stepped from the same parameters, although their backwards used different parameters.
+def parameters_were_restored(latest: StepObservations) -> bool:
+    """Return whether all ranks had the same parameters at the optimizer step, although they differed in backward.
 
-    Some methods change the parameters for one backward and then restore them, such as sharpness-aware minimization.
+    Some methods, such as sharpness-aware minimization, change the parameters for one backward and then restore them.
     """
     return latest[0].stepped != 0 and len({one.stepped for one in latest}) == 1
 
@@ -101,7 +101,7 @@ def _equal_batches(steps: Sequence[StepObservations]) -> Mistake | None:
     return Mistake(
         "equal batches",
         f"{_list_groups(alike, len(ranks))} were given the same batch in each of the first {len(steps)} steps, so they "
-        "do the same work twice. Give each rank its part of the data: "
+        "repeat the same work. Give each rank its part of the data: "
         "DataLoader(dataset, sampler=phalanx.DistributedSampler(dataset), ...)",
     )
 
@@ -127,8 +127,8 @@ def _differing_parameters(
     more = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
     return Mistake(
         DIFFERING_PARAMETERS,
-        f"in step {number} parameter {names[differing[0]]!r}{more} had other values on {_ranks(others)} than on rank "
-        "0: gradients are averaged, but every rank trains a model of its own. Change parameters in the same way on "
+        f"in step {number} parameter {names[differing[0]]!r}{more} had different values on {_ranks(others)} than on "
+        "rank 0: gradients are averaged, but each rank trains a different model. Change parameters in the same way on "
         "every rank, and load checkpoints before wrapping the model. To see by how much they differ: "
         "phalanx.check_replicas(model)",
     )
@@ -138,7 +138,7 @@ def _nan_on_some(latest: StepObservations, number: int, names: Sequence[str]) ->
     outputs = [rank for rank, one in enumerate(latest) if one.nan_output]
     gradients = {rank: one.nan_gradient for rank, one in enumerate(latest) if one.nan_gradient}
     broken = sorted({*outputs, *gradients})
-    if not 0 < len(broken) < len(latest):  # a NaN on all ranks is a problem of the model
+    if not 0 < len(broken) < len(latest):  # a NaN on all ranks is a problem with the model, not with one rank's data
         return None
     if outputs:
         what, where = "the output of forward", outputs
@@ -158,8 +158,8 @@ def _stale_optimizer(latest: StepObservations) -> Mistake | None:
         return None
     return Mistake(
         "stale optimizer",
-        f"the optimizer of {_ranks(stale)} holds tensors like the model's parameters that get no gradient, and none of "
-        "the parameters: it was built from another copy of the model, and trains nothing. Build it last: "
+        f"the optimizer of {_ranks(stale)} holds none of the model's parameters, only tensors of the same shapes that "
+        "get no gradient: it was built from another copy of the model, and trains nothing. Build it last: "
         "optimizer = torch.optim.AdamW(model.parameters(), ...) after model = DistributedDataParallel(model)",
     )
 

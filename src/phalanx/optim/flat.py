@@ -14,7 +14,7 @@ from phalanx._comm.backend.shared import shares_memory
 class Flat:
     """A `Flat` has room for a copy of each of `tensors`, in one block per dtype and device.
 
-        blocks   the memory; symmetric memory if the group's ranks share memory: reduced without another copy
+        blocks   the flat buffers; in symmetric memory, and reduced without a copy, if the group's ranks share memory
         views    for each tensor, its copy, with the tensor's shape
 
     If the group's ranks share memory, construction is collective. `tensors` may be a function that returns tensors of
@@ -75,7 +75,7 @@ class Flat:
 
 def _allocate(numel: int, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup | None) -> Tensor:
     if group is not None and device.type == "cpu" and shares_memory(group):
-        from phalanx._comm.backend.shared import shared_empty  # needs the C core, which a group that shares memory has
+        from phalanx._comm.backend.shared import shared_empty  # here, since it needs the C core
 
         return shared_empty(numel, dtype=dtype, group=group)
     return torch.empty(numel, dtype=dtype, device=device)

@@ -18,7 +18,7 @@ _CONSTANTS = (int, float, bool, str, complex, type(None), torch.dtype, torch.dev
 
 
 class ValueShapes:
-    """`ValueShapes` compares dtypes and shapes of the values that stages send with those of the first micro-batch."""
+    """`ValueShapes` checks that values sent between stages have the dtypes and shapes of the first micro-batch."""
 
     def __init__(self) -> None:
         self._first: dict[fx.Node, tuple[int, int, list[Any]]] = {}
@@ -35,8 +35,8 @@ class ValueShapes:
         The samples may be in a dimension other than the first, as in the state of an nn.LSTM; their number may vary.
 
         Raises:
-            TypeError: a value is neither a tensor nor a plain constant.
-            ValueError: a tensor differs in dtype, in number of dimensions, or in a size not proportional to the rows.
+            TypeError: a value, or an element of a container, is neither a tensor nor a plain constant.
+            ValueError: a tensor's dtype or number of dimensions differs, or a size that is not proportional to `rows`.
         """
         for node, value in zip(nodes, values, strict=True):
             leaves = [value] if isinstance(value, Tensor) else tree_flatten(value)[0]

@@ -132,7 +132,7 @@ def test_a_forged_pickle_is_refused_before_it_is_read(number, tmp_path):
     _, (told, has_run) = on_hosts((1, 1), _forge, str(tmp_path), number)
     assert not has_run
     assert "wrong MAC" in told
-    assert "nothing of it was read" in told
+    assert "It was not unpickled" in told
 
 
 class Recorder:
@@ -179,8 +179,8 @@ def _replay(rank, world_size, machines, path, number):
 def test_a_message_that_is_played_back_is_refused(number, tmp_path):
     """An object of an all_gather could be given again, with a valid MAC, as that of each later one."""
     _, told = on_hosts((1, 1), _replay, str(tmp_path), number)
-    assert "came as number 1, where number 2 is due; nothing of it was read" in told
-    assert "plays it back" in told
+    assert "has sequence number 1; 2 was expected. It was not unpickled" in told
+    assert "replaying it" in told
 
 
 def _move(rank, world_size, machines, first, second):
@@ -305,7 +305,7 @@ def _drop(rank, world_size, machines):
 def test_where_an_object_is_missing_the_next_one_is_refused_with_the_reason():
     _, (first, second, third, fourth) = on_hosts((1, 1), _drop)
     for refused in (first, third):
-        assert "came as number 2, where number 1 is due; nothing of it was read. Number 3 is due next." in refused
+        assert "has sequence number 2; 1 was expected. It was not unpickled; 3 is expected next." in refused
         assert "look for the first error of both ranks" in refused
     assert (second, fourth) == ("fine", "fine")
 
@@ -329,7 +329,7 @@ def _imported_before(rank, world_size, machines):
 
 
 def test_functions_that_were_imported_before_the_backend_was_asked_for_number_their_objects():
-    assert "came as number 1, where number 2 is due" in on_hosts((1, 1), _imported_before)[1]
+    assert "has sequence number 1; 2 was expected" in on_hosts((1, 1), _imported_before)[1]
 
 
 def test_each_changed_bit_is_found():
@@ -362,14 +362,14 @@ def test_messages_of_a_stream_are_taken_once_and_in_order():
     sender, receiver = PickleAuthenticator("a secret", "g"), PickleAuthenticator("a secret", "g")
     messages = [sender.send(str(n).encode(), stream) for n in range(6)]
     assert receiver.receive(messages[0], stream) == b"0"
-    with pytest.raises(PhalanxError, match="came as number 1, where number 2 is due"):
+    with pytest.raises(PhalanxError, match="has sequence number 1; 2 was expected"):
         receiver.receive(messages[0], stream)
-    with pytest.raises(PhalanxError, match="came as number 2, where number 3 is due"):
+    with pytest.raises(PhalanxError, match="has sequence number 2; 3 was expected"):
         receiver.receive(messages[1], stream)
     assert receiver.receive(messages[3], stream) == b"3"
-    with pytest.raises(PhalanxError, match="came as number 6, where number 5 is due"):
+    with pytest.raises(PhalanxError, match="has sequence number 6; 5 was expected"):
         receiver.receive(messages[5], stream)
-    with pytest.raises(PhalanxError, match="came as number 5, where number 7 is due"):
+    with pytest.raises(PhalanxError, match="has sequence number 5; 7 was expected"):
         receiver.receive(messages[4], stream)
     sender.take_back(stream)
     assert sender.send(b"5", stream) == messages[5]

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx._comm.diagnostics.step_machine import OTHER, PHASES, FinishedStep, StepMachine
-from phalanx._comm.diagnostics.step_records import OperationRecord, StepRecord, StepTally, merge, order_records
+from phalanx._comm.diagnostics.step_records import OperationRecord, StepRecord, StepTally, clamp_times, merge
 
 _MAGIC = 0x3453_5045_5453_4C50  # "PLSTEPS4", little endian
 _WORDS = 64
@@ -314,7 +314,7 @@ def _parse(data: bytes) -> RankFile:
         peak_bytes=int(words[_PEAK_BYTES]),
         begun=words[_BEGUN],
         unix_offset=words[_UNIX_OFFSET],
-        steps=order_records(steps + tuple(late)),
+        steps=clamp_times(steps + tuple(late)),
         operations=operations,
         reached=tally.reached,
         first_broken=tally.first_broken or None,

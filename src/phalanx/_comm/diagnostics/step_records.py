@@ -11,7 +11,7 @@ from phalanx._comm.diagnostics.step_machine import PHASES, FinishedStep
 
 
 class StepRecord(NamedTuple):
-    """A `StepRecord` summarizes consecutive steps; `first` is the number of the first one, in the run if known.
+    """A `StepRecord` summarizes consecutive steps; `first` is the number of its first step, in the whole run if known.
 
     Times are in seconds, by CLOCK_MONOTONIC; the phases are sums over the steps.
     """
@@ -28,7 +28,7 @@ class StepRecord(NamedTuple):
     samples: float
     loss: float  # sum over the steps that have a loss
     num_losses: float
-    longest: float  # seconds of the longest step
+    longest: float  # duration of the longest step, in seconds
     resident_bytes: float
     shared_bytes: float  # the shared part of these bytes
     cpu_s: float  # of the process, so far
@@ -68,8 +68,8 @@ def merge(a: StepRecord, b: StepRecord) -> StepRecord:
     )
 
 
-def order_records(records: Sequence[StepRecord]) -> tuple[StepRecord, ...]:
-    """Return the records with increasing times, even if the clock was set back (by a restored snapshot of the host)."""
+def clamp_times(records: Sequence[StepRecord]) -> tuple[StepRecord, ...]:
+    """Return the records with times that never decrease: the clock goes back when a VM is restored from a snapshot."""
     ordered: list[StepRecord] = []
     for record in records:
         begin = max(record.begin, ordered[-1].end) if ordered else record.begin
@@ -86,7 +86,7 @@ class StepTally:
     rank: int
     num_steps: int = 0
     ahead: int | None = None
-    """The difference between the run's number of a step and this process's number; None if unknown."""
+    """What to add to this process's step number to get the number in the whole run; None if unknown."""
     generation: int = 0
     sample_share: float = 1.0
     process: Sequence[float] = (0.0, 0.0, 0.0, 0.0, 0.0)

@@ -95,28 +95,27 @@ class PickleAuthenticator:
         mac, packed, pickle = message[:MAC_BYTES], message[MAC_BYTES:OVERHEAD_BYTES], message[OVERHEAD_BYTES:]
         if not hmac.compare_digest(mac, self._mac(pickle, stream, packed, index)):
             raise PhalanxError(
-                f"group {self._group!r}: a pickled object ({stream}) came from another host with a wrong MAC, so that "
-                "no rank of this group has sent it here as it is; nothing of it was read.\n"
-                "Its bytes were changed on the way, or somebody without the group's key has sent it. Gloo's "
-                "connections between hosts are not authenticated: use a network that is yours alone "
-                "(`phalanx docs security`)."
+                f"group {self._group!r}: a pickled object ({stream}) arrived from another host with a wrong MAC: no "
+                "rank of this group sent it in this form. It was not unpickled.\n"
+                "Its bytes were changed in transit, or somebody without the group's key sent it. Gloo's connections "
+                "between hosts are not authenticated: use a private network (`phalanx docs security`)."
             )
         found = _NUMBER.unpack(packed)[0]
         if found < number:
             raise PhalanxError(
-                f"group {self._group!r}: a pickled object ({stream}) came as number {found}, where number {number} is "
-                "due; nothing of it was read.\n"
-                "It has been here before: somebody between the hosts plays it back. Gloo's connections between hosts "
-                "are not authenticated: use a network that is yours alone (`phalanx docs security`)."
+                f"group {self._group!r}: a pickled object ({stream}) has sequence number {found}; {number} was "
+                "expected. It was not unpickled.\n"
+                "It has arrived before: somebody on the network may be replaying it. Gloo's connections between hosts "
+                "are not authenticated: use a private network (`phalanx docs security`)."
             )
         if found > number:
             with self._lock:
                 self._received[stream] = max(self._received[stream], found)
             raise PhalanxError(
-                f"group {self._group!r}: a pickled object ({stream}) came as number {found}, where number {number} is "
-                f"due; nothing of it was read. Number {found + 1} is due next.\n"
-                "Either a rank has left an earlier call with an exception, here before it received or there before it "
-                "sent: look for the first error of both ranks. Or somebody between the hosts has dropped an object "
+                f"group {self._group!r}: a pickled object ({stream}) has sequence number {found}; {number} was "
+                f"expected. It was not unpickled; {found + 1} is expected next.\n"
+                "Either an earlier call raised an exception, on this rank before it received or on the sender before "
+                "it sent: look for the first error on each. Or an object was dropped in transit "
                 "(`phalanx docs security`)."
             )
         return pickle

@@ -42,7 +42,7 @@ def close_devices() -> None:
 def describe(use: str, *, preloads: bool) -> str:
     """Return the message for the user that CUDA was initialised, with the evidence `use`.
 
-    `preloads`: the zygote's import of torch, which --no-preload disables, has initialised CUDA.
+    `preloads`: whether the zygote's import of torch, which --no-preload disables, has initialised CUDA.
     """
     suspects = _plugins()
     suspected = f" Suspects: {', '.join(suspects)}." if suspects else ""

@@ -38,7 +38,7 @@ from phalanx._job.coordinator.key_value import KeyValueStore, RefusedError, Wait
 from phalanx._job.coordinator.membership import MAX_FACTS_BYTES, MAX_MEMBERS, OUTBOX_BYTES, Member, Membership
 from phalanx._job.coordinator.session import Answer, ClientSession, RelayedRoute, Route
 from phalanx._job.coordinator.standby_replicas import StandbyReplicas
-from phalanx._job.coordinator.store_requests import StoreRequests, barrier_key
+from phalanx._job.coordinator.store_requests import StoreRequestHandler, barrier_key
 
 # maximum bytes of events (joins, leaves and messages) that wait for one member; beyond this the member is lost
 MAX_WAITING_BYTES = 8 * OUTBOX_BYTES
@@ -62,7 +62,7 @@ _CHANGES = frozenset({
 _LONG = frozenset({Op.LIST_KEYS, Op.DELETE_PREFIX, Op.MEMBERS})
 
 
-class Coordinator(StoreRequests):
+class Coordinator(StoreRequestHandler):
     """A `Coordinator` keeps the state of one job. It can be copied to standbys, and can itself be a copy."""
 
     def __init__(self, *, job: str = "", lost_after_s: float = MEMBER_TIMEOUT_S, max_bytes: int = 1 << 30) -> None:

@@ -3,8 +3,8 @@
 Each handler returns the answer, or None if the request waits.
 
 request ──► park ──► the key or the item exists: wake ──► outgoing ──► delivered
-                                                             ▲             │ not delivered: the item is put back into
-                                                             └── requeue ◄─┘ its queue, for another request
+                                                   ▲                       │ not delivered
+                                                   └────── requeue_item ◄──┘ the item is in its queue again
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ MAX_PARKED_KEYS = 1 << 16  # maximum number of keys that these requests wait for
 _LONG_BYTES = 1 << 14  # a longer value is not copied for each client, because thousands may wait for one value
 
 
-class StoreRequests(ABC):
-    """`StoreRequests` answers requests for keys and items of `store`, and keeps requests that wait.
+class StoreRequestHandler(ABC):
+    """`StoreRequestHandler` answers requests for keys and items of `store`, and keeps requests that wait.
 
-    `outgoing` holds the sessions with answers to send, for the service. A copy (`is_copy`) sends nothing: it replays
-    the journal of another coordinator.
+    `outgoing` holds the sessions that have answers to send; the service sends them. A copy (`is_copy`) sends nothing:
+    it replays the journal of another coordinator.
     """
 
     def __init__(self, store: KeyValueStore) -> None:
@@ -78,7 +78,7 @@ class StoreRequests(ABC):
             self._wake(self.store.push_back(*popped))
 
     def requeue_answers(self, session: ClientSession, answers: list[Answer]) -> None:
-        """Put back answers of `pop_outgoing` that could not be sent yet."""
+        """Put back answers returned by `pop_outgoing` that could not be sent yet."""
         session.outgoing[:0] = answers
         session.outgoing_bytes += sum(map(len, answers))
         self.outgoing[session] = None
@@ -106,7 +106,7 @@ class StoreRequests(ABC):
         return waiter
 
     def _unpark_repeatable(self, session: ClientSession) -> None:
-        """Forget the waiting requests that the client will repeat. A barrier stays: a repetition would count twice."""
+        """Forget the waiting requests that the client will repeat. A barrier call stays: it would count twice."""
         for number, waiter in list(session.parked.items()):
             if waiter.owner[1].what != Op.BARRIER:
                 self._unpark(session, number)
@@ -128,7 +128,7 @@ class StoreRequests(ABC):
         session.outgoing_bytes += len(answer)
         self.outgoing[session] = None
 
-    # Handlers of requests.
+    # Request handlers.
 
     def _set(self, session: ClientSession, message: WireMessage) -> Answer:
         key, value = message.fields
@@ -247,5 +247,5 @@ class StoreRequests(ABC):
 
 
 def barrier_key(key: bytes) -> bytes:
-    """Return a key that is never set, and for which the callers of the barrier `key` wait."""
+    """Return the key on which callers of the barrier `key` wait. It is never set; `release` wakes them."""
     return b"\0barrier/" + key

@@ -24,7 +24,7 @@ from phalanx._job.agent.job import LOST_OUTPUT_EXIT_CODE, LedAttempt, run_attemp
 from phalanx._job.agent.plan import JobPlan, find_free_port
 from phalanx._job.coordinator.rendezvous import Rendezvous, join_endpoint
 from phalanx._job.hosts.control_channel import Change, ControlChannel, ControlMessage
-from phalanx._job.hosts.job_spec import name_own_address
+from phalanx._job.hosts.job_spec import own_address_variables
 from phalanx._job.hosts.leader import LeaderLink
 from phalanx._job.hosts.node_plan import HostFacts, Node, describe_nnodes, describe_unfit, find_conflict, plan_nodes
 from phalanx._job.hosts.peer_hosts import PeerHosts
@@ -146,7 +146,7 @@ class Gathering:
             Limits(self._rendezvous.min_nodes, self._rendezvous.max_nodes),
         )
         address = own.facts.address
-        known = {} if self._rendezvous.is_local else name_own_address(address, find_interface(address))
+        known = {} if self._rendezvous.is_local else own_address_variables(address, find_interface(address))
         plan = replace(
             self._plan,
             master_addr=address,

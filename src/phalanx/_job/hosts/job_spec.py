@@ -34,7 +34,7 @@ class JobSpec:
         folder: the working directory on the first host.
         env: the variables named by --env on the first host.
         passed: the variables that the first host passes on by default.
-        endpoints: the endpoints at which the job began. A host that is restarted looks for the job there.
+        endpoints: the coordinator's endpoints when the job began. A restarted host looks for the job there.
     """
 
     settings: Settings
@@ -55,7 +55,7 @@ class JobSpec:
             replace(
                 settings,
                 run_id=run_id,
-                metrics=choose_metrics(settings.metrics),
+                metrics=metrics_address(settings.metrics),
                 key_file=None,
                 env={},
                 rendezvous=None,
@@ -70,7 +70,7 @@ class JobSpec:
             ),
             folder=os.getcwd(),
             env={name: environment[name] for name in settings.env if name in environment},
-            passed={name: value for name, value in environment.items() if is_passed(name)},
+            passed={name: value for name, value in environment.items() if is_passed_on(name)},
             endpoints=endpoints,
         )
 
@@ -94,7 +94,9 @@ class JobSpec:
             settings["target"] = JobTarget(**_to_tuples(settings["target"]))
             return cls(Settings(**settings), Rendezvous(**_to_tuples(fields.pop("rendezvous"))), **_to_tuples(fields))
         except (KeyError, TypeError, ValueError):
-            raise ValueError("the first host runs another version of Phalanx. Install the same one on all") from None
+            raise ValueError(
+                "the first host runs another version of Phalanx. Install the same version on all hosts"
+            ) from None
 
     def plan_environment(self, own: Mapping[str, str], env: Mapping[str, str | None]) -> dict[str, str]:
         """Return the ranks' environment on a host whose environment is `own` and whose own --env options are `env`."""
@@ -133,7 +135,7 @@ def _to_tuple(values: list[Any]) -> tuple[Any, ...]:
     return tuple(_to_tuple(value) if isinstance(value, list) else value for value in values)
 
 
-def choose_metrics(metrics: tuple[str, int] | None) -> tuple[str, int] | None:
+def metrics_address(metrics: tuple[str, int] | None) -> tuple[str, int] | None:
     """Return the address and port at which other hosts serve metrics if the first host serves them at `metrics`.
 
     Return None if only the first host has that address.
@@ -141,12 +143,12 @@ def choose_metrics(metrics: tuple[str, int] | None) -> tuple[str, int] | None:
     return metrics if metrics is not None and metrics[0] in _OF_EVERY_HOST else None
 
 
-def is_passed(name: str) -> bool:
+def is_passed_on(name: str) -> bool:
     """Return whether the first host passes the variable `name` on to the other hosts."""
     return (name in _PASSED or name.startswith(_PASSED_PREFIXES)) and name not in _OF_ONE_HOST
 
 
-def name_own_address(address: str, interface: str) -> dict[str, str]:
+def own_address_variables(address: str, interface: str) -> dict[str, str]:
     """Return the variables that make ranks, Gloo and NCCL use `address`, which other hosts can reach."""
     variables = {"PHALANX_ADDRESS": address}
     if interface:

@@ -27,7 +27,7 @@ from phalanx._job.hosts.control_channel import Change, ControlChannel, ControlMe
 from phalanx._job.hosts.first_host import JoinedJob, run_interruptibly
 from phalanx._job.hosts.follower import FollowerLink, is_leader_loss, show_host_lost
 from phalanx._job.hosts.job_membership import JobMembership
-from phalanx._job.hosts.job_spec import name_own_address
+from phalanx._job.hosts.job_spec import own_address_variables
 from phalanx._job.hosts.line_forwarder import LineForwarder
 from phalanx._job.hosts.node_plan import HostFacts, describe_nnodes
 from phalanx._job.hosts.reach import ReachAnswers, check_own
@@ -266,7 +266,7 @@ class FollowedJob:
         place = Place(**body["place"])
         address, port = body["master"]
         own = self._membership.address
-        known = {} if self._membership.key is None else name_own_address(own, find_interface(own))
+        known = {} if self._membership.key is None else own_address_variables(own, find_interface(own))
         plan = replace(
             self._plan,
             run_id=str(body["run_id"]),

@@ -37,7 +37,8 @@ def run_with_other_hosts(plan: JobPlan, zygote: ZygoteProcess, signals: int, joi
     """Run this host's part of the job to its end; return the exit code. `joined` is the result of `phalanx join`.
 
     Raises:
-        LaunchError: no key, an address of another machine, no coordinator at the endpoint, or too few hosts in time.
+        LaunchError: there is no key, the address belongs to another machine, no coordinator answers, or too few hosts
+            joined in time.
     """
     rendezvous = plan.settings.rendezvous
     assert rendezvous is not None
@@ -82,7 +83,7 @@ def _lead(
             except JobMovedError as moved:
                 leader = moved.address
         host.display.print(
-            f"phalanx run: this job already runs, and the host at {leader} leads it: this host joins it there"
+            f"phalanx run: this job is already running, led by the host at {leader}: this host joins it there"
         )
         host.pump.viewer = LineForwarder()
         joined = join_leader(host, (leader, *endpoints), key, rendezvous.join_timeout_s)
@@ -105,7 +106,7 @@ def _follow(
         try:
             return follow(plan, rendezvous, host, joined, on_moved)
         except JobMovedError as moved:
-            host.display.print(f"phalanx run: the host at {moved.address} leads this job: this host joins it there")
+            host.display.print(f"phalanx run: the host at {moved.address} now leads this job: this host joins it there")
             endpoints = (moved.address, *joined.job_spec.endpoints)
             joined = join_leader(host, endpoints, joined.key, rendezvous.join_timeout_s)
 
@@ -147,7 +148,7 @@ def _find_shortage(num_hosts: int) -> str:
         return ""
     return (
         f"{num_hosts} hosts need {needed} connections to this one, and no more than {allowed} are allowed here (three "
-        f"quarters of the limit of open files). Raise that to {4 * -(-needed // 3)} or more on this host: "
+        f"quarters of the limit of open files). Raise the limit to {4 * -(-needed // 3)} or more on this host: "
         f"`ulimit -Hn`, LimitNOFILE= of a service, --ulimit nofile= of a container; or start fewer hosts."
     )
 
@@ -157,8 +158,8 @@ def _open_service(
 ) -> tuple[Service, list[OwnAddress]] | None:
     """Start the job's coordinator; return it, and the addresses at which other hosts find it.
 
-    Return None if another process of this host listens at the endpoint, and no option decides which host is the first:
-    as with torchrun, running the same command twice on one host starts a job of two agents.
+    Return None if another process on this host already listens on the endpoint, and no option says which host is the
+    first: as with torchrun, running the same command twice on one host starts a job with two agents.
     """
     if rendezvous.is_local:
         service = Service(job=plan.run_id, lost_after_s=rendezvous.host_timeout_s, log=notices.put_refusal)
@@ -227,10 +228,9 @@ def decide_addresses(rendezvous: Rendezvous) -> tuple[str, list[OwnAddress]]:
             found = ", ".join(resolve(host)) or "nothing"
             own = ", ".join(each.address for each in addresses) or "none"
             raise LaunchError(
-                f"phalanx run: this host is to be the first, at {host}, and that is none of its addresses: {host} "
-                "leads "
-                f"to {found}, and here are {own}. Give an address of this host; or --node-rank, where each host has "
-                "one.",
+                f"phalanx run: this host is to be the first, at {host}, which is none of its addresses: {host} "
+                f"resolves to {found}, and this host has {own}. Give an address of this host, or a --node-rank on "
+                "each host.",
                 exit_code=2,
             )
         theirs = resolve(host) or [host]
@@ -244,8 +244,8 @@ def decide_addresses(rendezvous: Rendezvous) -> tuple[str, list[OwnAddress]]:
     if not far:
         raise LaunchError(
             "phalanx run: --nnodes: this host has no address that others could reach (`ip address` shows only the "
-            "loopback interface). Connect it, or try it out on this host alone: --rdzv-backend c10d --rdzv-endpoint "
-            "localhost:29400 in two shells.",
+            "loopback interface). Connect this host, or try the job on this host alone: --rdzv-backend c10d "
+            "--rdzv-endpoint localhost:29400 in two shells.",
             exit_code=2,
         )
     return f":{port}", far

@@ -22,13 +22,13 @@ class Viewer(Protocol):
         """Return whether the ranks should wait, because too much output is queued."""
 
     def begin(self, ranks: Sequence[int]) -> None:
-        """Expect output from these ranks, which start or restart."""
+        """Expect output from these ranks, which are starting or restarting."""
 
     def end(self, rank: int) -> None:
         """Expect no more output from this rank."""
 
     def show(self, rank: int, stream: int, lines: Sequence[bytes], status: bytes) -> None:
-        """Show a rank's output, and the status after it: the redrawn lines, joined by line ends."""
+        """Show a rank's output, then `status`: the lines that are still being redrawn, joined by line ends."""
 
     def print_once(self, what: str, text: str) -> None:
         """Print `text`, once for each `what`."""
@@ -128,7 +128,7 @@ class Pump:
 
 
 MAX_LINE_BYTES = 1 << 20  # a longer line is split, so that memory stays bounded
-# how long an ended line that was redrawn waits for the cursor to return; progress bars return within microseconds
+# how long a redrawn line waits after its end, as the cursor may move back; progress bars do within microseconds
 REDRAW_S = 0.1
 PARTIAL_S = 1.0  # how long a line without its end waits for more output before its text is shown
 _MAX_ROWS = 64  # maximum number of lines that wait above the cursor
@@ -157,7 +157,8 @@ class LineSplitter:
         batch  45%_        at the cursor
         part   80%         below: drawn before the cursor moved up
 
-    Plain text without a line end is shown after `PARTIAL_S` without output. Within a line, the time doubles each time.
+    Plain text without a line end is shown after `PARTIAL_S` without output. The delay doubles with each part of
+    the same line.
     """
 
     def __init__(self) -> None:
@@ -288,5 +289,5 @@ def _finish(line: bytes, overwritten: bool) -> list[bytes]:
 
 
 def _last_state(line: bytes) -> bytes:
-    """Return the line's content after its last carriage return."""
+    """Return the line's content after its last carriage return, without trailing ones."""
     return line.rstrip(b"\r").rpartition(b"\r")[2]

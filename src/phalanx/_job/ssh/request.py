@@ -15,7 +15,7 @@ from phalanx._comm.control.key_file import FILE_VARIABLE, VARIABLE
 from phalanx._job.agent.environment import RANK_VARIABLES
 from phalanx._job.agent.plan import read_terminal_columns
 from phalanx._job.agent.settings import Settings, refuse
-from phalanx._job.hosts.job_spec import is_passed
+from phalanx._job.hosts.job_spec import is_passed_on
 from phalanx._job.launch.command_line import SSH_OPTIONS, read_settings, split_options
 from phalanx._job.ssh.host_list import HostEntry, parse_hostfile, parse_hosts
 
@@ -172,7 +172,7 @@ def _check_settings(settings: Settings, num_hosts: int, detach: bool, problems: 
 
 
 def _is_passed(name: str) -> bool:
-    named = is_passed(name) or name in _PASSED or name.startswith(_PASSED_PREFIXES)
+    named = is_passed_on(name) or name in _PASSED or name.startswith(_PASSED_PREFIXES)
     return (named and name not in _NOT_PASSED) or (name in _OF_TERMINAL and read_terminal_columns() > 0)
 
 

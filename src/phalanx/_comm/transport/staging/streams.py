@@ -1,4 +1,4 @@
-"""A copy stream copies a device's tensors from and to the host, in parallel with the stream that computes.
+"""A copy stream copies tensors between a device and the host, in parallel with the compute stream.
 
     the caller's stream   ── kernels ──┐                                    ┌── kernels that read the result
     the copy stream                    └─▶ device to host ─▶ ·····  host to device ─┘
@@ -35,7 +35,7 @@ class CopyStream(Protocol):
         """Return a context manager in which operations on the device's tensors are queued here."""
 
     def mark(self) -> Any:
-        """Return a mark after all work queued here."""
+        """Record a mark behind all work queued on this stream so far, and return it without waiting."""
 
     def drain(self, patience_s: float) -> bool:
         """Wait at most `patience_s`, and return whether all work queued here is complete."""
@@ -53,12 +53,12 @@ class CopyStream(Protocol):
         """Order later work on the calling thread's own stream after `mark`; the host does not wait."""
 
 
-class InOrder:
-    """`InOrder` is for a device whose operations are complete when they return."""
+class SynchronousCopies:
+    """`SynchronousCopies` is for a device whose operations are complete when they return."""
 
     @property
     def future_devices(self) -> list[int | str | torch.device]:
-        """Return an empty list, since no device has streams."""
+        """Return an empty list, since this device has no streams."""
         return []
 
     def follow_caller(self) -> None:
@@ -113,7 +113,7 @@ class DeviceStream:
         return block
 
     def mark(self) -> Any:
-        """Return an event after the queued work."""
+        """Record an event behind the queued work, and return it."""
         event = self._module.Event()
         event.record(self._stream)
         return event
@@ -143,8 +143,8 @@ class DeviceStream:
 
 
 def open_copy_stream(device: torch.device) -> CopyStream:
-    """Return a new copy stream for `device`, or an `InOrder` if the device has no streams."""
+    """Return a new copy stream for `device`, or an `SynchronousCopies` if the device has no streams."""
     module: Any = torch.get_device_module(device) if device.type not in ("cpu", "meta") else None
     if module is None or not (hasattr(module, "Stream") and hasattr(module, "Event")):
-        return InOrder()
+        return SynchronousCopies()
     return DeviceStream(device)

@@ -20,11 +20,11 @@ from phalanx.errors import LaunchError
 
 COMMAND = "phalanx top"
 TIMEOUT_S = 5.0
-MAX_OPERATIONS = 64  # of a rank in a group: enough to cover the last seconds, few enough to send quickly
+MAX_OPERATIONS = 64  # per rank and group: enough to cover the last few seconds, few enough to send quickly
 
 
 class RankOperation(NamedTuple):
-    """A `RankOperation` is one operation of one rank; `root` is as recorded, `leave_ns` is 0 during the operation."""
+    """A `RankOperation` is one operation of one rank; `leave_ns` is 0 while it runs, `root` is a rank of the job."""
 
     seq: int
     kind: int
@@ -54,7 +54,7 @@ class GroupSnapshot:
 
 @dataclass(frozen=True)
 class RankSnapshot:
-    """A `RankSnapshot` is a living rank: `state` is the letter in /proc/PID/stat, `processor_ns` its CPU time."""
+    """A `RankSnapshot` describes a live rank: `state` is the letter in /proc/PID/stat, `processor_ns` its CPU time."""
 
     rank: int
     pid: int
@@ -66,7 +66,7 @@ class RankSnapshot:
 
 @dataclass(frozen=True)
 class HostSnapshot:
-    """A `HostSnapshot` has the ranks of one host; times are nanoseconds on the reading process's CLOCK_MONOTONIC."""
+    """A `HostSnapshot` has the ranks of one host; times are in nanoseconds, on the reader's CLOCK_MONOTONIC."""
 
     name: str
     node: int
