@@ -301,7 +301,7 @@ def test_a_closed_result_says_so_instead_of_being_empty(text, memory_bytes):
         next(items)
     again = [lambda: list(items)] if memory_bytes == 1 << 20 else []  # else one block, which it has read already
     for read in (*again, lambda: list(result), lambda: list(result.partition(0))):
-        with pytest.raises(ClosedError, match="this result was closed"):
+        with pytest.raises(ClosedError, match="this result is closed"):
             read()
 
 

@@ -135,7 +135,7 @@ def test_a_batch_is_counted_by_its_first_tensor(batch, samples):
 def test_it_has_a_length_where_the_iterable_has_one():
     assert len(progress([1, 2])) == 2
     assert len(progress(iter([]), total=7)) == 7
-    with pytest.raises(TypeError, match="give it total="):
+    with pytest.raises(TypeError, match="needs total="):
         len(progress(iter([])))
 
 
