@@ -140,7 +140,7 @@ def test_parameters_that_are_moved_for_a_backward_and_put_back_do_not_differ(dri
 
     lines, nothing = run_ranks(fn, 2)
     assert nothing == []
-    assert ["other values on rank 1" in line for line in lines] == [True] * drifts, lines
+    assert ["different values on rank 1" in line for line in lines] == [True] * drifts, lines
 
 
 def test_a_nan_in_the_output_of_one_rank():

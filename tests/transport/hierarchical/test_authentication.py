@@ -306,7 +306,7 @@ def test_where_an_object_is_missing_the_next_one_is_refused_with_the_reason():
     _, (first, second, third, fourth) = on_hosts((1, 1), _drop)
     for refused in (first, third):
         assert "has sequence number 2; 1 was expected. It was not unpickled; 3 is expected next." in refused
-        assert "look for the first error of both ranks" in refused
+        assert "look for the first error on each" in refused
     assert (second, fourth) == ("fine", "fine")
 
 
