@@ -68,16 +68,16 @@ static uint64_t slice_start(const struct plx_bucket *k, uint32_t rank, uint32_t 
   return at < bytes ? at : bytes;
 }
 
-/* Reduce the slice of `rank` of a bucket that all ranks have, into the memory of each. */
-static void reduce_slice(struct plx_reducer *b, uint32_t bucket, uint32_t rank) {
+/* Reduce our slice of a bucket that all ranks have, into the memory of each. */
+static void reduce_slice(struct plx_reducer *b, uint32_t bucket) {
   struct plx_group *g = b->g;
   const struct plx_bucket *k = &b->buckets[bucket];
   const void *src[PLX_MAX_WORLD];
   unsigned char *bucket_of[PLX_MAX_WORLD];
   for (uint32_t r = 0; r < g->world; r++) bucket_of[r] = g->heaps[r] + flags_of(b, r, bucket)->offset;
-  uint64_t end = slice_start(k, rank + 1, g->world);
+  uint64_t end = slice_start(k, g->rank + 1, g->world);
   size_t block = 16384 / k->width * k->width; /* the result stays in the first-level cache while it is handed out */
-  for (uint64_t at = slice_start(k, rank, g->world); at < end; at += block) {
+  for (uint64_t at = slice_start(k, g->rank, g->world); at < end; at += block) {
     size_t size = end - at < block ? end - at : block;
     for (uint32_t r = 0; r < g->world; r++) src[r] = bucket_of[r] + at;
     unsigned char *mine = bucket_of[g->rank] + at;
@@ -99,44 +99,18 @@ static void reduce_needed(struct plx_reducer *b, uint32_t bucket) {
   }
 }
 
-static uint64_t claim_of(const struct plx_reducer *b, uint32_t claimer) { return (uint64_t)b->round << 32 | claimer; }
-
-/* Reduce the slice of `rank`, unless it is claimed already. */
-static void claim_slice(struct plx_reducer *b, uint32_t bucket, uint32_t rank) {
-  struct plx_flags *flags = flags_of(b, rank, bucket);
-  uint64_t claim = atomic_load_explicit(&flags->claim, memory_order_relaxed);
-  if (claim >> 32 == b->round ||
-      !atomic_compare_exchange_strong_explicit(&flags->claim, &claim, claim_of(b, b->g->rank), memory_order_acq_rel,
-                                               memory_order_relaxed))
-    return;
-  reduce_slice(b, bucket, rank);
-  atomic_store_explicit(&flags->done, b->round, memory_order_release);
-  ring(b);
-}
-
 uint32_t plx_reducer_poll(struct plx_reducer *b) {
   for (uint32_t i = 0; i < b->num_buckets && b->left != 0; i++) {
     struct plx_bucket *k = &b->buckets[i];
     if (k->reduced || !all_ready(b, i)) continue;
-    if (k->all) {
-      claim_slice(b, i, b->g->rank);
-    } else {
-      reduce_needed(b, i);
-      atomic_store_explicit(&flags_of(b, b->g->rank, i)->done, b->round, memory_order_release);
-      ring(b);
-    }
+    if (k->all) reduce_slice(b, i);
+    else reduce_needed(b, i);
     k->reduced = 1;
     b->left--;
+    atomic_store_explicit(&flags_of(b, b->g->rank, i)->done, b->round, memory_order_release);
+    ring(b);
   }
   return b->left;
-}
-
-/* Reduce the slices that their owners have not begun: they compute, or wait for a core. */
-static void help(struct plx_reducer *b) {
-  for (uint32_t i = 0; i < b->num_buckets; i++) {
-    if (!b->buckets[i].all || !all_ready(b, i)) continue;
-    for (uint32_t r = 1; r < b->g->world; r++) claim_slice(b, i, (b->g->rank + r) % b->g->world);
-  }
 }
 
 static int is_ready(const struct plx_reducer *b, uint32_t rank) {
@@ -145,48 +119,21 @@ static int is_ready(const struct plx_reducer *b, uint32_t rank) {
   return 1;
 }
 
-/* Return whether `rank` reduces the slice of `owner`, or would have to. */
-static int owes_slice(const struct plx_reducer *b, uint32_t bucket, uint32_t owner, uint32_t rank) {
-  struct plx_flags *flags = flags_of(b, owner, bucket);
-  if (reached(b, &flags->done)) return 0;
-  if (!b->buckets[bucket].all) return owner == rank;
-  return atomic_load_explicit(&flags->claim, memory_order_acquire) == claim_of(b, rank) && !reached(b, &flags->done);
-}
-
-/* Return whether the round cannot end without `rank`. */
-static int is_needed(const struct plx_reducer *b, uint32_t rank) {
-  if (!is_ready(b, rank)) return 1;
+static int is_done(const struct plx_reducer *b, uint32_t rank) {
   for (uint32_t k = 0; k < b->num_buckets; k++)
-    for (uint32_t owner = 0; owner < b->g->world; owner++)
-      if (owes_slice(b, k, owner, rank)) return 1;
-  return 0;
+    if (!reached(b, &flags_of(b, rank, k)->done)) return 0;
+  return 1;
 }
 
-/* Return the rank to wait for to get the slice of `owner`: our own where nobody has begun it, the group's size where it
- * is done. */
-static uint32_t find_reducing(const struct plx_reducer *b, uint32_t bucket, uint32_t owner) {
-  struct plx_flags *flags = flags_of(b, owner, bucket);
-  if (reached(b, &flags->done)) return b->g->world;
-  if (!b->buckets[bucket].all) return owner;
-  uint64_t claim = atomic_load_explicit(&flags->claim, memory_order_acquire);
-  return claim >> 32 == b->round ? (uint32_t)claim : b->g->rank;
-}
-
-/* Return the rank to wait for: one whose gradients are missing, else one that reduces a slice; our own if there is
- * something to do here, and the group's size if the round has ended. All that wait for gradients wake when they come;
- * waiting for slices first would wake one by one. */
+/* Return the rank to wait for: one whose gradients are missing, else one that has not reduced all its slices, else our
+ * own. All that wait for gradients wake when they come; waiting for slices first would wake one by one. */
 static uint32_t find_late(const struct plx_reducer *b) {
-  uint32_t world = b->g->world;
-  for (uint32_t i = 1; i < world; i++) {
-    uint32_t r = (b->g->rank + i) % world;
-    if (!is_ready(b, r)) return r;
-  }
-  for (uint32_t i = 0; i < world; i++)
-    for (uint32_t k = 0; k < b->num_buckets; k++) {
-      uint32_t r = find_reducing(b, k, (b->g->rank + i) % world);
-      if (r != world) return r;
+  for (int want_done = 0; want_done < 2; want_done++)
+    for (uint32_t i = 1; i < b->g->world; i++) {
+      uint32_t r = (b->g->rank + i) % b->g->world;
+      if (!(want_done ? is_done(b, r) : is_ready(b, r))) return r;
     }
-  return world;
+  return b->g->rank;
 }
 
 /* A rank that calls something else instead rings no bell: only looking tells. That asks the system about every peer, so it
@@ -195,6 +142,8 @@ static uint32_t find_late(const struct plx_reducer *b) {
 #ifndef PLX_JUDGE_NS
 #define PLX_JUDGE_NS SLEEP_NS
 #endif
+
+static int is_complete(const struct plx_reducer *b, uint32_t rank) { return is_ready(b, rank) && is_done(b, rank); }
 
 /* Tell the ranks that wait for us elsewhere that our program stands at the end of this round. */
 static void tell_ending(const struct plx_reducer *b) {
@@ -225,7 +174,7 @@ static int judge(struct plx_reducer *b, uint32_t rank) {
   struct plx_rank *p = plx_rank_of(g, rank);
   int lost = plx_peer_lost(g, rank), another = ends_another(b, rank);
   uint64_t theirs = atomic_load_explicit(&p->step, memory_order_acquire);
-  if (!is_needed(b, rank)) return PLX_OK; /* this is read last: what was read above, it did before the end of its round */
+  if (is_complete(b, rank)) return PLX_OK; /* this is read last: what was read above, it did before the end of its round */
   if (another) return plx_poison(g, PLX_MISMATCH, g->rank);
   if (lost) return plx_poison(g, PLX_PEER_LOST, rank);
   if (plx_is_behind(g)) return PLX_OK;
@@ -237,11 +186,9 @@ static int wait_for_round(struct plx_reducer *b, struct plx_wait *w) {
   struct plx_group *g = b->g;
   uint64_t since = plx_now_ns(), judged = since;
   for (uint32_t looks = 1;; looks++) {
-    uint32_t owed = plx_reducer_poll(b);
-    help(b);
-    uint32_t late = find_late(b);
-    if (late == g->world) return PLX_OK;
-    if (late == g->rank) continue; /* all are ready: another look does what is left */
+    uint32_t owed = plx_reducer_poll(b), late = find_late(b);
+    if (owed == 0 && late == g->rank) return PLX_OK;
+    if (late == g->rank) continue; /* the others are done, so all were ready: poll again does our part */
     if (g->oversubscribed) {
       if (looks % PLX_LOOKS_OVERSUBSCRIBED != 0) {
         sched_yield();

@@ -2,28 +2,26 @@
  * rank that looks. It needs no thread, queue or copy.
  *
  *             rank 0's heap          rank 1's heap
- *   flags     ready[b] claim, done   ready[b] claim, done  one line per bucket: of the owner's gradients, and its slice
+ *   flags     ready[b] done[b]       ready[b] done[b]      one line per bucket; written by the owner only
  *   bucket b  [ slice 0 | slice 1 ]  [ slice 0 | slice 1 ]   at an offset of its own in each heap, said with the flag
  *
  *   rank r, bucket b:  ready[b] = round                         "my gradients of b are complete"
- *   whenever rank r looks (poll): if ready[b] == round on every rank, r claims slice r, reads it in all heaps, adds
- *                      up in the order of the ranks, writes the result to slice r of all heaps; done[b] = round
- *   at the end:        wait until done[b] == round on every rank, for all b; meanwhile, do the same for slices that
- *                      their owners have not claimed. So the last to come need not wait for those that sleep, which on
- *                      a crowded host get a core milliseconds later
+ *   whenever rank r looks (poll): if ready[b] == round on every rank, r reads slice r of all heaps, adds them up in
+ *                      the order of the ranks, writes the result to slice r of all heaps; done[b] = round
+ *   at the end:        wait until done[b] == round on every rank, for all b
  *
  *   Where each rank needs a slice of its own only (a sharded optimizer), r reads that slice of all heaps and writes it
- *   to its own; nobody claims it.
+ *   to its own.
  *
- * A slice is read and written by the rank that has claimed it alone, until it is done, so no byte is ever read while it
- * is written. The order of the sum is that of the ranks, whoever computes it.
+ * A bucket's slices are written by one rank each, and read by others only before its owner wrote them (ready, not done)
+ * or after (done everywhere), so no byte is ever read while it is written.
  *
  * A round passes no sync, so at its end a rank must find out by itself whether another will never come: it looks at what
  * the other has *issued*, against what it has issued itself. A rank's program issues its calls in one order, the ends of
  * rounds among them; some collectives are carried out later, by another thread of the rank (plx_issue). We stand at the
- * end of round k; rank r has not given all its gradients, or has not done a slice that it owes or has claimed.
+ * end of round k; rank r has not done all of its part of it.
  *
- *   1  r's program has not left the end of its round k: it leaves that only when all is done.
+ *   1  r's program has not come to the end of its round k: it leaves that only when all is done, its own part too.
  *   2  All that our program issued before the end of the round is carried out (not plx_is_behind), and it issues nothing
  *      while it waits here: the syncs that we have reached are those of the calls that it makes before the end of round k.
  *   3  So if r has reached more syncs, it has issued a call before the end of its round k that we shall issue after the
@@ -50,8 +48,7 @@
 
 struct plx_flags { /* they lie in the heap, one per bucket and rank */
   _Alignas(PLX_LINE) _Atomic uint32_t ready;
-  _Atomic uint32_t done; /* the owner's slice is reduced; written by whoever has claimed it */
-  _Atomic uint64_t claim; /* the round and the rank that reduces the owner's slice in it */
+  _Atomic uint32_t done;
   uint64_t offset; /* where in its heap this rank has the bucket in this round; written before `ready` */
 };
 
