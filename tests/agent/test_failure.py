@@ -1,12 +1,15 @@
 import resource
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from phalanx._base.processes import name_signal
 from phalanx._job.agent.error_files import read_report
 from phalanx._job.agent.failure import ExceptionReport, Exit, RankFailure, decide_failures, describe_failures
+from phalanx._job.agent.job_report import JobReport
+from phalanx._job.report.write import write_report
 
 
 def raised(rank: int, at: float, *types: str, text: str = "Traceback: …") -> ExceptionReport:
@@ -35,6 +38,18 @@ def test_the_earliest_exception_is_first_whatever_ended_first() -> None:
 def test_a_silent_death_beats_the_exceptions_that_it_causes(status: int) -> None:
     # rank 1 died at 3.0; rank 0 saw its socket close and raised before the parent was told
     assert order([ended(0, 1, 3.2), ended(1, status, 3.1)], [raised(0, 3.05)]) == [1, 0]
+
+
+def test_the_report_blames_a_silent_death_though_its_victim_reported_first(tmp_path: Path) -> None:
+    """Its events are in the order of time, and the agent notices a death later than its victim does."""
+    target = SimpleNamespace(name="train.py", kind="script", arguments=())
+    settings = SimpleNamespace(target=target, max_restarts=0, rendezvous=None)
+    report = JobReport(SimpleNamespace(settings=settings, begun=0.0, num_ranks=2, run="1"), str(tmp_path))  # type: ignore[arg-type]
+    failures = decide_failures({0: ended(0, 1, 3.2), 1: ended(1, -signal.SIGKILL, 3.1)}, {0: raised(0, 3.05)}, {})
+    report.add_attempt(SimpleNamespace(failures=failures, interrupted=None), [], 2, {})  # type: ignore[arg-type]
+    report.write(1)
+    measured = write_report(str(tmp_path))
+    assert [event.rank for event in measured.events] == [1, 0]
 
 
 def test_an_exception_long_before_a_silent_death_is_first() -> None:

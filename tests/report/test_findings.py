@@ -102,17 +102,6 @@ def test_moving_data_takes_long(rows, hosts, advice):
         ({"end": "killed"}, "was killed"),
         ({"end": "stopped", "end_text": "stopped by SIGINT"}, "stopped by SIGINT, after step 500"),
         (
-            {
-                "end": "failed",
-                "end_text": "rank 1: killed by SIGKILL",
-                "events": (
-                    RunEvent(3.0, "failure", "PeerLostError", 0),
-                    RunEvent(3.1, "failure", "killed by SIGKILL", 1),
-                ),
-            },
-            "Rank 1 failed first: killed by SIGKILL",
-        ),
-        (
             {"end": "failed", "events": (RunEvent(3.0, "failure", "ValueError: no", 1),)},
             "Rank 1 failed first: ValueError",
         ),

@@ -88,10 +88,13 @@ class JobReport:
         if state.interrupted is not None:
             self._add(time.monotonic(), "signal", f"stopped by {name_signal(state.interrupted)}")
             return
-        for failure in state.failures:
+        # The first failure caused the others, although a silent death is noticed after its victims have reported.
+        begin = min(map(_when, state.failures), default=0.0)
+        for number, failure in enumerate(state.failures):
             detail = failure.report.traceback if failure.report is not None else ""
             kind = "failure" if failure.loss is None else "host lost"
-            self._add(_when(failure), "stopped" if failure.stopped else kind, summarise(failure), failure.rank, detail)
+            at = _when(failure) if number else begin
+            self._add(at, "stopped" if failure.stopped else kind, summarise(failure), failure.rank, detail)
 
     def add_restart(self, why: str) -> None:
         self._add(time.monotonic(), "restart", f"all ranks are restarted ({why})")

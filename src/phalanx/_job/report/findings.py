@@ -73,8 +73,7 @@ def _how_it_ended(run: Measurements) -> Iterator[ReportFinding]:
     last_begin = max((n + 1 for n, event in enumerate(run.events) if event.kind == "restart"), default=0)
     failures = [event for event in run.events[last_begin:] if event.kind in ("failure", "host lost")]
     if failures and run.end == "failed":
-        # the launcher knows: a victim may have reported its error before the silent death was seen
-        first = next((one for one in failures if f"rank {one.rank}: {one.text}" == run.end_text), failures[0])
+        first = failures[0]
         if first.kind == "host lost":
             lost = _lost_ranks([event for event in failures if event.text == first.text])
             yield ReportFinding("bad", f"{lost} lost, which ended the job: {first.text}.", 8)
