@@ -236,6 +236,9 @@ def test_an_optimizer_of_another_library_may_have_states_of_any_shape(tmp_path):
     other = LowRank(model.parameters())
     manager.load({"optimizer": other})
     assert_equal(other.state[model.weight]["exp_avg"], optimizer.state[model.weight]["exp_avg"])
+    plain = type("Mine", (torch.optim.SGD,), {})(model.parameters())  # with torch's step: its states have one shape
+    with pytest.raises(CheckpointError, match=r"exp_avg: \(2,\) in the checkpoint, \(4, 3\) here"):
+        manager.load({"optimizer": plain})
 
 
 def test_a_device_that_is_not_here_is_refused(tmp_path):

@@ -95,7 +95,8 @@ def find_misfits(name: str, optimizer: torch.optim.Optimizer, saved: Any) -> lis
         return [f"{name}: groups of {there} parameters in the checkpoint, {here} here"]
     if problem := _compare_options(groups, optimizer.param_groups):
         return [f"{name}: {problem} (here a {type(optimizer).__name__})"]
-    if not type(optimizer).__module__.startswith("torch.optim"):  # a low-rank optimizer, say, whose moments are smaller
+    # Another library's step may keep states of other shapes, such as the smaller moments of a low-rank optimizer.
+    if not type(optimizer).step.__module__.startswith(("torch.", "phalanx.")):
         return []
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     numbers = [number for group in groups for number in group["params"]]
