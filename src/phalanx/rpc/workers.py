@@ -144,6 +144,7 @@ class Workers:
         """Record a worker that is lost or has left; if workers join and leave, free its name for another worker."""
         with self._lock:
             self._gone.add(member.uid)
+            self._looked_up.discard(member.uid)
             if not self.is_static:
                 known = self._by_name.get(member.info.name)
                 if known is not None and known.uid == member.uid:  # a later worker may have the name
@@ -181,9 +182,12 @@ class Workers:
         """Return the worker with this name or rank; if workers join and leave, look up unknown ones in the store."""
         name = to.name if isinstance(to, WorkerInfo) else to
         if isinstance(name, str):
-            return self._confirm(name, self._by_name.get(name))
+            known = self._by_name.get(name)
+            return known if self.world_size is not None else self._confirm(name, known)
         for member in list(self._by_name.values()):
             if member.info.id == name:
+                if self.world_size is not None:
+                    return member
                 confirmed = self._confirm(member.info.name, member)
                 if confirmed is not None and confirmed.info.id == name:
                     return confirmed
@@ -199,7 +203,7 @@ class Workers:
 
         A worker that leaves says goodbye to those that it is connected to, and another one may have its name since.
         """
-        if self.is_static or (known is not None and known.uid in self._looked_up):
+        if known is not None and known.uid in self._looked_up:
             return known
         try:
             member = self._parse(self._store.get(f"name/{name}")) if self._store.check([f"name/{name}"]) else None

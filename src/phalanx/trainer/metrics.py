@@ -86,8 +86,7 @@ class Sums:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._sums: dict[str, Tensor] = {}
-        self._counts: dict[str, int] = {}  # by name: the samples of the batches that have the metric
+        self._sums: dict[str, tuple[Tensor, int]] = {}  # with the number of samples in the batches that have the metric
         self._num_samples = 0
 
     def add_batch(self, count: int) -> None:
@@ -119,13 +118,12 @@ class Sums:
             ValueError: the sum had another shape before.
         """
         value = torch.as_tensor(value, device=self._device).detach().double()
-        sum_ = self._sums.get(name)
-        if sum_ is not None and sum_.shape != value.shape:
+        sum_, num_samples = self._sums.get(name, (torch.zeros_like(value), 0))
+        if sum_.shape != value.shape:
             raise ValueError(
                 f"metric {name!r} counts shape {tuple(value.shape)}, and had {tuple(sum_.shape)} in the batch before"
             )
-        self._sums[name] = value if sum_ is None else sum_ + value
-        self._counts[name] = self._counts.get(name, 0) + count
+        self._sums[name] = sum_ + value, num_samples + count
 
     def compute(self, group: dist.ProcessGroup | None) -> dict[str, tuple[Tensor, int]]:
         """Return the sums by name over all ranks, each with its number of samples. All ranks call it, and get the same.
@@ -133,7 +131,7 @@ class Sums:
         Raises:
             ValueError: no rank has a sample.
         """
-        own = self._num_samples, {name: (one.cpu(), self._counts[name]) for name, one in self._sums.items()}
+        own = self._num_samples, {name: (one.cpu(), count) for name, (one, count) in self._sums.items()}
         everyone: list[Any] = [own]
         if group is not None:
             everyone = [None] * group.size()
