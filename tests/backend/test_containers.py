@@ -68,7 +68,7 @@ def test_a_death_in_another_pid_namespace_is_heard(tmp_path, namespaces) -> None
     for rank in (0, 2):
         ranks, message = results[rank]
         assert ranks == (1,)
-        assert "rank 1 (pid 1 in another pid namespace) is gone: it ended without a word" in message
+        assert "rank 1 (pid 1 in another pid namespace) is gone: it ended without notice" in message
 
 
 def _cut_off(rank, world_size, path):

@@ -95,7 +95,7 @@ def test_survivors_of_a_collective_learn_who_died_and_how(end, capfd):
         assert ranks == (1,)
         assert re.match(rf"all_reduce #\d+ in group '0' on rank {rank}: rank 1 \(pid \d+\) is gone: ", message)
         # A zombie tells how it ended; one that its parent has buried no longer can.
-        assert how in message or "it ended without a word (killed, or crashed)" in message, message
+        assert how in message or "it ended without notice (killed, or crashed)" in message, message
         if end in ("sys.exit", "exception"):
             assert how in message
         assert re.search(r"It last finished barrier #\d+ \(.*test_lost_peer\.py:\d+\)\.", message)

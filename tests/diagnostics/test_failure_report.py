@@ -67,7 +67,7 @@ REPORTS = {
     "lost, and nobody knows where": (
         FailureReport("lost", (1,), {1: "pid 17"}, reason=KILLED),
         PeerLostError,
-        "rank 1 (pid 17) is gone: it ended without a word (killed, or crashed).\nRead its log first.",
+        "rank 1 (pid 17) is gone: it ended without notice (killed, or crashed).\nRead its log first.",
     ),
     "lost, because its data ended": (
         FailureReport(

@@ -202,7 +202,7 @@ def test_a_commit_counts_the_samples_that_it_is_told_and_refuses_what_cannot_be(
     next(batches)
     state.commit()
     next(batches)
-    with pytest.raises(ValueError, match="this epoch's first commit had none"):
+    with pytest.raises(ValueError, match="the epoch's first commit had none"):
         state.commit(samples=4)
     with pytest.raises(ValueError, match="no sampler in State"):
         elastic.State(best=0.0).commit(samples=4)

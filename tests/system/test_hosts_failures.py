@@ -55,7 +55,7 @@ def test_everybody_learns_which_rank_of_another_host_died(sizes):
         assert f"10.77.0.{len(sizes)}) is gone: " in text
         assert "Read its log first. The group can no longer be used." in text
         if sizes[-1] > 1:  # a rank of its host saw how
-            assert "killed by SIGKILL" in text or "it ended without a word" in text
+            assert "killed by SIGKILL" in text or "it ended without notice" in text
 
 
 TRANSFERS = {

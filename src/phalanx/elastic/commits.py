@@ -92,7 +92,7 @@ class Commits:
             )
         began = self.mark is not None and self.mark.is_in_pass_of(self.position.mark())
         if began and not self.position.is_counted:
-            raise ValueError(f"State.commit(samples={samples}): this epoch's first commit had none; pass it in all")
+            raise ValueError(f"State.commit(samples={samples}): the epoch's first commit had none; pass it in each")
         self.position.count(samples)
 
     def commit(self, *, is_step: bool) -> None:

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Sampler
 
+from phalanx._base.log import get_logger
 from phalanx._base.partition.owners import owner_of
 from phalanx._comm.backend.skeleton import split
 from phalanx.checkpoint.wrappers import unwrap
@@ -28,6 +29,7 @@ from phalanx.optim import ZeroRedundancyOptimizer
 from phalanx.optim.rounds import Rounds
 from phalanx.pipeline import Pipeline
 
+_logger = get_logger(__name__)
 _SMALL = 1 << 20
 
 
@@ -200,7 +202,8 @@ class Objects:
             )
         for name, saved in states.items():
             thing = self.things[name]
-            if saved is None:  # the last checkpoint of a job leaves out what torch.load refuses
+            if saved is None:
+                _logger.warning("phalanx.elastic: %r starts anew: the checkpoint lacks its state (see the log)", name)
                 continue
             if (pipe := _pipeline_of(thing)) is not None:
                 pipe.load_optimizer_state_dict(thing, saved)

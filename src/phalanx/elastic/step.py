@@ -522,7 +522,7 @@ class SchedulersAndScalers:
             self._has_warned = True
             _logger.warning(
                 "phalanx.elastic: a scheduler has stepped between state.commit() and the next backward. Unless it "
-                "steps with the next batch, a loss of a rank undoes that step, so training goes on with the previous "
+                "steps with the next batch, a loss of a rank undoes that step, so training continues with the previous "
                 "learning rate: "
                 "step the scheduler before the commit."
             )

@@ -68,7 +68,7 @@ class Stage:
         self._written: dict[tuple[bool, bool], set[fx.Node]] = {}
         """The values of other stages that some layer changes in place, by mode; known after the first micro-batch."""
         self.seen: dict[tuple[bool, bool], ValueAliases] = {}
-        """What the first micro-batch showed, by mode: which values overlap, and which are changed in place."""
+        """The values that overlap, and those that are changed in place, in the first micro-batch, by mode."""
         self._buffers = RecomputedBuffers(root.get_submodule(name) for name in part.modules)
         own = [module for name in part.modules for module in root.get_submodule(name).modules()]
         self._own = own

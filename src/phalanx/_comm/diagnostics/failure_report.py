@@ -32,7 +32,7 @@ LEFT = "it left the group (destroy_process_group)"
 LEFT_IN_FLIGHT = "it left the group while its operations were in flight (destroy_process_group)"
 QUIET_END = "it ended without destroy_process_group"
 """The reason for a process that exited by itself, with any exit code."""
-KILLED = "it ended without a word (killed, or crashed)"
+KILLED = "it ended without notice (killed, or crashed)"
 
 Kind = Literal["mismatch", "lost", "interrupted", "late", "no memory", "broken", "internal"]
 

@@ -86,7 +86,7 @@ class StepTally:
     rank: int
     num_steps: int = 0
     ahead: int | None = None
-    """What to add to this process's step number to get the number in the whole run; None if unknown."""
+    """The offset from this process's step numbers to those of the whole run; None if unknown."""
     generation: int = 0
     sample_share: float = 1.0
     process: Sequence[float] = (0.0, 0.0, 0.0, 0.0, 0.0)

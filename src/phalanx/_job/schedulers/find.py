@@ -63,7 +63,7 @@ def _find_mpi(environ: Mapping[str, str]) -> Allocation | None:
         # The process that has started all of this host's processes identifies the job.
         job, is_named = f"mpiexec-{os.getppid()}-{read_start_ticks(os.getppid())}", True
     else:
-        # MPICH does not name the job. Two jobs at the same address and port cannot be told apart anyway.
+        # MPICH does not name the job. Two jobs at the same address and port cannot be distinguished in any case.
         job, is_named = f"mpiexec-{address}:{port}", bool(address and port)
     return Allocation(
         launch.launcher,
