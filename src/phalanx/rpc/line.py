@@ -17,10 +17,10 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from phalanx._base.ipc.spin_wait import SpinWait
 from phalanx._base.ipc.wakeup import Wakeup
 from phalanx._base.log import get_logger
 from phalanx.rpc.agent import interrupts
-from phalanx.rpc.agent.ready import SpinWait
 from phalanx.rpc.unix_connection import MOST_PARTS, FrameReader, UnixConnection, after
 from phalanx.rpc.wire import LINE, Frame
 

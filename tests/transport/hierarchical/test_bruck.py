@@ -20,15 +20,15 @@ CALLS = 20
 def _count_messages(rank, world_size, machines):
     """Return how many messages this rank sends in a call, of each kind of small operation."""
     group = dist.group.WORLD
-    engine = group.transport.session.engine
-    send, count = engine.send, 0
+    messages = group.transport.session.engine.short_messages
+    send, count = messages.send, 0
 
     def counted(*arguments):
         nonlocal count
         count += 1
         return send(*arguments)
 
-    engine.send = counted
+    messages.send = counted
     found = []
     for operation in ("sum", "barrier", "gather", "broadcast", "scatter"):
         count = 0
@@ -50,7 +50,7 @@ def _count_messages(rank, world_size, machines):
                 dist.reduce_scatter_single(tensor, torch.arange(float(world_size)) + n)
                 assert tensor.item() == world_size * (rank + n)
         found.append(count / CALLS)
-    del engine.send
+    del messages.send
     return found
 
 

@@ -70,15 +70,27 @@ def build_engine(group: RendezvousGroup, settings: Options, deadline: Deadline, 
                 f"init_process_group of group {group.name!r} on rank {rank}: no communicator from {runtime.vendor}: "
                 f"{error}.\nDestroy groups that are no longer used."
             ) from None
+    from phalanx._comm.transport.hierarchical.bruck import leader_peers  # imported here, since it needs the C core
+
     # with one rank on each host, the group runs Gloo's own collectives, one at a time
     num_threads = int(group.layout.has_one_rank_each)
-    return open_gloo(group, settings, deadline, failure_store, num_threads=num_threads)
+    streams = leader_peers(group.layout)
+    return open_gloo(group, settings, deadline, failure_store, num_threads=num_threads, streams=streams)
 
 
 def open_gloo(
-    group: RendezvousGroup, settings: Options, deadline: Deadline, failure_store: FailureStore, *, num_threads: int = 0
+    group: RendezvousGroup,
+    settings: Options,
+    deadline: Deadline,
+    failure_store: FailureStore,
+    *,
+    num_threads: int = 0,
+    streams: Sequence[int] = (),
 ) -> GlooEngine:
-    """Connect all ranks through Gloo, whichever engine is selected; raise the errors of `build_engine`."""
+    """Connect all ranks through Gloo, whichever engine is selected; raise the errors of `build_engine`.
+
+    `streams` are the ranks with which this rank exchanges short messages.
+    """
     rank, infos, name = group.rank, group.infos, group.name
     size = len(infos)
 
@@ -87,7 +99,7 @@ def open_gloo(
         reason = f"{reason} in init_process_group"
         failure_store.linger(failure_store.post(FailureReport("interrupted", (rank,), processes, reason=reason)))
 
-    if shortage := find_shortage(size + _SPARE_DESCRIPTORS):  # Gloo would abort the process
+    if shortage := find_shortage(size + len(streams) + _SPARE_DESCRIPTORS):  # Gloo would abort the process
         notify_others("too few open files for all connections")
         raise PhalanxError(
             f"init_process_group of group {name!r} on rank {rank}: Gloo connects each of its {size} ranks with each "
@@ -97,7 +109,17 @@ def open_gloo(
     def connect() -> GlooEngine:
         address, interface = infos[rank].address, settings.interface or ""
         prefixed, left = group.prefixed("gloo"), timedelta_of(deadline, 0.1)
-        return GlooEngine(prefixed, rank, size, left, address=address, interface=interface, num_threads=num_threads)
+        return GlooEngine(
+            prefixed,
+            rank,
+            size,
+            left,
+            address=address,
+            interface=interface,
+            num_threads=num_threads,
+            streams=streams,
+            secret=infos[0].secret,
+        )
 
     def check_others() -> None:
         report = failure_store.report()

@@ -1,1 +1,1 @@
-"""Engines send tensors between hosts, through PyTorch's Gloo or MPI: Phalanx has no network protocol of its own."""
+"""Engines send tensors between hosts: PyTorch's Gloo, beside which `MessageStreams` send what is short, and MPI."""

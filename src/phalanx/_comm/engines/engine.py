@@ -47,6 +47,22 @@ class PendingAnySourceReceive(PendingMessage, Protocol):
         """Return the rank that sent the message; valid only after the wait."""
 
 
+class ShortMessages(Protocol):
+    """`ShortMessages` are a second way to send, for messages that are short and frequent.
+
+    Messages from one rank to another arrive in order. One thread at a time uses them.
+    """
+
+    def send(self, peer: int, message: memoryview) -> None:
+        """Start a send, after which the memory of `message` may be reused; raise RuntimeError if the peer is lost."""
+
+    def receive(self, peer: int, buffer: memoryview, deadline: Deadline) -> object:
+        """Receive the next message into `buffer`; raise RuntimeError if the peer is lost, or late."""
+
+    def flush(self, deadline: Deadline) -> None:
+        """Wait until no sent message needs this process any longer; raise RuntimeError as `receive` does."""
+
+
 class Engine(Protocol):
     """An `Engine` sends and receives for one rank. Between two ranks, messages with the same tag arrive in order.
 
@@ -57,6 +73,10 @@ class Engine(Protocol):
     @property
     def is_interruptible(self) -> bool:
         """Return whether Ctrl-C, or a signal handler that raises, interrupts a wait."""
+
+    @property
+    def short_messages(self) -> ShortMessages:
+        """Return the second way to send. Ctrl-C, and a signal handler that raises, always interrupt its waits."""
 
     @property
     def num_tags(self) -> int:
@@ -70,12 +90,6 @@ class Engine(Protocol):
 
     def recv_any(self, tensor: Tensor, tag: int) -> PendingAnySourceReceive:
         """Start a receive from the first rank that sends."""
-
-    def wait_for_data(self, timeout_s: float) -> None:
-        """Wait at most `timeout_s` for data to arrive at this rank; data that arrive as the wait begins may be missed.
-
-        An engine whose waits poll returns at once.
-        """
 
     def check(self, peer: int) -> None:
         """Raise RuntimeError if the connection to `peer` is known to be lost."""

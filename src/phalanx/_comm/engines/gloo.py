@@ -7,14 +7,12 @@ import ctypes
 import fcntl
 import json
 import os
-import select
 import socket
 import stat
 import struct
 import sys
 import termios
 import threading
-import time
 import weakref
 import zlib
 from base64 import b64decode, b64encode
@@ -31,6 +29,7 @@ from phalanx._base.deadline import Deadline
 from phalanx._base.torch_names import find
 from phalanx._comm.control.wire import WRITE_ONCE
 from phalanx._comm.engines.engine import DATA, PendingMessage
+from phalanx._comm.engines.message_streams import MessageStreams, Place, StreamListener
 from phalanx._comm.rendezvous.torch_store import base_of
 
 c10d: Any = dist.distributed_c10d  # its stubs lack names used here
@@ -66,6 +65,8 @@ class GlooEngine:
 
     Arguments:
         num_threads: the number of threads that run the collectives of `begin`; messages need none.
+        streams: the ranks with which this rank exchanges short messages; each of them names this rank, too.
+        secret: a text that only the group's ranks have; it authenticates the connections of `streams`.
 
     Raises:
         RuntimeError: some rank cannot be reached within `timeout`.
@@ -85,20 +86,30 @@ class GlooEngine:
         address: str,
         interface: str = "",
         num_threads: int = 0,
+        streams: Sequence[int] = (),
+        secret: str = "",
     ) -> None:
+        deadline = Deadline.after(timeout)
         options = _Options()
         options._timeout = timeout
         self._device: GlooDevice | None = gloo_device(address, interface)
         options._devices = [self._device.device]
         options._threads = num_threads
         before = _open_sockets()
-        with self._device.connecting():
+        with contextlib.ExitStack() as stack:
+            listener = None
+            if streams:
+                listener = stack.enter_context(contextlib.closing(StreamListener(self._device.host or address)))
+            stack.enter_context(self._device.connecting())
             # Gloo does not keep the Python half of a store alive.
-            self._addresses = GlooAddresses(store, rank, world_size)
+            self._addresses = GlooAddresses(store, rank, world_size, listener.place if listener else None)
             self._group = _ProcessGroupGloo(self._addresses, rank, world_size, options)
+            self.short_messages = MessageStreams({})
+            if listener is not None:
+                places = self._addresses.places
+                self.short_messages = listener.connect(rank, streams, places, secret, deadline)
         # These may include another thread's sockets, which does no harm: the sockets are only queried.
         self._sockets = {n: inode for n, inode in _open_sockets().items() if before.get(n) != inode}
-        self._device.watch(self._sockets)
         self._nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
         self._collective: Any = None  # the collective that was started last
         self.rank = rank
@@ -130,14 +141,6 @@ class GlooEngine:
         self._collective = getattr(self._group, method)(*arguments, options)
         return self._collective
 
-    def wait_for_data(self, timeout_s: float) -> None:
-        """Wait at most `timeout_s` for data to arrive at this rank; data that arrive as the wait begins may be missed.
-
-        Gloo's own thread wakes up at the same time, and reads the data.
-        """
-        if self._device is not None:  # None: the engine was freed
-            self._device.wait_for_data(timeout_s)
-
     def check(self, peer: int) -> None:
         """Raise RuntimeError if the connection to `peer` is lost. Call this rarely: each call sends some bytes."""
         self._group.recv([self._nothing], peer, NOBODYS_TAG)
@@ -153,6 +156,7 @@ class GlooEngine:
         connections. A wait for a peer that has already closed its connection fails at once, and closes nothing; so this
         waits for each peer in turn.
         """
+        self.short_messages.shut_down()
         for offset in range(1, self.world_size):
             with contextlib.suppress(RuntimeError):
                 peer = (self.rank + offset) % self.world_size
@@ -168,6 +172,7 @@ class GlooEngine:
         """
         if self._collective is not None and not self._collective.is_completed():
             _unended.append(self._group)
+        self.short_messages.close()
         self._group = _Freed()
         self._device = None
 
@@ -196,7 +201,7 @@ def local_address(towards: str) -> str:
 
 # The ranks of a group exchange Gloo's addresses in one round, instead of one request per pair of ranks.
 #
-#     every rank   set  addresses/<n>      = Gloo's record of this rank
+#     every rank   set  addresses/<n>      = Gloo's record of this rank, and where it listens for short messages
 #     rank 0       get  all of them        → set  addresses#once = all together
 #     every rank   get  addresses#once     → Gloo's requests are then answered locally
 #
@@ -212,20 +217,24 @@ _WORD_BYTES = 8
 class GlooAddresses(Store):
     """A `GlooAddresses` is the store in which one rank's Gloo finds the other ranks; `store` is the group's store.
 
-    All `world_size` ranks use one, and each writes one value. Cost: 3 requests to `store` per rank, 5 from rank 0.
+    All `world_size` ranks use one, and each writes one value, with the `place` at which it listens for short messages.
+    Cost: 3 requests to `store` per rank, 5 from rank 0.
     """
 
-    def __init__(self, store: Any, rank: int, world_size: int) -> None:
+    def __init__(self, store: Any, rank: int, world_size: int, place: Place | None = None) -> None:
         super().__init__()
         self._store = store
         self._rank = rank
         self._world_size = world_size
         self._lock = threading.Lock()
+        self._place = place
         self._found: dict[str, bytes] | None = None  # the results of `compress`, keyed by Gloo's own keys
+        self.places: dict[int, Place] = {}
+        """Where other ranks listen for short messages, by rank, once their values have been fetched."""
 
     def set(self, key: str, value: str | bytes) -> None:
         data = value.encode() if isinstance(value, str) else bytes(value)
-        text = json.dumps([key, b64encode(compress(data)).decode()])
+        text = json.dumps([key, b64encode(compress(data)).decode(), self._rank, self._place])
         base = base_of(self._store)
         if hasattr(base, "add_item"):  # together with other ranks of this host, where supported
             base.add_item(*(base.name_through(self._store, name) for name in (_NUM_WRITTEN, _EACH)), text)
@@ -251,7 +260,7 @@ class GlooAddresses(Store):
                     self._put_together(timeout)
                 else:
                     self._wait([_TOGETHER], timeout)
-                self._found = unpack_all(self._store.get(_TOGETHER))
+                self._found, self.places = unpack_all(self._store.get(_TOGETHER))
             return self._found
 
     def _put_together(self, timeout: timedelta | None) -> None:
@@ -271,9 +280,11 @@ def pack_all(texts: Sequence[bytes]) -> bytes:
     return zlib.compress(b"[" + b",".join(texts) + b"]")
 
 
-def unpack_all(data: bytes) -> dict[str, bytes]:
-    """Return the compressed record of each rank, by Gloo's key."""
-    return {key: b64decode(text) for key, text in json.loads(zlib.decompress(data))}
+def unpack_all(data: bytes) -> tuple[dict[str, bytes], dict[int, Place]]:
+    """Return the compressed record of each rank, by Gloo's key, and where ranks listen for short messages."""
+    records = json.loads(zlib.decompress(data))
+    places = {rank: (place[0], place[1]) for _, _, rank, place in records if place}
+    return {key: b64decode(text) for key, text, _, _ in records}, places
 
 
 def compress(data: bytes) -> bytes:
@@ -323,7 +334,6 @@ class GlooDevice:
         self._listening = new if len(new) == 1 else {}
         self._lock = threading.Lock()
         self._num_connecting = 0
-        self._arrivals = select.epoll() if hasattr(select, "epoll") else None
         self._filter()
 
     @property
@@ -332,19 +342,10 @@ class GlooDevice:
         places = (_place(descriptor, inode) for descriptor, inode in self._listening.items())
         return [place for place in places if place is not None]
 
-    def watch(self, sockets: Iterable[int]) -> None:
-        """Let `wait_for_data` also wait for data on these connections, until they are closed."""
-        if self._arrivals is not None:
-            for descriptor in sockets:
-                with contextlib.suppress(OSError):  # another thread's socket, closed meanwhile
-                    self._arrivals.register(descriptor, select.EPOLLIN)
-
-    def wait_for_data(self, timeout_s: float) -> None:
-        """Wait at most `timeout_s` for data on a watched connection; without epoll, sleep for `timeout_s`."""
-        if self._arrivals is None:
-            time.sleep(timeout_s)
-        else:
-            self._arrivals.poll(timeout_s, 1)
+    @property
+    def host(self) -> str:
+        """Return the address at which the device listens; "" if it could not be identified."""
+        return next((host for host, _ in self.ports), "")
 
     @contextlib.contextmanager
     def connecting(self) -> Iterator[None]:

@@ -10,10 +10,10 @@ from typing import Any, Protocol, TypeVar
 
 from torch.futures import Future
 
+from phalanx._base.ipc.spin_wait import wait_ready
 from phalanx._base.torch_names import find
 from phalanx.rpc.agent import interrupts
 from phalanx.rpc.agent.reader import this_thread
-from phalanx.rpc.agent.ready import wait_ready
 from phalanx.rpc.line import CallerLine
 from phalanx.rpc.remote_error import set_error
 from phalanx.rpc.wire import Frame

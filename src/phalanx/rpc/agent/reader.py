@@ -20,11 +20,11 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from phalanx._base.ipc.spin_wait import SpinWait
 from phalanx._base.ipc.wakeup import Wakeup
 from phalanx._base.log import get_logger
 from phalanx.errors import message_of
 from phalanx.rpc.agent.pool import STUCK_S
-from phalanx.rpc.agent.ready import SpinWait
 from phalanx.rpc.wire import Frame
 
 _logger = get_logger(__name__)

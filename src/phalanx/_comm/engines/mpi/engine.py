@@ -10,17 +10,19 @@ from concurrent.futures import wait
 from datetime import timedelta
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from phalanx._base.deadline import Deadline
 from phalanx._base.threads import call_in_thread
-from phalanx._comm.engines.engine import DATA
+from phalanx._comm.engines.engine import DATA, FOR_EVER, timedelta_of
 from phalanx._comm.engines.mpi.runtime import Runtime, wait_until
 
 # How long a wait continues after the peer has announced that it leaves, because the message may still be in transit.
 _GRACE_S = 0.2
 _DEPARTURE_S = 0.05
 _ANYBODY = -1
+_SHORT = 0x7FFFFFFE  # the tag of short messages: not the user's, not of collectives' data, not of preceding messages
 
 
 class EngineClosed(RuntimeError):
@@ -178,6 +180,7 @@ class MpiEngine:
         everybody.Free()
         # MPI guarantees 15 bits of tags; 20 or 29 are common. Messages get the lower half, collectives the upper half.
         self._half = 1 << ((int(self.comm.Get_attr(mpi.TAG_UB)) + 1).bit_length() - 2)
+        self.short_messages = MpiShortMessages(self)
         self._departure_tag = 2 * self._half - 1  # not a collective's tag, whose last twelve bits are never all set
         runtime.add_listener(self.listen)
 
@@ -241,9 +244,6 @@ class MpiEngine:
 
     def _forget(self, operation: PendingOperation) -> None:
         self._underway.discard(operation)  # takes no lock: `close` holds the lock while it tests operations
-
-    def wait_for_data(self, timeout_s: float) -> None:
-        """Do nothing: waits poll."""
 
     def check(self, peer: int) -> None:
         """Do nothing: a waiting thread is notified when a peer has left."""
@@ -309,6 +309,27 @@ class MpiEngine:
                 return False
             self.comm.Free()
             return True
+
+
+class MpiShortMessages:
+    """`MpiShortMessages` are an engine's messages with a tag of their own."""
+
+    def __init__(self, engine: MpiEngine) -> None:
+        self._engine = engine
+        self._sent: dict[int, PendingOperation] = {}
+
+    def send(self, peer: int, message: memoryview) -> None:
+        data = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+        if peer in self._sent:
+            self._sent[peer].wait(FOR_EVER)
+        self._sent[peer] = self._engine.send(peer, data, _SHORT)
+
+    def receive(self, peer: int, buffer: memoryview, deadline: Deadline) -> None:
+        self._engine.recv(peer, torch.frombuffer(buffer, dtype=torch.uint8), _SHORT).wait(timedelta_of(deadline))
+
+    def flush(self, deadline: Deadline) -> None:
+        for peer in list(self._sent):
+            self._sent.pop(peer).wait(timedelta_of(deadline))
 
 
 def _tag_of(world_ranks: Sequence[int]) -> int:

@@ -54,7 +54,7 @@ class Agreement:
 
     A collective either calls `agree`, and may then write; or it calls the steps one by one, and sends small data along:
 
-        gather_to_leader   send_heads   receive_heads   release   broadcast_from_leader
+        gather_to_leader   send_heads   receive_heads   broadcast_from_leader
     """
 
     def __init__(self, session: HierarchicalSession) -> None:
@@ -146,11 +146,6 @@ class Agreement:
             raise Disagreement(dict(sorted(calls.items())))
         return came
 
-    def release(self) -> None:
-        """On a leader, release the memory of the other hosts' messages."""
-        if self.session.leaders is not None:
-            self.session.leaders.done()
-
     # -- 3 -------------------------------------------------------------------------------------------------------
 
     def agree(self, ctx: CallContext, deadline: Deadline) -> None:
@@ -158,7 +153,6 @@ class Agreement:
         self.gather_to_leader(ctx, deadline)
         self.send_heads()
         self.receive_heads(deadline)
-        self.release()
         if len(self._layout.local_ranks) > 1:
             self.check(self.session.core.barrier(timeout_ns(deadline.left_s), ctx.call_site, ()))
 

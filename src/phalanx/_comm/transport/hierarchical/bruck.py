@@ -16,24 +16,23 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from phalanx._base.deadline import Deadline
-from phalanx._comm.engines.engine import Engine
+from phalanx._comm.engines.engine import ShortMessages
 from phalanx._comm.transport.hierarchical.exchange import (
     ALWAYS_SMALL_BYTES,
-    SENT,
     SMALL_BYTES,
     DirectExchange,
     HostMessage,
     LeaderExchange,
+    MessageBuffer,
     aligned,
     longest_message,
     read_message,
     write_message,
 )
-from phalanx._comm.transport.hierarchical.inboxes import Inboxes, MessageBuffer
 from phalanx._comm.transport.hierarchical.layout import Layout
+from phalanx._comm.transport.hierarchical.rails import as_connection_broken
 
 MOST_DIRECT = 3  # with more hosts, leaders forward messages
-_HEADER_BYTES = 64  # in front of the messages of a round; the first word is the total length
 
 
 class _Round(NamedTuple):
@@ -50,7 +49,8 @@ class BruckExchange(LeaderExchange):
 
     is_direct = False
 
-    def __init__(self, engine: Engine, layout: Layout) -> None:
+    def __init__(self, messages: ShortMessages, layout: Layout) -> None:
+        super().__init__(messages, layout)
         hosts, me = layout.topology.hosts, layout.host
         size = len(hosts)
         # The hosts in the order in which their messages arrive, this host first; and the number of ranks on each.
@@ -58,61 +58,62 @@ class BruckExchange(LeaderExchange):
         self._sizes = [len(hosts[host]) for host in self._order]
         self._rounds = [
             _Round(step, hosts[(me + step) % size][0], hosts[(me - step) % size][0], min(step, size - step))
-            for step in (1 << number for number in range((size - 1).bit_length()))
+            for step in _steps(size)
         ]
         payload_bytes = max(SMALL_BYTES // (size - 1), ALWAYS_SMALL_BYTES)
         longest = [aligned(longest_message(num_ranks, payload_bytes)) for num_ranks in self._sizes]
         self._own = MessageBuffer(longest[0])
-        self._messages: list[tuple[int, int]] = []  # of this operation: addresses and lengths, as in `_order`
-        inboxes = Inboxes(
-            engine,
-            {number: one.sender for number, one in enumerate(self._rounds)},
-            {
-                number: _HEADER_BYTES + sum(longest[one.step : one.step + one.num_hosts])
-                for number, one in enumerate(self._rounds)
-            },
-            lambda _, inbox: int(inbox.first_word.value),
-        )
-        outboxes = {
-            number: [MessageBuffer(_HEADER_BYTES + sum(longest[: one.num_hosts])) for _ in range(SENT)]
-            for number, one in enumerate(self._rounds)
-        }
-        super().__init__(engine, layout, inboxes, outboxes)
+        self._outbox = MessageBuffer(sum(longest[: max(one.num_hosts for one in self._rounds)]))
+        self._inboxes = [MessageBuffer(sum(longest[one.step : one.step + one.num_hosts])) for one in self._rounds]
+        self._found: list[tuple[int, int]] = []  # in this operation: messages' addresses and lengths, as in `_order`
 
     def send(self, heads: Sequence[bytes], payloads: Mapping[int, Sequence[tuple[int, int]]]) -> None:
         """Send as `LeaderExchange.send` does; all payloads must be the same, or there is none."""
-        self.inboxes.post()
         end = write_message(self._own, heads, next(iter(payloads.values()), ()))
-        self._messages = [(self._own.address, aligned(end))]
-        self._send_round(0)
+        self._found = [(self._own.address, aligned(end))]
+        self._send_round(self._rounds[0])
 
-    def _send_round(self, number: int) -> None:
-        one = self._rounds[number]
-        outbox = self.outbox(number)
-        end = _HEADER_BYTES
-        for address, nbytes in self._messages[: one.num_hosts]:
-            ctypes.memmove(outbox.address + end, address, nbytes)
+    def _send_round(self, one: _Round) -> None:
+        end = 0
+        for address, nbytes in self._found[: one.num_hosts]:
+            ctypes.memmove(self._outbox.address + end, address, nbytes)
             end += nbytes
-        outbox.first_word.value = end
-        self.post(outbox, end, one.receiver)
+        with as_connection_broken(one.receiver):
+            self.messages.send(one.receiver, self._outbox.bytes[:end])
 
     def receive(self, deadline: Deadline) -> dict[int, HostMessage]:
         """Receive as `LeaderExchange.receive` does, and forward messages to other hosts."""
         found: dict[int, HostMessage] = {}
-        for number, one in enumerate(self._rounds):
+        for number, (one, inbox) in enumerate(zip(self._rounds, self._inboxes, strict=True)):
             if number:
-                self._send_round(number)
-            inbox = self.inboxes.receive(number, deadline)
-            at = _HEADER_BYTES
+                self._send_round(one)
+            with as_connection_broken(one.sender):
+                self.messages.receive(one.sender, inbox.bytes, deadline)
+            at = 0
             for _ in range(one.num_hosts):
-                place = len(self._messages)
+                place = len(self._found)
                 message, end = read_message(inbox, at, self._sizes[place])
                 found[self._order[place]] = message
-                self._messages.append((inbox.address + at, end - at))
+                self._found.append((inbox.address + at, end - at))
                 at = end
+        with as_connection_broken(one.receiver):
+            self.messages.flush(deadline)
         return found
 
 
-def open_exchange(engine: Engine, layout: Layout) -> LeaderExchange:
+def leader_peers(layout: Layout) -> tuple[int, ...]:
+    """Return the ranks with which this rank exchanges messages as its host's leader; () if it is not the leader."""
+    if layout.local_rank:
+        return ()
+    hosts, me, size = layout.topology.hosts, layout.host, layout.num_hosts
+    steps = range(1, size) if size <= MOST_DIRECT else _steps(size)
+    return tuple(sorted({hosts[(me + sign * step) % size][0] for step in steps for sign in (1, -1)}))
+
+
+def _steps(num_hosts: int) -> list[int]:
+    return [1 << number for number in range((num_hosts - 1).bit_length())]
+
+
+def open_exchange(messages: ShortMessages, layout: Layout) -> LeaderExchange:
     """Return the exchange for the layout's number of hosts; every host chooses the same kind."""
-    return DirectExchange(engine, layout) if layout.num_hosts <= MOST_DIRECT else BruckExchange(engine, layout)
+    return (DirectExchange if layout.num_hosts <= MOST_DIRECT else BruckExchange)(messages, layout)

@@ -12,25 +12,24 @@ hosts, leaders forward each other's messages: see `bruck`.
 from __future__ import annotations
 
 import abc
-import contextlib
 import ctypes
 import struct
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
+import torch
+
 from phalanx._base.deadline import Deadline
-from phalanx._comm.engines.engine import FOR_EVER, Engine, timedelta_of
+from phalanx._comm.engines.engine import ShortMessages
 from phalanx._comm.transport.call import HEAD_BYTES, agree
-from phalanx._comm.transport.hierarchical.inboxes import Inboxes, MessageBuffer
 from phalanx._comm.transport.hierarchical.layout import Layout
-from phalanx._comm.transport.hierarchical.rails import FINGERPRINT, ConnectionBroken
+from phalanx._comm.transport.hierarchical.rails import as_connection_broken
 
 # The maximum number of bytes that a leader sends to (or receives from) all other hosts together, in an operation that
 # sends its data with the heads.
 SMALL_BYTES = 2**18
 ALWAYS_SMALL_BYTES = 256  # sums up to this size are sent with the heads, whatever the options and the number of hosts
-SENT = 2  # operations whose messages may still be in transit
 _PREFIX = struct.Struct("<II")  # the number of distinct heads, and the payload's length in bytes
 _ALIGNED = 64
 
@@ -43,25 +42,29 @@ class HostMessage(NamedTuple):
     nbytes: int
 
 
+class MessageBuffer:
+    """A `MessageBuffer` is memory for one message."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._tensor = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        self.address = self._tensor.data_ptr()
+        self.bytes = memoryview((ctypes.c_char * nbytes).from_address(self.address)).cast("B")
+
+
 class LeaderExchange(abc.ABC):
     """A `LeaderExchange` exchanges messages between this host's leader and the others. Only leaders have one.
 
-    `send` and `receive` alternate, and each is called once per operation. The caller of `receive` handles Ctrl-C.
+    `send` and `receive` alternate, and each is called once per operation.
     """
 
     is_direct: bool
     """Whether each host sends a separate message to each other host. If not, all other hosts get the same payload."""
 
-    def __init__(
-        self, engine: Engine, layout: Layout, inboxes: Inboxes, outboxes: Mapping[int, Sequence[MessageBuffer]]
-    ) -> None:
-        self._engine = engine
+    def __init__(self, messages: ShortMessages, layout: Layout) -> None:
+        self.messages = messages
         self.hosts = tuple(host for host in range(layout.num_hosts) if host != layout.host)
         self._scratch = MessageBuffer(SMALL_BYTES)
         self.scratch = self._scratch.address  # where the leader combines the payloads of its own host
-        self.inboxes = inboxes
-        self._outboxes = outboxes
-        self._number = 0
 
     @abc.abstractmethod
     def send(self, heads: Sequence[bytes], payloads: Mapping[int, Sequence[tuple[int, int]]]) -> None:
@@ -69,49 +72,11 @@ class LeaderExchange(abc.ABC):
 
     @abc.abstractmethod
     def receive(self, deadline: Deadline) -> dict[int, HostMessage]:
-        """Return the message of each other host in this operation; it is valid until `done`.
+        """Return the message of each other host in this operation; it is valid until the next `receive`.
 
         Raises:
             ConnectionBroken: some host's leader is lost or late.
         """
-
-    def done(self) -> None:
-        """Release the memory of this operation's messages for later operations."""
-        self._number += 1
-        self.inboxes.done()
-
-    def flush(self, deadline: Deadline) -> None:
-        """Wait until all sent data have been received, or cannot be: peers may need them after this host is done."""
-        for outboxes in self._outboxes.values():
-            for outbox in outboxes:
-                if outbox.pending is not None:
-                    with contextlib.suppress(RuntimeError):
-                        outbox.pending.wait(timedelta_of(deadline))
-                    outbox.pending = None
-
-    def close(self) -> None:
-        """Release the messages. Close the engine first: only that ends a receive to which no peer has sent."""
-        self.inboxes.close()
-        for outboxes in self._outboxes.values():
-            for outbox in outboxes:
-                outbox.pending = None  # the engine's sockets live as long as a pending message
-
-    def outbox(self, key: int) -> MessageBuffer:
-        """Return the memory for this operation's message, which the message of two operations ago no longer needs.
-
-        Every host has received that message: this host has completed the previous operation, and each host joined that
-        only after completing the one before.
-        """
-        return self._outboxes[key][self._number % SENT]
-
-    def post(self, outbox: MessageBuffer, nbytes: int, peer: int) -> None:
-        """Start to send the first `nbytes` of `outbox`."""
-        try:
-            if outbox.pending is not None:
-                outbox.pending.wait(FOR_EVER)  # returns at once, and releases the engine's memory for the message
-            outbox.pending = self._engine.send(peer, outbox.message(nbytes, self._number), FINGERPRINT)
-        except RuntimeError as error:
-            raise ConnectionBroken(peer, str(error)) from error
 
 
 class DirectExchange(LeaderExchange):
@@ -119,29 +84,30 @@ class DirectExchange(LeaderExchange):
 
     is_direct = True
 
-    def __init__(self, engine: Engine, layout: Layout) -> None:
-        self._peers = {host: ranks[0] for host, ranks in enumerate(layout.topology.hosts) if host != layout.host}
-        self._sizes = {host: len(layout.topology.hosts[host]) for host in self._peers}
-        longest = longest_message(len(layout.local_ranks), SMALL_BYTES)
-        inboxes = Inboxes(
-            engine,
-            self._peers,
-            {host: longest_message(size, SMALL_BYTES) for host, size in self._sizes.items()},
-            lambda host, inbox: length_of_message(inbox, self._sizes[host]),
-        )
-        outboxes = {host: [MessageBuffer(longest) for _ in range(SENT)] for host in self._peers}
-        super().__init__(engine, layout, inboxes, outboxes)
+    def __init__(self, messages: ShortMessages, layout: Layout) -> None:
+        super().__init__(messages, layout)
+        hosts = layout.topology.hosts
+        self._peers = {host: hosts[host][0] for host in self.hosts}
+        self._sizes = {host: len(hosts[host]) for host in self.hosts}
+        self._outbox = MessageBuffer(longest_message(len(layout.local_ranks), SMALL_BYTES))
+        self._inboxes = {host: MessageBuffer(longest_message(self._sizes[host], SMALL_BYTES)) for host in self.hosts}
 
     def send(self, heads: Sequence[bytes], payloads: Mapping[int, Sequence[tuple[int, int]]]) -> None:
-        self.inboxes.post()
         for host, peer in self._peers.items():
-            outbox = self.outbox(host)
-            self.post(outbox, write_message(outbox, heads, payloads.get(host, ())), peer)
+            nbytes = write_message(self._outbox, heads, payloads.get(host, ()))
+            with as_connection_broken(peer):
+                self.messages.send(peer, self._outbox.bytes[:nbytes])
 
     def receive(self, deadline: Deadline) -> dict[int, HostMessage]:
-        return {
-            host: read_message(self.inboxes.receive(host, deadline), 0, self._sizes[host])[0] for host in self._peers
-        }
+        found = {}
+        for host, peer in self._peers.items():
+            inbox = self._inboxes[host]
+            with as_connection_broken(peer):
+                self.messages.receive(peer, inbox.bytes, deadline)
+            found[host] = read_message(inbox, 0, self._sizes[host])[0]
+        with as_connection_broken(peer):
+            self.messages.flush(deadline)
+        return found
 
 
 def all_agree(mine: bytes, *hosts: Sequence[bytes]) -> bool:
@@ -178,12 +144,6 @@ def read_message(buffer: MessageBuffer, at: int, num_ranks: int) -> tuple[HostMe
     distinct = [bytes(buffer.bytes[begin : begin + HEAD_BYTES]) for begin in range(first, start, HEAD_BYTES)]
     kinds = buffer.bytes[at + _PREFIX.size : at + _PREFIX.size + num_ranks]
     return HostMessage([distinct[kind] for kind in kinds], buffer.address + start, nbytes), aligned(start + nbytes)
-
-
-def length_of_message(buffer: MessageBuffer, num_ranks: int) -> int:
-    """Return the length of a message that has begun to arrive; it is wrong until the first bytes are complete."""
-    num_distinct, nbytes = _PREFIX.unpack_from(buffer.bytes)
-    return _payload_offset(num_ranks, num_distinct) + int(nbytes)
 
 
 def longest_message(num_ranks: int, payload_bytes: int) -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 from collections import deque
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from functools import partial
 
 import torch
@@ -22,7 +23,6 @@ from phalanx._comm.transport.background import WHOLE_BYTES, Background, look_at
 from phalanx._comm.transport.hierarchical.rails import (
     ConnectionBroken,
     RailMessage,
-    RejectedReceive,
     as_connection_broken,
 )
 
@@ -105,7 +105,7 @@ class PrecedingMessages:
         try:
             box.pending = self._engine.recv(peer, box.memory, self._tag)
         except RuntimeError as error:  # the peer has left, which matters only if it had another message to send
-            box.pending = RejectedReceive(error)
+            box.pending = _RejectedReceive(error)
 
     def _wait(self, peer: int, pending: PendingMessage, deadline: Deadline, *, is_soon: bool) -> None:
         """Wait on this thread if the message `is_soon` complete or the engine handles signals, else on another one."""
@@ -114,6 +114,17 @@ class PrecedingMessages:
             message.wait()
         else:
             self._background.run(message.wait, look_at(self._engine, peer, partial(ConnectionBroken, peer)))
+
+
+class _RejectedReceive:
+    """A `_RejectedReceive` stands in for a receive that the engine rejected; `wait` raises the engine's error."""
+
+    def __init__(self, error: RuntimeError) -> None:
+        self._error = error
+
+    def wait(self, timeout: timedelta) -> None:
+        """Raise the engine's error."""
+        raise self._error
 
 
 class _Box:

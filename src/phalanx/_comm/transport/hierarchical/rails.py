@@ -26,9 +26,7 @@ from phalanx._comm.schedules.cost import ETHERNET, cheapest
 from phalanx._comm.schedules.schedule import Operation
 from phalanx._comm.transport.hierarchical.compression import Compression, Widening
 
-# The tags in ascending order: users' messages (below DATA), data of collectives, messages that precede a collective,
-# fingerprints.
-FINGERPRINT = 0x7FFFFFFE
+# The tags in ascending order: users' messages (below DATA), data of collectives, messages that precede a collective.
 _NUMBERS = 4000  # the maximum number of distinct streams in one collective
 
 
@@ -38,17 +36,6 @@ class ConnectionBroken(Exception):
     def __init__(self, peer: int, said: str) -> None:
         super().__init__(said)
         self.peer = peer
-
-
-class RejectedReceive:
-    """A `RejectedReceive` stands in for a receive that the engine rejected; `wait` raises the engine's error."""
-
-    def __init__(self, error: RuntimeError) -> None:
-        self._error = error
-
-    def wait(self, timeout: timedelta) -> None:
-        """Raise the engine's error."""
-        raise self._error
 
 
 @contextlib.contextmanager

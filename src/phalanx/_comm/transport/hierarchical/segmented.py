@@ -152,7 +152,6 @@ class SegmentedCollectives:
     def _agree_in_time(self, deadline: Deadline) -> None:
         """Agree with the other hosts, before this rank waits for their data and writes to the user's tensor."""
         self._agreement.receive_heads(deadline)
-        self._agreement.release()
 
     def _reduce_segment(self, segment: Tensor, mine: Tensor, redop: int, ctx: CallContext, deadline: Deadline) -> None:
         """Write this host's reduction of this rank's slice of `segment` to `mine`."""

@@ -148,7 +148,7 @@ class HierarchicalSession:
         if layout.rail:
             self.rail = Rail(engine, layout.rail, layout.host, options.algorithm, self.compression, options.link)
         if layout.local_rank == 0:
-            self.leaders = open_exchange(engine, layout)
+            self.leaders = open_exchange(engine.short_messages, layout)
         self.monitor = HealthMonitor(failure_store, self.reports.where, self._is_over, self.reports.accept)
 
     @property
@@ -200,8 +200,6 @@ class HierarchicalSession:
             self._memory.close()
             self._deliver()
             self.engine.close()
-        if self.leaders is not None:
-            self.leaders.close()
         self.preceding.close()
         self._background.close()
         self.background_messages.close()
@@ -212,8 +210,8 @@ class HierarchicalSession:
         """Wait until the data that this rank has sent have arrived: closing the connections discards the rest."""
         if self.reports.report is None:
             deadline = Deadline.after(DELIVERY_S)
-            if self.leaders is not None:
-                self.leaders.flush(deadline)
+            with contextlib.suppress(RuntimeError):
+                self.engine.short_messages.flush(deadline)
             self.engine.deliver(deadline)
 
     def _is_over(self) -> bool:

@@ -84,7 +84,6 @@ class SmallCollectives:
                     divide(total, redop, self._world_size)
                     if total is not result:
                         result.copy_(total)
-                self._agreement.release()
             self._agreement.broadcast_from_leader(
                 ctx, deadline, result.data_ptr(), nbytes(result) if wanted_here else 0
             )
@@ -111,7 +110,6 @@ class SmallCollectives:
                     came_to = self._agreement.receive_heads(deadline)[layout.topology.host_of[root]].address
                 if not is_root and size:
                     ctypes.memmove(data.data_ptr(), came_to, size)
-                self._agreement.release()
             self._agreement.broadcast_from_leader(ctx, deadline, data.data_ptr(), size)
             if not is_root:
                 write_back(tensor, data)
@@ -149,7 +147,6 @@ class SmallCollectives:
                     if sizes[r]:
                         ctypes.memmove(into, source if host in came else parts[i], sizes[r])
                     source += sizes[r]
-            self._agreement.release()
         self._agreement.broadcast_from_leader(ctx, deadline, whole.data_ptr(), ends[-1])
 
     def reduce_scatter(
@@ -183,7 +180,6 @@ class SmallCollectives:
                 hosts = tuple([came[h].address + skipped if h in came else at for h in range(layout.num_hosts)])
                 _core.reduce(at, hosts, len(total), code, op)
                 divide(total, redop, self._world_size)
-                self._agreement.release()
             self._agreement.broadcast_from_leader(ctx, deadline, total.data_ptr(), nbytes(total))
             place = first[layout.host] + layout.local_rank
             write_back(output, total[ends[place] - begin : ends[place + 1] - begin].view(output.shape))
