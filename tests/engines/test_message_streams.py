@@ -1,6 +1,6 @@
 """Short messages over connections of their own: whole, in order, only between ranks of the group."""
 
-import errno
+import contextlib
 import os
 import random
 import signal
@@ -118,10 +118,8 @@ def test_more_strangers_than_may_wait_do_not_keep_a_peer_out():
     strangers, threads = [], []
 
     def come(place):
-        try:
+        with contextlib.suppress(ConnectionRefusedError, ConnectionResetError):  # the listener was closed already
             strangers.append(socket.create_connection(place, LONG_S))
-        except OSError as error:
-            assert error.errno in (errno.ECONNREFUSED, errno.ECONNRESET)  # after the listener was closed
 
     def crowd(rank, place):
         if rank == 0:
@@ -144,8 +142,8 @@ def test_ranks_with_different_secrets_do_not_connect():
     places = {rank: listener.place for rank, listener in enumerate(listeners)}
 
     def connect(rank):
+        within = Deadline.after(1.0 if rank == 0 else LONG_S)
         with pytest.raises(RuntimeError) as caught:
-            within = Deadline.after(1.0 if rank == 0 else LONG_S)
             listeners[rank].connect(rank, [1 - rank], places, f"secret {rank}", within)
         return str(caught.value)
 
@@ -158,7 +156,7 @@ def test_a_peer_that_does_not_listen_is_named():
     listener = StreamListener("127.0.0.1")
     gone = StreamListener("127.0.0.1")
     gone.close()
-    with pytest.raises(RuntimeError, match="no connection with rank 0 at 127.0.0.1: Connection refused"):
+    with pytest.raises(RuntimeError, match=r"no connection with rank 0 at 127\.0\.0\.1: Connection refused"):
         listener.connect(1, [0], {0: gone.place}, SECRET, Deadline.after(LONG_S))
     with pytest.raises(OSError, match="refused"):
         socket.create_connection(listener.place)

@@ -17,7 +17,7 @@ from phalanx._comm.engines.engine import Engine
 # write, and sends it even if the process is killed.
 WHOLE_BYTES = 2**14
 LOOK_EVERY_S = 0.5
-_GRACE_S = 0.05
+GRACE_S = 0.05
 _JOIN_S = 5.0
 
 T = TypeVar("T")
@@ -36,7 +36,7 @@ def get_soon(outcomes: queue.SimpleQueue[T], timeout_s: float) -> T:
     try:
         return outcomes.get(timeout=timeout_s)
     except queue.Empty:
-        return outcomes.get(timeout=_GRACE_S)
+        return outcomes.get(timeout=GRACE_S)
 
 
 def look_at(engine: Engine, peer: int, error_of: Callable[[str], Exception]) -> Callable[[], None]:

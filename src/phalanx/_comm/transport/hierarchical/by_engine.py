@@ -73,15 +73,12 @@ class EngineCollectives:
     def _run(
         self, method: str, data: Tensor, call: CollectiveCall, ctx: CallContext, deadline: Deadline, **units: Any
     ) -> None:
-        """Run one of the engine's collectives on `data`, in place; only the wait for its end needs another thread."""
-
-        def wait() -> None:
-            with self._talking():
-                pending.wait()
-
+        """Run one of the engine's collectives on `data`, in place."""
         with self._talking():
             pending = self._engine.begin(method, [[data]], timedelta_of(deadline), **units)
-        self._session.interruptible(call, ctx, wait)
+        self._session.wait_until(pending.is_completed, call, ctx)
+        with self._talking():
+            pending.wait()
 
     @contextlib.contextmanager
     def _talking(self) -> Iterator[None]:
