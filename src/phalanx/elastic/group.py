@@ -395,8 +395,8 @@ class ScriptGroups:
                 self._kept.append(known)
         if foreign:
             _logger.warning(
-                "phalanx.elastic: after a loss these groups can't be used, which are not of backend 'phalanx': %s. "
-                "Make them in the function that is elastic.run.",
+                "phalanx.elastic: these groups cannot be used after a loss, because their backend is not 'phalanx': %s. "
+                "Make them in the function that elastic.run calls.",
                 ", ".join(foreign),
             )
 
@@ -445,9 +445,9 @@ def _refused(group: str, rank: int, ranks: Sequence[int], old_size: int, size: i
 
     def explain(where: str) -> str:
         return (
-            f"group {group!r} of ranks {list(ranks)} was made for {old_size} ranks, before elastic.run, and is used"
-            f"{where} after a loss, among {size}, where its ranks are not those that it had.\nMake it in the function "
-            "that is elastic.run, of ranks that are there: torch.distributed.new_group(...)."
+            f"group {group!r} of ranks {list(ranks)} was made before elastic.run, for a job of {old_size} ranks, and is "
+            f"used{where} after a loss. The job has {size} ranks now, and these numbers mean other ranks.\n"
+            "Make the group in the function that elastic.run calls: torch.distributed.new_group(...)."
         )
 
     return RefusingTransport(group, rank, len(ranks), explain)

@@ -59,9 +59,9 @@ def join(results: Sequence[Any], rows: Sequence[int]) -> Any:
             per_sample = {len(part) / count for part, count in zip(parts, rows, strict=True)}
             if len(per_sample) != 1 or not per_sample.pop().is_integer():
                 raise ValueError(
-                    "Pipeline: the results of the micro-batches can't be put together: the model returns a tensor of "
-                    f"shape {tuple(parts[0].shape)} for {rows[0]} samples, and they must be its first dimension. Let "
-                    "the model return it transposed, or not at all."
+                    "Pipeline: cannot join the results of the micro-batches: the model returns a tensor of shape "
+                    f"{tuple(parts[0].shape)} for {rows[0]} samples, and samples must be its first dimension. Let the "
+                    "model return it transposed, or not at all."
                 )
             joined.append(torch.cat(parts))
         elif all(part is parts[0] or (not isinstance(part, Tensor) and part == parts[0]) for part in parts):

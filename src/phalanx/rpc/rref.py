@@ -320,7 +320,7 @@ def serve_references(agent: Agent) -> None:
                 if fork is not None:
                     _notify_parent(parent, fork)
                 raise PhalanxError(
-                    f"RRef: {agent.me} owns no object {rref_id} (any more): the worker that sent the reference is lost."
+                    f"RRef: {agent.me} no longer owns object {rref_id}: the worker that sent the reference is lost."
                 )
             # this worker sent the reference to itself: the fork was counted only while in flight
             if fork is not None and parent == owner_uid:

@@ -420,8 +420,8 @@ class MissingBuffers:
 
     def __iter__(self) -> Any:
         raise PhalanxError(
-            "the memory of a tensor could not be mapped: this process may not have more open files, or memory "
-            "(ulimit -n, -v). Nothing else is lost; try again when there are."
+            "the memory of a tensor could not be mapped: this process has reached its limit of open files or of memory "
+            "(ulimit -n, -v). Nothing else is lost: close some files or free some memory, and call again."
         )
 
 

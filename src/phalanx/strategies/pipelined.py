@@ -86,9 +86,9 @@ class PipelineStrategy(Strategy):
         """Compute the gradients of a whole mini-batch, with `share` and weight 1 only; return the mini-batch's loss."""
         if share * self._weigh(weight) != 1.0 or not is_last:
             raise ValueError(
-                "PipelineStrategy: a step has its micro-batches for what others accumulate, and all replicas have "
-                "equally many samples: make the batch larger, and give more micro_batches; for the last batch of an "
-                "IterableDataset, drop_last=True"
+                "PipelineStrategy: a step cannot accumulate gradients over several batches, and all replicas must have "
+                "equally many samples. Use a larger batch with more micro_batches; for the shorter last batch of an "
+                "IterableDataset, set drop_last=True"
             )
         pipe = self._pipe()
         *inputs, target = require_pair(batch)

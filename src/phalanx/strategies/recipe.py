@@ -108,9 +108,9 @@ def require_parameters_of(called: str, model: nn.Module, optimizer: Optimizer) -
     if unknown:
         raise ValueError(
             f"{called}.setup: the {type(optimizer).__name__} holds a tensor of shape {tuple(unknown[0].shape)} that is "
-            f"no parameter of {type(model).__name__}: give setup the model whose parameters it holds; where it is of a "
-            "loss function, make that a module of the model, which computes the loss itself, with loss_of (of the "
-            "Trainer: training_step)"
+            f"no parameter of {type(model).__name__}. Pass the model whose parameters the optimizer holds. If the tensor "
+            "belongs to a loss function, make the function a module of the model, and let the model compute the loss "
+            "(loss_of; in the Trainer, training_step)"
         )
 
 

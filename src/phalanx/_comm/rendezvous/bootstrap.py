@@ -294,9 +294,9 @@ class Bootstrap:
     def _advice(self) -> str:
         if self._is_further:
             return (
-                "These ranks have a group already, so the missing ones did not make this one too, or made another "
-                "first.\nAll ranks make all groups, in the same order, also those that they are not in. Look for a "
-                "new_group under a condition that not every rank meets, and read the log of a missing rank."
+                "These ranks have a group already. So the missing ranks have not made this one, or have made another "
+                "one first.\nAll ranks must make all groups in the same order, including groups that they are not in. "
+                "Look for a new_group that only some ranks call, and read the log of a missing rank."
             )
         return (
             f"Check that {self._me.world_size} processes were started and that each reached init_process_group; "

@@ -83,9 +83,8 @@ class Compression:
         if self._num_bytes + nbytes > self._most_bytes:
             warn_once(
                 _logger,
-                f"error_feedback: what rounding took from {len(self._residuals)} tensors takes "
-                f"{self._num_bytes} bytes, and no more than {self._most_bytes} are kept; further ones are rounded "
-                "without feedback.",
+                f"error_feedback: the rounding errors of {len(self._residuals)} tensors take {self._num_bytes} of at "
+                f"most {self._most_bytes} bytes; further tensors are rounded without feedback.",
             )
             return None
         self._num_bytes += nbytes
