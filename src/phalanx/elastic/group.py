@@ -395,7 +395,7 @@ class ScriptGroups:
                 self._kept.append(known)
         if foreign:
             _logger.warning(
-                "phalanx.elastic: these groups cannot be used after a loss, because their backend is not 'phalanx': %s. "
+                "phalanx.elastic: after a loss these groups cannot be used, as their backend is not 'phalanx': %s. "
                 "Make them in the function that elastic.run calls.",
                 ", ".join(foreign),
             )
@@ -445,8 +445,8 @@ def _refused(group: str, rank: int, ranks: Sequence[int], old_size: int, size: i
 
     def explain(where: str) -> str:
         return (
-            f"group {group!r} of ranks {list(ranks)} was made before elastic.run, for a job of {old_size} ranks, and is "
-            f"used{where} after a loss. The job has {size} ranks now, and these numbers mean other ranks.\n"
+            f"group {group!r} of ranks {list(ranks)} was made before elastic.run, for a job of {old_size} ranks, and "
+            f"is used{where} after a loss. The job has {size} ranks now, and these numbers mean other ranks.\n"
             "Make the group in the function that elastic.run calls: torch.distributed.new_group(...)."
         )
 

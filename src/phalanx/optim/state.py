@@ -79,8 +79,8 @@ def refuse_state_without_parameter(state: Mapping[Any, Any], optimizer_class: ty
     if loose := [key for key in state if not isinstance(key, Tensor)]:
         raise ValueError(
             f"ZeroRedundancyOptimizer: {optimizer_class.__name__} keeps state[{loose[0]!r}], which belongs to no "
-            "parameter. Each rank updates its own slices, and would have its own value, which no checkpoint holds. Keep "
-            f"the value in the state of each parameter, or use {optimizer_class.__name__} itself."
+            "parameter. Each rank updates its own slices, and would have its own value, which no checkpoint holds. "
+            f"Keep the value in the state of each parameter, or use {optimizer_class.__name__} itself."
         )
 
 
