@@ -1,5 +1,6 @@
 """A rank that has finished its part may leave at once: the others finish theirs, however late they are."""
 
+import threading
 import time
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 import torch.distributed as dist
 from tests.system.hosts_jobs import on_hosts
 
+from phalanx.errors import PhalanxError
 from phalanx.testing import why_no_hosts
 
 pytestmark = [
@@ -70,3 +72,37 @@ def test_what_a_rank_sent_last_arrives_although_it_leaves_before_the_link_has_ca
     """The root of a broadcast is done when its tensor is in the kernel's hands, or even before: who left then threw the
     rest away."""
     on_hosts((1, 1), _leave_with_the_last_word, root, count, rate="4mbit")
+
+
+def _end_while_a_thread_sends(rank, world_size, machines):
+    group = dist.new_group(backend="phalanx")
+    streams, users = group.transport.session.engine.short_messages, set()
+    flush = streams.flush
+
+    def recorded(deadline):
+        users.add(threading.current_thread())
+        flush(deadline)
+
+    def send_for_ever():
+        while True:
+            dist.broadcast(torch.ones(60_000), 1, group=group)
+
+    def work():
+        with pytest.raises(PhalanxError):
+            send_for_ever()
+
+    streams.flush = recorded
+    thread = threading.Thread(target=work)
+    thread.start()
+    if rank == 1:
+        while not users:
+            time.sleep(0.01)
+        group.leave_at_exit("it ended")
+    thread.join()
+    assert users == {thread}
+
+
+def test_a_rank_that_ends_leaves_the_sending_to_the_thread_that_does_it():
+    """Its main thread sent what the kernel had not accepted, while the other thread did: the peer got bytes twice, and
+    took them for the tensor's."""
+    on_hosts((1, 1), _end_while_a_thread_sends, rate="4mbit")

@@ -210,10 +210,7 @@ class HierarchicalSession:
     def _deliver(self) -> None:
         """Wait until the data that this rank has sent have arrived: closing the connections discards the rest."""
         if self.reports.report is None:
-            deadline = Deadline.after(DELIVERY_S)
-            with contextlib.suppress(RuntimeError):
-                self.engine.short_messages.flush(deadline)
-            self.engine.deliver(deadline)
+            self.engine.deliver(Deadline.after(DELIVERY_S))
 
     def _is_over(self) -> bool:
         # A mismatch on this host ends the group only once the leader has collected the calls of the other hosts' ranks.
