@@ -13,7 +13,7 @@ import pytest
 from tests.threads import map_in_threads
 
 from phalanx._base.deadline import Deadline
-from phalanx._comm.engines.message_streams import StreamListener
+from phalanx._comm.engines.message_streams import StreamBroken, StreamListener
 
 SECRET = "the group's secret"
 LONG_S = 20.0
@@ -242,3 +242,30 @@ def test_a_forked_child_of_a_dead_rank_does_not_keep_its_connections_open():
         os.close(told)
         os.close(tell)
         first.close()
+
+
+@pytest.mark.parametrize("within_s", [None, 90 * 24 * 3600.0])
+def test_the_time_may_be_longer_than_the_system_s_calls_accept(within_s):
+    """A group's timeout of a month or more ended in OverflowError."""
+    listeners = [StreamListener("127.0.0.1") for _ in range(2)]
+    places = {rank: listener.place for rank, listener in enumerate(listeners)}
+
+    def connect(rank):
+        return listeners[rank].connect(rank, [1 - rank], places, SECRET, Deadline.after(within_s))
+
+    first, second = map_in_threads(connect, range(2))
+    threading.Timer(0.2, second.send, (0, memoryview(b"hello"))).start()
+    assert receive(first, 1, within_s=within_s) == b"hello"
+    close_all([first, second])
+
+
+def test_an_error_names_the_peer_whose_connection_is_lost_not_the_one_that_is_waited_for():
+    """What the kernel had not accepted yet was sent while this rank waited for another one, which took the blame."""
+    streams = connect_all([[1, 2], [0], [0]])
+    streams[0].send(2, memoryview(bytes(50_000_000)))
+    streams[2].shut_down()
+    streams[2].close()
+    with pytest.raises(StreamBroken) as caught:
+        receive(streams[0], 1)
+    assert caught.value.peer == 2
+    close_all(streams[:2])

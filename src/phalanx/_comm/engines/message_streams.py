@@ -29,7 +29,8 @@ _LENGTH = struct.Struct("<I")
 _MAC_BYTES = 32
 _HELLO_BYTES = _LENGTH.size + _MAC_BYTES  # the sender's rank, and the MAC
 _MOST_PENDING = 64  # accepted connections without a valid hello; beyond that the oldest is closed
-_MOST_MS = 3_600_000
+_MOST_S = 1e6  # the system's calls accept no infinite time, and no month
+_MOST_WAIT_S = 1.0  # then the thread handles a signal that came just before its wait
 
 
 class StreamListener:
@@ -66,14 +67,14 @@ class StreamListener:
             connected: dict[int, socket.socket] = {}
             for peer in smaller:
                 with _reaching(peer, places[peer]):
-                    one = socket.create_connection(places[peer], max(deadline.left_s, 0.001))
+                    one = socket.create_connection(places[peer], _left_s(deadline))
                     connected[peer] = stack.enter_context(one)
                     one.sendall(_LENGTH.pack(rank) + greetings.to(peer))
             for peer, one in self._accept(larger, greetings, deadline).items():
                 connected[peer] = stack.enter_context(one)
             for peer in smaller:
                 with _reaching(peer, places[peer]):
-                    connected[peer].settimeout(max(deadline.left_s, 0.001))
+                    connected[peer].settimeout(_left_s(deadline))
                     reply = _receive_exactly(connected[peer], _MAC_BYTES)
                 if not hmac.compare_digest(reply, greetings.of(peer)):
                     raise RuntimeError(f"rank {peer} at {places[peer][0]} did not answer as a rank of this group")
@@ -91,7 +92,7 @@ class StreamListener:
                 while len(found) < len(awaited):
                     if deadline.passed:
                         raise RuntimeError(f"rank {min(awaited - found.keys())} did not connect in time")
-                    for key, _ in selector.select(deadline.left_s):
+                    for key, _ in selector.select(_left_s(deadline)):
                         one = key.fileobj
                         assert isinstance(one, socket.socket)
                         if one is self._socket:
@@ -129,6 +130,10 @@ class StreamListener:
             del pending[oldest]
             selector.unregister(oldest)
             oldest.close()
+
+
+def _left_s(deadline: Deadline) -> float:
+    return min(max(deadline.left_s, 0.001), _MOST_S)
 
 
 def _close_all(connections: Mapping[int, socket.socket]) -> None:
@@ -182,6 +187,14 @@ def _receive_exactly(one: socket.socket, nbytes: int) -> bytes:
     return received
 
 
+class StreamBroken(RuntimeError):
+    """The stream with `peer` is lost or late; a thread that waits for another peer may find this out."""
+
+    def __init__(self, peer: int, said: str) -> None:
+        super().__init__(said)
+        self.peer = peer
+
+
 class MessageStreams:
     """`MessageStreams` send and receive short messages over `connections`, by peer. One thread uses them at a time.
 
@@ -202,7 +215,7 @@ class MessageStreams:
         """Send `message`, whose memory may be reused at once.
 
         Raises:
-            RuntimeError: the connection is lost.
+            StreamBroken: the connection is lost.
         """
         prefix = _LENGTH.pack(len(message))
         if peer in self._unsent:
@@ -213,7 +226,7 @@ class MessageStreams:
         except BlockingIOError:
             sent = 0
         except OSError as error:
-            raise _broken(error) from error
+            raise _broken(peer, error) from error
         if sent < len(prefix) + len(message):
             self._unsent[peer] = (prefix + message)[sent:]
 
@@ -221,12 +234,12 @@ class MessageStreams:
         """Receive the next message of `peer` into `buffer`; return its length in bytes.
 
         Raises:
-            RuntimeError: the connection is lost, the deadline has passed, or the message is longer than the buffer.
+            StreamBroken: a connection is lost, the deadline has passed, or the message is longer than the buffer.
         """
         self._read(peer, self._prefix, deadline)
         (length,) = _LENGTH.unpack(self._prefix)
         if length > len(buffer):
-            raise RuntimeError(f"a message of {length} bytes arrived, and at most {len(buffer)} were expected")
+            raise StreamBroken(peer, f"a message of {length} bytes arrived, and at most {len(buffer)} were expected")
         self._read(peer, buffer[:length], deadline)
         return int(length)
 
@@ -234,10 +247,10 @@ class MessageStreams:
         """Wait until the kernel has accepted all messages.
 
         Raises:
-            RuntimeError: a connection is lost, or the deadline has passed.
+            StreamBroken: a connection is lost, or the deadline has passed.
         """
         while self._unsent:
-            self._wait(None, deadline)
+            self._wait(next(iter(self._unsent)), None, deadline)
 
     def _read(self, peer: int, into: memoryview, deadline: Deadline) -> None:
         connection = self._connections[peer]
@@ -245,40 +258,40 @@ class MessageStreams:
             try:
                 count = connection.recv_into(into)
             except BlockingIOError:
-                self._wait(connection, deadline)
+                self._wait(peer, connection, deadline)
                 continue
             except OSError as error:
-                raise _broken(error) from error
+                raise _broken(peer, error) from error
             if not count:
-                raise RuntimeError("the connection was closed by the peer")
+                raise StreamBroken(peer, "the connection was closed by the peer")
             into = into[count:]
 
-    def _wait(self, connection: socket.socket | None, deadline: Deadline) -> None:
-        """Wait for data on `connection`, if any, and send unsent messages; return after a moment, too."""
+    def _wait(self, peer: int, connection: socket.socket | None, deadline: Deadline) -> None:
+        """Wait for `peer`: for data on `connection`, if any; send unsent messages; return after a moment, too."""
         if deadline.passed:
-            raise RuntimeError("nothing came in time")
-        left_ms = min(int(deadline.left_s * 1000) + 1, _MOST_MS)
+            raise StreamBroken(peer, "nothing came in time")
+        left_ms = int(min(deadline.left_s, _MOST_WAIT_S) * 1000) + 1
         if connection is not None and not self._unsent:
             self._spin_wait.wait(connection.fileno(), -1, left_ms)
             return
         poll = select.poll()
         if connection is not None:
             poll.register(connection, select.POLLIN)
-        for peer in self._unsent:
-            one = self._connections[peer]
+        for receiver in self._unsent:
+            one = self._connections[receiver]
             poll.register(one, select.POLLOUT | (select.POLLIN if one is connection else 0))
         poll.poll(left_ms)
-        for peer, message in list(self._unsent.items()):
+        for receiver, message in list(self._unsent.items()):
             try:
-                sent = self._connections[peer].send(message)
+                sent = self._connections[receiver].send(message)
             except BlockingIOError:
                 continue
             except OSError as error:
-                raise _broken(error) from error
+                raise _broken(receiver, error) from error
             if sent < len(message):
-                self._unsent[peer] = message[sent:]
+                self._unsent[receiver] = message[sent:]
             else:
-                del self._unsent[peer]
+                del self._unsent[receiver]
 
     def shut_down(self) -> None:
         """Wake the thread that waits here, and the peers; any thread may call this. Sent messages still arrive."""
@@ -291,8 +304,8 @@ class MessageStreams:
         _close_all(self._connections)
 
 
-def _broken(error: OSError) -> RuntimeError:
-    return RuntimeError(f"the connection is lost: {error.strerror or error}")
+def _broken(peer: int, error: OSError) -> StreamBroken:
+    return StreamBroken(peer, f"the connection is lost: {error.strerror or error}")
 
 
 # A forked child, such as a DataLoader's worker, would keep a dead parent's connections open.

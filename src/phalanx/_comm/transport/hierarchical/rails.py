@@ -40,11 +40,11 @@ class ConnectionBroken(Exception):
 
 @contextlib.contextmanager
 def as_connection_broken(peer: int) -> Iterator[None]:
-    """Convert an engine error in this block to a `ConnectionBroken` for `peer`."""
+    """Convert an engine error in this block to a `ConnectionBroken` for the error's `peer`, or else for this one."""
     try:
         yield
     except RuntimeError as error:
-        raise ConnectionBroken(peer, str(error)) from error
+        raise ConnectionBroken(getattr(error, "peer", peer), str(error)) from error
 
 
 @dataclass(frozen=True)
