@@ -139,6 +139,7 @@ def open_gloo(
     except PhalanxError:
         raise
     except RuntimeError as error:
+        check_others()  # an interrupted rank closes its connections after its report
         raise _unreachable(error, group) from None
     except (KeyboardInterrupt, SystemExit) as error:
         notify_others(type(error).__name__)
