@@ -9,6 +9,7 @@ import threading
 import time
 import traceback
 from datetime import timedelta
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from tests.system.hosts_jobs import limit, on_hosts
 
 import phalanx
 from phalanx._comm.backend import connect
+from phalanx._comm.engines.message_streams import StreamListener
 from phalanx.errors import ClosedError, DeadlineError, MismatchError, PeerLostError, PhalanxError
 from phalanx.testing import RankFailed, why_no_hosts
 
@@ -351,6 +353,37 @@ def test_a_host_that_is_cut_off_is_late_as_a_whole_and_its_ranks_tell_that_it_is
     assert "The job's store does not answer either: this host may be cut off." in results[3][1]
 
 
+@pytest.mark.parametrize("count", [3, 2**20])
+def test_a_rank_that_ends_while_its_thread_waits_does_not_call_the_rank_lost_for_which_that_waits(count):
+    """It closes its own connections, and its thread told everybody that the other end had done so."""
+
+    def check(rank, world_size, machines):
+        store = dist.distributed_c10d._get_default_store()
+        group, said = dist.new_group([0, 1], backend="phalanx"), []
+
+        def work():
+            with pytest.raises(PeerLostError) as caught:
+                _call_until_it_fails(lambda: dist.all_reduce(torch.ones(count), group=group))
+            said.append((caught.value.ranks, str(caught.value)))
+
+        if rank == 1:
+            thread = threading.Thread(target=work)
+            thread.start()
+            while not group.transport.session.position.inside:
+                time.sleep(0.01)
+            group.leave_at_exit("it ended with ValueError: bad luck")
+            thread.join()
+            store.set("left", "")
+        else:
+            store.wait(["left"])
+            work()
+        return said
+
+    for ranks, message in chain(*on_hosts((1, 1), check)):
+        assert ranks == (1,)
+        assert "is gone: it ended with ValueError: bad luck." in message
+
+
 def test_a_rank_that_ends_with_an_error_says_so_to_the_other_hosts():
     def check(rank, world_size, machines):
         dist.barrier()
@@ -466,6 +499,31 @@ def test_ctrl_c_is_heard_while_the_hosts_connect():
     )
     assert "init_process_group in group '1' on rank 1: rank 0 (pid " in others
     assert "was interrupted (KeyboardInterrupt in init_process_group) while the group waited" in others
+
+
+def test_a_rank_that_is_interrupted_while_it_connects_is_named_by_one_whose_connection_it_closes():
+    """Its peer called it unreachable, with advice about firewalls: the connection was reset, and nobody asked why."""
+
+    def check(rank, world_size, machines):
+        connect_streams = StreamListener.connect
+
+        def close_instead(listener, *arguments):
+            listener.close()
+            raise KeyboardInterrupt
+
+        def connect_late(*arguments):
+            store.wait(["it has closed"])
+            return connect_streams(*arguments)
+
+        store = dist.distributed_c10d._get_default_store()
+        StreamListener.connect = close_instead if rank == 1 else connect_late
+        with pytest.raises(KeyboardInterrupt if rank == 1 else PeerLostError) as caught:
+            dist.new_group([0, 1, 2], backend="phalanx")
+        store.set("it has closed", "")
+        return str(caught.value)
+
+    for rank in (0, 2):
+        assert "was interrupted (KeyboardInterrupt in init_process_group)" in on_hosts((1, 1, 1), check)[rank]
 
 
 def _is_running(name):

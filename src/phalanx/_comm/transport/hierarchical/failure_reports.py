@@ -62,10 +62,12 @@ class FailureReports(GroupReports):
         if isinstance(cause, ConnectionBroken):
             if deadline.left_s < _SOON_S:
                 return self._late(ctx.timeout_s, peer)
+            # A rank that leaves closes its connections, which its own threads then find closed.
+            who = self.here.rank if self._has_published_exit else cause.peer
             return (
                 self._reported_by_others(REPORT_S)
                 or self._server_lost(ctx.timeout_s, deadline)
-                or self._lost(cause.peer, "its connection closed without notice (killed, crashed, or cut off)", peer)
+                or self._lost(who, "its connection closed without notice (killed, crashed, or cut off)", peer)
             )
         assert isinstance(cause, LocalFailure)
         if cause.status == DEADLINE:
