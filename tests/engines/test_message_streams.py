@@ -216,6 +216,24 @@ def test_a_signal_handler_interrupts_the_wait():
     close_all([first, second])
 
 
+@pytest.mark.parametrize("nbytes", [1, 50_000_000])
+def test_a_lost_connection_is_an_error_even_where_sigpipe_ends_the_program(nbytes):
+    """Programs that write to `head` restore SIGPIPE, which Python ignores; Gloo never raises it."""
+    child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+        first, _second = pair()
+        try:
+            first.send(1, memoryview(bytes(nbytes)))
+            first.shut_down()
+            first.flush(Deadline.after(LONG_S))
+            first.send(1, memoryview(b"more"))
+        except StreamBroken:
+            os._exit(0)
+        os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
 def test_a_forked_child_of_a_dead_rank_does_not_keep_its_connections_open():
     """A worker of a DataLoader may outlive its parent by seconds."""
     first, second = pair()

@@ -29,6 +29,7 @@ _LENGTH = struct.Struct("<I")
 _MAC_BYTES = 32
 _HELLO_BYTES = _LENGTH.size + _MAC_BYTES  # the sender's rank, and the MAC
 _MOST_PENDING = 64  # accepted connections without a valid hello; beyond that the oldest is closed
+_NO_SIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)  # a lost connection is an error, even where SIGPIPE ends the program
 _MOST_S = 1e6  # the system's calls accept no infinite time, and no month
 _MOST_WAIT_S = 1.0  # then the thread handles a signal that came just before its wait
 
@@ -69,7 +70,7 @@ class StreamListener:
                 with _reaching(peer, places[peer]):
                     one = socket.create_connection(places[peer], _left_s(deadline))
                     connected[peer] = stack.enter_context(one)
-                    one.sendall(_LENGTH.pack(rank) + greetings.to(peer))
+                    one.sendall(_LENGTH.pack(rank) + greetings.to(peer), _NO_SIGNAL)
             for peer, one in self._accept(larger, greetings, deadline).items():
                 connected[peer] = stack.enter_context(one)
             for peer in smaller:
@@ -105,7 +106,7 @@ class StreamListener:
                             if is_awaited and hmac.compare_digest(hello[_LENGTH.size :], greetings.of(peer)):
                                 found[peer] = one
                                 with contextlib.suppress(OSError):  # lost already: the first message fails
-                                    one.sendall(greetings.to(peer))
+                                    one.sendall(greetings.to(peer), _NO_SIGNAL)
                             else:
                                 one.close()
             finally:
@@ -222,7 +223,7 @@ class MessageStreams:
             self._unsent[peer] += prefix + message
             return
         try:
-            sent = self._connections[peer].sendmsg((prefix, message))
+            sent = self._connections[peer].sendmsg((prefix, message), (), _NO_SIGNAL)
         except BlockingIOError:
             sent = 0
         except OSError as error:
@@ -283,7 +284,7 @@ class MessageStreams:
         poll.poll(left_ms)
         for receiver, message in list(self._unsent.items()):
             try:
-                sent = self._connections[receiver].send(message)
+                sent = self._connections[receiver].send(message, _NO_SIGNAL)
             except BlockingIOError:
                 continue
             except OSError as error:
