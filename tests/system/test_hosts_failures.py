@@ -526,6 +526,28 @@ def test_a_rank_that_is_interrupted_while_it_connects_is_named_by_one_whose_conn
         assert "was interrupted (KeyboardInterrupt in init_process_group)" in on_hosts((1, 1, 1), check)[rank]
 
 
+def test_connections_that_are_made_after_ctrl_c_are_closed_again():
+    """They were shut down, and their sockets were left to the garbage collector, with a ResourceWarning each."""
+    calls, may_connect, has_ended = [], threading.Event(), threading.Event()
+
+    class Engine:
+        def close(self):
+            calls.append("close")
+
+        def free(self):
+            calls.append("free")
+            has_ended.set()
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        connect._interruptible(lambda: may_connect.wait() and Engine(), interrupt, "late")
+    may_connect.set()
+    assert has_ended.wait(20.0)
+    assert calls == ["close", "free"]
+
+
 def _is_running(name):
     return any(thread.name == name for thread in threading.enumerate())
 

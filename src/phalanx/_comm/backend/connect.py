@@ -160,6 +160,7 @@ def _interruptible(connect: Callable[[], GlooEngine], check_others: Callable[[],
     def close_late(late: Future[GlooEngine]) -> None:
         if late.exception() is None:
             late.result().close()
+            late.result().free()
 
     engine = call_in_thread(connect, f"phalanx-{name}-connect")
     try:
