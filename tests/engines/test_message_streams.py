@@ -149,7 +149,22 @@ def test_ranks_with_different_secrets_do_not_connect():
 
     waits, answered = map_in_threads(connect, range(2))
     assert waits == "rank 1 did not connect in time"
-    assert answered.startswith("rank 0 at 127.0.0.1 did not answer as a rank") or "reset" in answered
+    assert answered == "rank 0 at 127.0.0.1 closed the connection at once" or "reset" in answered
+
+
+def test_a_process_without_the_secret_cannot_take_the_place_of_a_rank():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def pretend():
+            with server.accept()[0] as one:
+                one.sendall(bytes(32))
+                one.recv(100)
+
+        thread = threading.Thread(target=pretend)
+        thread.start()
+        with pytest.raises(RuntimeError, match="did not answer as a rank of this group"):
+            StreamListener("127.0.0.1").connect(1, [0], {0: server.getsockname()}, SECRET, Deadline.after(LONG_S))
+        thread.join()
 
 
 def test_a_peer_that_does_not_listen_is_named():

@@ -173,7 +173,7 @@ def _interruptible(connect: Callable[[], GlooEngine], check_others: Callable[[],
 
 
 def _unreachable(error: RuntimeError, group: RendezvousGroup) -> PhalanxError:
-    """Return the error of a rank that Gloo could not connect with all others; its message lists the addresses."""
+    """Return the error of a rank that could not connect with all others; its message lists the addresses."""
     infos = group.infos
     hosts = "\n".join(
         f"  {name_ranks(list(host))}: {infos[host[0]].hostname} at {infos[host[0]].address or 'an unknown address'}"
@@ -181,7 +181,7 @@ def _unreachable(error: RuntimeError, group: RendezvousGroup) -> PhalanxError:
     )
     return PhalanxError(
         f"init_process_group of group {group.name!r} on rank {group.rank}: the ranks' hosts cannot all reach each "
-        f"other.\n{hosts}\nGloo said: {error}\n"
+        f"other.\n{hosts}\nThe first failed connection: {error}\n"
         "Check that these addresses can be reached from each host (firewall, loopback address); choose another with "
         "pg_options=phalanx.Options(interface=...)."
     )

@@ -99,7 +99,9 @@ class GlooEngine:
         with contextlib.ExitStack() as stack:
             listener = None
             if streams:
-                listener = stack.enter_context(contextlib.closing(StreamListener(self._device.host or address)))
+                listener = stack.enter_context(
+                    contextlib.closing(StreamListener(self._device.host or address or _own_address()))
+                )
             stack.enter_context(self._device.connecting())
             # Gloo does not keep the Python half of a store alive.
             self._addresses = GlooAddresses(store, rank, world_size, listener.place if listener else None)
@@ -185,6 +187,11 @@ class _Freed:
 
     def __getattr__(self, name: str) -> Any:
         raise RuntimeError("the connections of this group are closed")
+
+
+def _own_address() -> str:
+    """Return the address of this host's name, at which Gloo listens, too, if the job's store is a file."""
+    return socket.gethostbyname(socket.gethostname())
 
 
 def local_address(towards: str) -> str:

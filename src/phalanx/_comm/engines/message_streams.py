@@ -77,6 +77,8 @@ class StreamListener:
                 with _reaching(peer, places[peer]):
                     connected[peer].settimeout(_left_s(deadline))
                     reply = _receive_exactly(connected[peer], _MAC_BYTES)
+                if len(reply) < _MAC_BYTES:
+                    raise RuntimeError(f"rank {peer} at {places[peer][0]} closed the connection at once")
                 if not hmac.compare_digest(reply, greetings.of(peer)):
                     raise RuntimeError(f"rank {peer} at {places[peer][0]} did not answer as a rank of this group")
             stack.pop_all()

@@ -48,7 +48,8 @@ from phalanx._comm.transport.shared_memory import SharedMemoryTransport
 from phalanx.errors import PhalanxError
 
 _logger = get_logger(__name__)
-_POLL_S, _LONGEST_POLL_S = 2e-5, 2e-4
+_SOON_S, _POLL_S, _LONGEST_POLL_S = 0.02, 2e-5, 2e-4  # a poll takes some 15 us: a short wait ends soon
+_LATER_POLL_S = 2e-3  # a long one costs little
 _KINDS = {name: kind for kind, name in KIND_NAMES.items()}
 
 
@@ -258,7 +259,8 @@ class HierarchicalSession:
                 look()
             next_look_s = time.monotonic() + LOOK_EVERY_S
 
-        Deadline.after(None).wait_until(is_done, _POLL_S, _LONGEST_POLL_S, check=look_at_times)
+        if not Deadline.after(_SOON_S).wait_until(is_done, _POLL_S, _LONGEST_POLL_S):
+            Deadline.after(None).wait_until(is_done, _LATER_POLL_S, check=look_at_times)
 
     def _watch_hosts(self, call: CollectiveCall, ctx: CallContext, deadline: Deadline) -> Callable[[], None]:
         """Return a function that ends the group, and raises, if a connection to another host is lost."""
