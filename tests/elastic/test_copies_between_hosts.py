@@ -41,4 +41,4 @@ def _forge(rank, world_size, machines):
 def test_a_copy_that_no_rank_has_sent_is_refused_before_it_is_read():
     """Records were taken as they came: after a loss, whoever got into a connection of Gloo's ran code."""
     _, told = on_hosts((1, 1), _forge)
-    assert "came from another host with a wrong MAC" in told
+    assert "arrived from another host with a wrong MAC" in told

@@ -96,9 +96,9 @@ def test_a_group_whose_ranks_have_other_numbers_is_refused_by_name(tmp_path: Pat
     assert len(ended.results) == 3
     for summed, said in ended.results:
         assert summed == 111.0
-        assert "was made for 4 ranks, before elastic.run, and is used" in said
-        assert "after a loss, among 3" in said
-        assert "Make it in the function that is elastic.run" in said
+        assert "was made before elastic.run, for a job of 4 ranks, and is used" in said
+        assert "after a loss. The job has 3 ranks now" in said
+        assert "Make the group in the function that elastic.run calls" in said
 
 
 @pytest.mark.slow(but=("phalanx",))

@@ -76,7 +76,7 @@ def test_feedback_for_which_there_is_no_room_is_left_out_for_some_and_said(caplo
         error = _train(compression, 15, 8)
     assert error[:10].max() <= 2.0**-8
     assert error[10:].min() > 2.0**-8
-    assert [record.message for record in caplog.records if "10 tensors takes 120 bytes" in record.message]
+    assert [record.message for record in caplog.records if "10 tensors take 120 of at most 120 bytes" in record.message]
 
 
 def test_tensors_that_do_not_come_any_more_make_room():
