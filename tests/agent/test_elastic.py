@@ -272,7 +272,7 @@ def test_who_is_silent_when_the_others_have_given_up_on_it_is_replaced() -> None
     assert isinstance(evict, Evict)
     assert evict.slot == 1
     actions = lose(elastic, 1, now=12.0)
-    assert "rank 1 (pid 101) is lost: killed: rank 0 has left their group" in words(actions)
+    assert "rank 1 (pid 101) is lost: killed: rank 0 left their group" in words(actions)
     assert begun(actions).generation.replacements == (1,)
 
 
@@ -374,7 +374,7 @@ def test_ranks_that_disagree_at_a_step_again_and_again_each_fail_of_their_own_er
     """All waited for a generation that nobody began, until one was killed for silence: "out of memory?", it said."""
     elastic = job(2)
     for _ in range(2):
-        assert "(rank 0: MismatchError: they differ): they form a new one" in words(disagree(elastic, 3))
+        assert "(rank 0: MismatchError: they differ): the ranks form a new group" in words(disagree(elastic, 3))
     said = disagree(elastic, 3)
     assert "the ranks have disagreed 3 times at the same step: MismatchError: they differ" in words(said)
     assert refused(said) == {0, 1}

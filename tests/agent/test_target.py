@@ -66,7 +66,7 @@ def test_a_directory_and_an_archive_need_a_main(tmp_path: Path) -> None:
 
 def test_bytecode_of_another_python_is_refused(tmp_path: Path) -> None:
     (tmp_path / "old.pyc").write_bytes(b"\x03\xf3\r\n" + bytes(12))
-    assert "was not compiled by Python 3." in problem("script", tmp_path / "old.pyc")
+    assert "is not bytecode of Python 3." in problem("script", tmp_path / "old.pyc")
 
 
 def test_what_can_be_read_only_once_is_refused(tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_a_module_that_is_nowhere_is_found_missing() -> None:
 
 @pytest.mark.parametrize("name", ["src/train.py", "__main__", "", "a..b"])
 def test_what_is_no_modules_name_is_refused(name: str) -> None:
-    assert "not a module's name" in problem("module", name)
+    assert "not a module name" in problem("module", name)
 
 
 def test_a_missing_program_says_where_to_look() -> None:

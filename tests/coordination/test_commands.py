@@ -61,7 +61,7 @@ def test_a_coordinator_without_a_key_says_how_to_make_one_and_listens_nowhere(ho
     refused = phalanx("coordinator", "--bind", ":0", env=home, stdin=subprocess.DEVNULL)
     assert refused.returncode == 1
     assert "cannot listen at :0: there is no key" in refused.stderr
-    assert "`phalanx key` makes a key" in refused.stderr
+    assert "Create a key once with `phalanx key`" in refused.stderr
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

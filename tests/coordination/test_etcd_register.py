@@ -29,7 +29,7 @@ def test_an_etcd_that_asks_for_a_user_is_refused_with_what_to_do_instead(tmp_pat
         ask(url, "auth/role/add", name="root")
         ask(url, "auth/user/grant", user="root", role="root")
         ask(url, "auth/enable")
-        with pytest.raises(CoordinationError, match=r"etcd answers 400: .*give the etcd client certificates"):
+        with pytest.raises(CoordinationError, match=r"etcd answers 400: .*use etcd client certificates"):
             EtcdRegister(address).read(NAME)
 
 

@@ -147,7 +147,7 @@ def test_a_member_that_takes_no_events_is_lost_before_they_fill_the_memory():
         said += coordinator.tick(0.0)
         list(coordinator.pop_outgoing())
     assert len(said) == 1
-    assert said[0].startswith("member 0 (idle) is lost: 64 MiB of events wait, and it does not read them")
+    assert said[0].startswith("member 0 (idle) is lost: 64 MiB of events are queued for it, and it does not read them")
     assert len(coordinator.members) == 0
 
 

@@ -85,5 +85,5 @@ def test_a_member_for_which_too_much_waits_is_lost():
         number += 1
         coordinator.handle(DirectRoute(1, pack_number(number)), pack(Op.JOIN, 1, facts, b""), 0.0)
     (line,) = coordinator.tick(0.0)
-    assert "events wait, and it does not read them" in line
+    assert "events are queued for it, and it does not read them" in line
     assert coordinator.members.get(0) is None

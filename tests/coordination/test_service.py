@@ -158,7 +158,9 @@ def _listen_where_nobody_was(family, place):
 
 
 def test_without_a_key_nothing_listens_on_the_network():
-    with pytest.raises(AuthenticationError, match=r"listen at :0: there is no key(.|\n)*`phalanx key` makes a key"):
+    with pytest.raises(
+        AuthenticationError, match=r"listen at :0: there is no key(.|\n)*Create a key once with `phalanx key`"
+    ):
         Service(":0", None)
     with service(None, None) as (running, _, _):
         assert running.address is None

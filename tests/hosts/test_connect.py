@@ -20,7 +20,7 @@ def test_a_port_where_something_else_listens_is_told_soon_and_at_the_end():
             connect([place], Key.generate(), 7.0, is_over=lambda: False, log=said.append)
     assert len(said) == 1
     assert said[0].startswith(
-        f"phalanx run: waiting for the first host. Something listens at {place}, and does not answer"
+        f"phalanx run: waiting for the first host. A process listens at {place}, but does not answer"
     )
     assert "ss -ltnp" in said[0]
     assert "ss -ltnp" in str(refused.value)

@@ -215,7 +215,7 @@ def test_a_replacement_of_a_rank_that_died_once_all_had_finished_fails() -> None
         job.say(0, "finished")
         if not joins_first:
             job.fork()
-        assert job.take(SendToRank) == [refuse(1, "another rank has ended its training")]
+        assert job.take(SendToRank) == [refuse(1, "another rank has finished training")]
 
 
 def test_a_host_that_came_before_the_ranks_said_that_they_are_elastic_is_not_forgotten() -> None:
@@ -237,7 +237,7 @@ def test_a_host_whose_rank_fails_while_it_starts_is_sent_away() -> None:
     (dropped,) = job.take(DropHost)
     assert isinstance(dropped, DropHost)
     assert dropped.member == 2
-    assert "ended before it could take part: exit code 1" in dropped.why
+    assert "exited before it could join the group: exit code 1" in dropped.why
     assert not job.has_begun
     assert not job.elastic.is_arriving(3)
 

@@ -47,12 +47,18 @@ def test_ranks_of_a_role_have_numbers_of_their_own() -> None:
 
 def test_two_hosts_with_one_number_are_named() -> None:
     conflict = find_conflict([host(0, node_rank=0), host(1, node_rank=1), host(2, node_rank=1)], 3)
-    assert conflict == "n1 (10.0.0.1) and n2 (10.0.0.2) both came as --node-rank 1. Give each host a number of its own"
-    assert find_conflict([host(0), host(1, node_rank=2)], 2) == "n1 (10.0.0.1) came as --node-rank 2 of --nnodes 2"
+    assert (
+        conflict
+        == "n1 (10.0.0.1) and n2 (10.0.0.2) were both started with --node-rank 1. Give each host its own number"
+    )
+    assert (
+        find_conflict([host(0), host(1, node_rank=2)], 2)
+        == "n1 (10.0.0.1) was started with --node-rank 2, but --nnodes 2 numbers the hosts from 0 to 1"
+    )
     assert find_conflict([host(0), host(1, node_rank=1)], 2) == ""
     assert find_conflict([host(0, node_rank=0), host(1)], 2) == ""
     assert find_conflict([host(1, node_rank=1), host(0, node_rank=0)], 2) == "", "the successor of a lost first host"
-    assert "n1 (10.0.0.1) came as --node-rank 0, which is" in find_conflict([host(0), host(1, node_rank=0)], 2)
+    assert "n1 (10.0.0.1) was started with --node-rank 0, but" in find_conflict([host(0), host(1, node_rank=0)], 2)
 
 
 def test_hosts_that_were_given_different_numbers_of_hosts_are_named() -> None:
@@ -71,7 +77,9 @@ def test_what_another_host_calls_itself_can_move_no_cursor() -> None:
     assert seen is not None
     assert seen.role == "train\\r"
     conflict = find_conflict([host(0), seen], 2)
-    assert conflict.startswith("n1\\x1b[2J\\nphalanx run: n2 (10.0.0.2) is lost (10.0.0.1) came as --node-rank 5")
+    assert conflict.startswith(
+        "n1\\x1b[2J\\nphalanx run: n2 (10.0.0.2) is lost (10.0.0.1) was started with --node-rank 5"
+    )
     assert plan_nodes([host(0), replace(seen, node_rank=None)])[1].where.isprintable()
 
 

@@ -124,9 +124,9 @@ def test_who_is_not_heard_is_told_of_once_for_each_reason(agent_socket):
             assert agent_socket.read(fd) is None  # closed without a word: nothing to tell of
     mine = f"a process of user {os.getuid()} (pid {os.getpid()}) has"
     assert [notice.partition(". ")[0] for notice in agent_socket.take_notices()] == [
-        f"{mine} sent an invalid message",
-        f"{mine} sent a message without the job's token",
-        f"{mine} opened a connection and sends nothing, like 64 others",
+        f"{mine} sent an invalid message, and was refused",
+        f"{mine} sent a message without the job's token, and was refused",
+        f"{mine} opened a connection and sends nothing, like 64 others, and was refused",
     ]
     assert agent_socket.take_notices() == []
     with connect(agent_socket) as sock:

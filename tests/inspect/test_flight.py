@@ -70,8 +70,8 @@ def test_a_short_wait_is_not_worth_telling_when_the_user_ended_the_job():
 def test_many_groups_and_many_different_ranks_are_cut():
     ranks = [log(r, op(r + 1, 1)) for r in range(30)]
     text = describe_flight([group(*ranks, name=str(n)) for n in range(6)], {})
-    assert "… and 18 lines more; --log-dir keeps all" in text
-    assert text.endswith("… and 2 groups more, in which ranks were waiting.")
+    assert "… and 18 more lines; --log-dir keeps all" in text
+    assert text.endswith("… and 2 more groups in which ranks were waiting.")
     assert len(text.splitlines()) == 4 * 14 + 1
 
 

@@ -67,7 +67,7 @@ def test_with_a_token_only_who_brings_it_gets_the_page():
 
 
 def test_an_address_that_others_reach_needs_a_token():
-    with pytest.raises(ValueError, match=r"others can reach 0\.0\.0\.0, so a token is required"):
+    with pytest.raises(ValueError, match=r"other hosts can reach 0\.0\.0\.0, so a token is required"):
         HTTPServer("0.0.0.0", 0, PAGES)
     server = HTTPServer("0.0.0.0", 0, PAGES, token="secret")
     try:

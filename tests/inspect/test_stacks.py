@@ -44,18 +44,18 @@ def test_the_only_job_needs_no_number_and_of_several_one_must_be_chosen(monkeypa
     monkeypatch.setattr(jobs, "describe_command", {one.pid: "train.py", two.pid: ""}.get)
     with pytest.raises(LaunchError, match=rf"^{command}: no job of yours is running on this host \(started by"):
         choose_job(None, command)
-    with pytest.raises(LaunchError, match=r"3 is not the process number .*No job of yours is running"):
+    with pytest.raises(LaunchError, match=r"3 is not the pid .*No job of yours is running"):
         choose_job("3", command)
     running.append(one)
     assert choose_job(None, command) == one
-    with pytest.raises(LaunchError, match=rf"Running are:\n  {one.pid}"):
+    with pytest.raises(LaunchError, match=rf"Your running jobs:\n  {one.pid}"):
         choose_job("3", command)
-    with pytest.raises(LaunchError, match=r"on this host is called rain\. Running are:"):
+    with pytest.raises(LaunchError, match=r"on this host is called rain\. Your running jobs:"):
         choose_job("rain", command)
     running.append(two)
     assert choose_job(str(two.pid), command) == two
     with pytest.raises(
-        LaunchError, match=rf"several jobs are running; say which:\n  {one.pid}  train.py\n  {two.pid}$"
+        LaunchError, match=rf"several jobs are running; choose one:\n  {one.pid}  train.py\n  {two.pid}$"
     ):
         choose_job(None, command)
 
@@ -92,7 +92,7 @@ def test_the_words_of_a_command_are_one_line():
         ({"State": "T (stopped)"}, "is stopped"),
         ({"State": "Z (zombie)"}, "has just ended"),
         ({"PPid": "1"}, "has just ended"),
-        ({"SigCgt": "0"}, "nothing handles SIGURG"),
+        ({"SigCgt": "0"}, "it has no handler for SIGURG"),
     ],
 )
 def test_a_rank_that_could_not_answer_is_not_asked(change, words):
@@ -104,7 +104,7 @@ def test_the_silence_of_a_rank_that_was_asked_is_explained():
     assert decide_silence({}, (8,)) == "has just ended"
     assert "cannot be interrupted" in explain_silence({**STATUS, "State": "D (disk sleep)"})
     assert "blocks SIGURG" in explain_silence({**STATUS, "SigBlk": HANDLED})
-    assert "a handler of its own" in explain_silence(STATUS)
+    assert "its own handler" in explain_silence(STATUS)
     assert explain_silence({}) == "has just ended"
 
 
@@ -127,7 +127,7 @@ def test_an_agent_that_does_not_answer_is_given_up(listener):
     name = listener.getsockname()[1:].decode()
     with pytest.raises(LaunchError, match=r"does not answer within 0\.05 s.*Ctrl-Z"), ask(name, os.getpid(), 0.05):
         pass
-    with pytest.raises(LaunchError, match="another process has its address"), ask(name, 1, 1.0):
+    with pytest.raises(LaunchError, match="another process answers at its address"), ask(name, 1, 1.0):
         pass
     with pytest.raises(LaunchError, match="cannot be reached: Connection refused"), ask("phalanx-nobody", 1, 1.0):
         pass

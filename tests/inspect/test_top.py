@@ -321,7 +321,7 @@ def many(num_ranks):
 
 def test_the_slowest_is_named_with_what_it_costs():
     text = as_text(all_lines(many(4), None))
-    assert "slowest: rank 3, last to 20 of 20 operations; the others' waiting for it alone is 30% of the time" in text
+    assert "slowest: rank 3, last to 20 of 20 operations; the others wait for it alone 30% of the time" in text
 
 
 def test_two_hundred_ranks_fit_eighty_columns_and_can_be_scrolled():

@@ -142,7 +142,7 @@ def test_torchruns_flags_that_are_missing_say_what_to_do_instead(flag: str) -> N
         ("--nnodes 2 --witness etcd://h a.py", "or etcd://HOST:PORT, with a port, got 'etcd://h'"),
         ("--nnodes 2 --witness consul://h:1 a.py", "or etcd://HOST:PORT, got 'consul://h:1'"),
         ("--nnodes 2 --witness lease://train a.py", "or etcd://HOST:PORT, got 'lease://train'"),
-        ("--nnodes 2 --witness etcd://u@h:1 a.py", "--witness: has a user, but there is no login to etcd: give the"),
+        ("--nnodes 2 --witness etcd://u@h:1 a.py", "--witness: has a user, but logging in to etcd is not"),
         ("-r 4 a.py", "-r: must be 0 (nothing), 1 (stdout), 2 (stderr) or 3 (both)"),
         ("--tee 0:1,x a.py", "--tee: must be 0 (nothing)"),
         ("--local-ranks-filter a a.py", "--local-ranks-filter: must be local ranks, such as 0,1,2, got 'a'"),

@@ -166,7 +166,10 @@ def test_the_manifest_is_valid_by_the_schema_of_kubernetes(tmp_path, words):
             ("kubernetes", "--nodes=2", *IMAGE, "--name=My_Job", "train.py"),
             "--name 'My_Job': the name of a job",
         ),
-        (("kubernetes", "--nodes=2", *IMAGE, "--memory=lots", "train.py"), "--memory 'lots': an amount of Kubernetes"),
+        (
+            ("kubernetes", "--nodes=2", *IMAGE, "--memory=lots", "train.py"),
+            "--memory 'lots': must be a Kubernetes quantity",
+        ),
         (("kubernetes", "--nodes=2", "--image", " ", "train.py"), "--image ' ': name the image"),
         (("slurm", "--nodes=1", "--", "--witness", "h:1", "a.py"), "--witness: a job of one host cannot"),
         (("kubernetes", "--nodes=1", *IMAGE, "--", "--witness", "h:1", "a.py"), "--witness: a job of one host cannot"),

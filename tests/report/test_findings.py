@@ -132,7 +132,7 @@ def test_the_same_cause_on_many_hosts_is_told_once():
         ({"facts": {"cores": 8, "threads": 8, "cpus": []}}, "16 threads compute on 8 cores: set OMP_NUM_THREADS=4"),
         ({"cpu_share": 0.3, "preemptions_per_s": 90.0}, "other programs take the cores: ranks 0, 1"),
         ({"memory_curve": tuple((i, GIB * (1 + i / 40)) for i in range(40))}, "grows all the time"),
-        ({"peak_bytes": 31 * GIB}, "have taken 97 % of its memory"),
+        ({"peak_bytes": 31 * GIB}, "have used 97 % of its memory"),
         ({"longest_s": 4.0}, "The longest step took 4.00 s"),
         ({"first_step": 40.0}, "The script took 39.0 s to its first step"),
         ({"attempt": 2}, "restarted twice"),
@@ -217,4 +217,4 @@ def test_a_host_whose_loss_ended_the_job_was_not_survived():
 def test_the_memory_of_the_others_is_theirs():
     ranks = [rank(0, peak_bytes=GIB), rank(1, peak_bytes=4 * GIB)]
     told = " ".join(texts(measured(*ranks)))
-    assert "Rank 1 takes 4.00 GiB of memory, and the median of the others is 1.00 GiB" in told
+    assert "Rank 1 uses 4.00 GiB of memory, and the median of the others is 1.00 GiB" in told

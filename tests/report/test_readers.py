@@ -110,7 +110,7 @@ def test_a_clock_that_goes_back_makes_no_negative_times(seed):
 def test_a_report_that_is_no_json_is_refused_in_a_sentence():
     """`phalanx report` of a folder with another program's report.json showed what the JSON parser said."""
     for text in ("", "{", "<html>"):
-        with pytest.raises(ValueError, match="no report of a run: it is not JSON, or only a part of it"):
+        with pytest.raises(ValueError, match="not the report of a run: it is not JSON, or is truncated"):
             Measurements.from_json(text)
 
 
@@ -118,7 +118,7 @@ def test_a_report_with_an_end_that_nobody_knows_is_refused():
     """`phalanx report` ended with a KeyError's traceback."""
     text = combine(JOB, [rank_file(0)]).to_json()
     assert Measurements.from_json(text.replace('"end":"well"', '"end":"ended"')).end == "ended"
-    with pytest.raises(ValueError, match="the report is damaged: end is 'fine', and none of well, "):
+    with pytest.raises(ValueError, match="the report is damaged: end is 'fine', not one of well, "):
         Measurements.from_json(text.replace('"end":"well"', '"end":"fine"'))
 
 
@@ -184,7 +184,7 @@ def test_what_ranks_sent_is_told_without_a_training_loop_too():
     files = [dataclasses.replace(rank_file(rank), steps=(), steps_done=0) for rank in (0, 1)]
     run = combine(JOB, files)
     assert [(row.name, row.count) for row in run.collectives] == [("all_reduce", 40)]
-    assert "No training step was seen" in find(run)[0].text
+    assert "No training step was recorded" in find(run)[0].text
 
 
 def test_every_run_is_read_back_as_it_was_written():

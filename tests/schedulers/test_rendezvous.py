@@ -107,7 +107,9 @@ def test_an_option_that_contradicts_the_scheduler_is_refused(words, message):
 
 @pytest.mark.slow
 def test_what_keeps_nodes_apart_is_told(home):
-    with pytest.raises(LaunchError, match=r"(?s)MPI could not be asked: .*set MASTER_ADDR for all to an address"):
+    with pytest.raises(
+        LaunchError, match=r"(?s)MPI could not be asked: .*set MASTER_ADDR for all processes to an address"
+    ):
         find_rendezvous(
             replace(TWO_HOSTS, scheduler="MPICH", first_host="", needs_mpi_broadcast=True),
             None,

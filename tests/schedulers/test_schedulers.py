@@ -106,9 +106,7 @@ def test_a_pod_of_an_indexed_job_finds_the_first_by_the_headless_service():
 
 
 def test_a_pod_that_cannot_know_the_others_says_what_is_missing():
-    with pytest.raises(
-        LaunchError, match=r"JOB_COMPLETION_INDEX=1: .* does not say how many there are. Set PET_NNODES"
-    ):
+    with pytest.raises(LaunchError, match=r"JOB_COMPLETION_INDEX=1: .* the number of pods is unknown. Set PET_NNODES"):
         kubernetes.find_indexed_job({"JOB_COMPLETION_INDEX": "1"}, FQDN)
     with pytest.raises(LaunchError, match="Set `subdomain` in the Job's pod template"):
         kubernetes.find_indexed_job(POD, "train-1")

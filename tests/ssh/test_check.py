@@ -30,7 +30,7 @@ def test_the_host_that_differs_is_the_one_that_is_named() -> None:
     ]
     assert judge(a=GOOD, b=replace(GOOD, python="3.13.0")) == [("b", "it has Python 3.13.0, and other hosts have 3.12")]
     assert judge(a=GOOD, b=replace(GOOD, phalanx="0.0.1", torch="x")) == [
-        ("b", f"it has Phalanx 0.0.1, and {phalanx.__version__} is here")
+        ("b", f"it has Phalanx 0.0.1, but the version here is {phalanx.__version__}")
     ]
     assert judge(a=GOOD, b=replace(GOOD, script="other")) == [("b", "its script is not the same as on a")]
 

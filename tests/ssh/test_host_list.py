@@ -35,7 +35,7 @@ def test_blanks_in_quotes_are_no_part_of_a_name() -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("a:2,", "a comma ends the list"),
+        ("a:2,", "the list ends with a comma"),
         ("a,,b", "'': must be HOST"),
         ("a,b,a:2", "a is listed 2 times. List it once, with its ranks: a:N"),
         ("you@a,me@a", "a is listed 2 times"),

@@ -65,7 +65,7 @@ def test_the_number_of_hosts_is_that_of_the_list_or_may_change() -> None:
     assert read("--hosts", "a").settings.rendezvous is None
     assert read("--hosts", "a,b,c,d", "--nnodes", "2:4").is_elastic
     assert read("--hosts", "a,b,c,d", "--nnodes", "2:3").is_elastic  # one waits as a spare
-    assert "--nnodes 3, and 2 hosts are listed" in refuse("--hosts", "a,b", "--nnodes", "3")
+    assert "--nnodes 3, but 2 hosts are listed" in refuse("--hosts", "a,b", "--nnodes", "3")
     assert "List at least 3" in refuse("--hosts", "a,b", "--nnodes", "3:4")
 
 
@@ -84,7 +84,7 @@ def test_the_number_of_hosts_is_that_of_the_list_or_may_change() -> None:
         (("--detach",), "--detach: name a folder on the hosts for the output: --log-dir DIR"),
         (
             ("--detach", "--log-dir", "logs", "--nnodes", "1:2", "--max-restarts", "3"),
-            "--detach and --max-restarts: a lost host of an elastic job is restarted from here",
+            "--detach and --max-restarts: this command restarts the lost hosts of an elastic job",
         ),
     ],
 )
@@ -103,7 +103,7 @@ def test_a_contradiction_in_the_environment_is_refused_as_well() -> None:
 
 
 def test_a_blank_in_the_list_is_recognized() -> None:
-    with pytest.raises(LaunchError, match=r"--hosts a:2 ,b:2: a blank ends the list"):
+    with pytest.raises(LaunchError, match=r"--hosts a:2 ,b:2: a space ends the list"):
         read_request(["--hosts", "a:2", ",b:2", "train.py"], {}, "/")
 
 
@@ -114,9 +114,9 @@ def test_all_problems_are_told_at_once() -> None:
 
 
 def test_options_of_ssh_without_hosts_are_refused() -> None:
-    with pytest.raises(LaunchError, match=r"--remote-dir: it is for a job over ssh"):
+    with pytest.raises(LaunchError, match=r"--remote-dir: only for a job over ssh"):
         read_request(["--remote-dir", "/x", "train.py"], {}, "/")
-    with pytest.raises(LaunchError, match=r"--detach: it is for a job over ssh"):
+    with pytest.raises(LaunchError, match=r"--detach: only for a job over ssh"):
         read_request(["--detach", "train.py"], {}, "/")
 
 

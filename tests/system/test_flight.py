@@ -106,4 +106,4 @@ def test_what_each_rank_was_doing_is_told_and_kept_when_one_is_killed_and_when_a
 def test_a_job_that_is_not_there_is_said_to_be_so() -> None:
     shown = stacks("1")
     assert (shown.returncode, shown.stdout) == (2, "")
-    assert "1 is not the process number of a `phalanx run` of yours on this host" in shown.stderr
+    assert "1 is not the pid of a `phalanx run` of yours on this host" in shown.stderr

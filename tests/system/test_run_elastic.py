@@ -38,7 +38,7 @@ def test_without_replacements_fewer_ranks_go_on_and_below_the_minimum_they_save_
         job.kill(0)
         job.wait_generation(1, 2)  # ranks 1 and 2 are 0 and 1 now
         os.kill(job.pids[1], signal.SIGKILL)
-        job.wait("told to end: there are 1 of at least 2 ranks")
+        job.wait("told to end: only 1 of at least 2 ranks are left")
         finished = job.running.finish()
         assert job.running.survivors() == []
     assert finished.code == 75, finished.err

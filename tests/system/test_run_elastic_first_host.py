@@ -149,8 +149,8 @@ def test_a_first_host_that_falls_silent_is_out_and_ends_when_it_is_back(tmp_path
         made.jobs[leader].order("finish")
         ends = made.ended(1, 2)
     assert first.code == 1
-    assert "it reaches 1 of the 3 hosts that were in the job together, of which 2 are needed" in first.out
-    assert "Its ranks are stopped, so that no two halves train" in first.out
+    assert "it reaches 1 of the 3 hosts that were in the job together (2 are needed)" in first.out
+    assert "It stops its ranks, so that the job does not split in two" in first.out
     assert "generation 1" not in first.out
     assert [end.code for end in ends] == [0, 0], ends[0].out
 
@@ -162,7 +162,7 @@ def test_a_spare_takes_the_place_of_the_first_host_and_another_one_goes_on_waiti
         await_standbys(made, 0)
         for number in (3, 4):
             made.start(number, 1)
-            made.wait_for(number, "this one waits, to take the place of one that is lost")
+            made.wait_for(number, "this host waits, to replace one that is lost")
         made.kill(0)
         leader = find_leader(made, 1, 2)
         made.jobs[leader].wait(r"generation [12] as \d of 3 ", 3)  # at once, or a moment after the others go on
@@ -232,7 +232,7 @@ def test_a_second_sigterm_at_the_first_host_stops_the_job_on_all_hosts(tmp_path:
     with cluster(tmp_path, 1, 1, 1, nnodes="1:3", env=WAITS) as made:
         await_standbys(made, 0)
         tell_to_leave(made, 0)
-        made.wait_for(0, "SIGTERM: this host leaves, unless all others receive SIGTERM within 2 s, too")
+        made.wait_for(0, "SIGTERM: this host leaves, unless all other hosts also receive SIGTERM within 2 s")
         tell_to_leave(made, 0)
         ends = made.ended(0, 1, 2)
     assert [end.code for end in ends] == [LEFT] * 3, ends[0].out
@@ -354,7 +354,7 @@ def test_a_first_host_that_does_not_reach_the_one_that_leads_now_says_so_and_beg
             end = made.ended_one(0)
     assert end.code == 1
     assert f"is led by the host at {nobody}, which this host cannot reach" in end.out
-    assert "open the firewall to it, and type the command again" in end.out
+    assert "open the firewall to that host, and run the command again" in end.out
     assert "joined 0" not in end.out
 
 

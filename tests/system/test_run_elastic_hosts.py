@@ -59,12 +59,12 @@ def test_a_spare_that_dies_while_it_waits_is_told_at_once_and_another_one_has_it
     """Nobody was told, though the job counted on it. The silence of the network is not waited for: 9 s."""
     with cluster(tmp_path, 1, 1, nnodes="2", spare=2, options=("--host-timeout", "600")) as made:
         made.start(2, 1)
-        made.wait_for(2, "this one waits, to take the place of one that is lost")
+        made.wait_for(2, "this host waits, to replace one that is lost")
         made.kill(2)
         made.wait_for(0, "(10.77.0.3), which waited to join, is lost: ")
         made.jobs.pop(2)
         made.start(3, 1)
-        made.wait_for(3, "this one waits, to take the place of one that is lost")
+        made.wait_for(3, "this host waits, to replace one that is lost")
         made.kill(1)
         made.first.wait_generation(1, 2)
         first, spare = made.finish(0, 3)
@@ -137,7 +137,7 @@ def test_a_host_whose_ranks_fail_as_they_start_is_sent_away_and_the_job_goes_on(
     bad.write_text("raise ValueError('no data here')\n")
     with cluster(tmp_path, 1, nnodes="1:2", spare=1, options=("--rdzv-conf", "last_call_timeout=0")) as made:
         made.start(1, 1, str(bad))
-        made.wait_for(0, "is not accepted: a rank that it has started ended before it could take part")
+        made.wait_for(0, "was rejected: a rank on it exited before it could join the group")
         assert made.ended_one(1).code == 1
         first, *_ = made.finish(0)
     assert first.code == 0, first.out

@@ -120,7 +120,7 @@ def test_a_first_host_that_is_cut_off_is_out_though_the_others_are_one_host_and_
         (end,) = made.ended(1)
     assert first.code == 1
     assert (
-        "it reaches 1 of the 2 hosts that were in the job together, and not the witness: of these, 2 are needed"
+        "it reaches 1 of the 2 hosts that were in the job together, and not the witness (2 of these are needed)"
         in first.out
     )
     assert "generation 1" not in first.out

@@ -99,7 +99,7 @@ def test_a_plugin_that_initialises_cuda_while_torch_is_imported_costs_the_early_
     finished = run("--nproc-per-node", "1", script, env={**driver.environment, "PYTHONPATH": str(tmp_path)})
     assert finished.code == 0, finished.err
     assert finished.err.count("CUDA was initialised (torch.cuda.is_initialized()) in the process that forks") == 1
-    assert "Suspects: eager (eager:load). So each rank imports torch itself" in finished.err
+    assert "Suspects: eager (eager:load). Each rank therefore imports torch itself" in finished.err
     said = [line.split()[-2:] for _, line in finished.by_rank]
     (zygote,) = {parent for _, parent in said}
     initialised = [str(call.pid) for call in driver.calls() if call.function == "cuInit"]
@@ -132,7 +132,7 @@ def test_what_tells_that_cuda_is_in_use() -> None:
 
 def test_without_the_early_import_it_is_pythons_start_that_is_to_blame() -> None:
     said = describe("open: /dev/nvidia0", preloads=False)
-    assert "when Python started; its forks can't use a GPU" in said
+    assert "when Python started; the ranks can't use a GPU" in said
     assert "sitecustomize" in said
 
 

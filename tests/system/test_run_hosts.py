@@ -77,7 +77,7 @@ def test_hosts_that_share_a_home_without_a_key_may_start_in_any_order(tmp_path: 
             running = start(*line, env=environ, before=machine.command, stderr=subprocess.STDOUT)
             jobs.append(stack.enter_context(running))
             if len(jobs) == 1:
-                jobs[0].read_until("for the first host to make one, in case it shares this home")
+                jobs[0].read_until("for the first host to create one, in case the two hosts share this folder")
         second, first = finish(jobs)
     assert (first.code, second.code) == (0, 0), first.out + second.out
     assert sorted(re.findall(r"this is rank (\d)", first.out)) == ["0", "1"]
@@ -289,7 +289,7 @@ def test_a_host_that_goes_is_named_on_the_others(tmp_path: Path, how: str) -> No
     if how == "cut off":
         assert "rank 1 (pid " in finished[0].out
         assert f"is gone: its host, {name}#1 (10.77.0.2), is lost: the coordinator received nothing" in finished[0].out
-        assert "is gone: this host and the first one have lost their connection" in finished[1].out
+        assert "is gone: this host lost its connection to the first host" in finished[1].out
         assert finished[1].code == 1
         assert "phalanx run: the first host is lost: it has sent nothing for 2." in finished[1].out
 
@@ -361,7 +361,10 @@ def test_hosts_that_cannot_meet_say_who_tried_what(tmp_path: Path) -> None:
         with commands(machines, first, nowhere, taken) as jobs:
             finished = finish(jobs)
     assert [end.code for end in finished] == [1, 1, 1]
-    assert "1 of 3 hosts joined within 4 s: this one. The others were awaited at 10.77.0.1:29477" in finished[0].out
+    assert (
+        "1 of 3 hosts joined within 4 s: this one. This host waited for the others at 10.77.0.1:29477"
+        in finished[0].out
+    )
     assert "gave up after " in finished[1].out
     assert "Tried 10.77.0.99:29477: " in finished[1].out
     assert "Tried 10.77.0.1:29478: refused (nothing listens at this port there)" in finished[2].out
@@ -421,7 +424,7 @@ def test_a_script_that_only_the_first_host_has_is_missed_where_it_is_not(tmp_pat
     assert f"phalanx join: script {script!r}: no such file" in ended[1].out
     # The first host was not told, and its user waited for somebody who had long given up.
     (told,) = [line for line in ended[0].lines if "cannot run the job" in line]
-    assert told.startswith(f"phalanx run: {os.uname().nodename} has joined, and cannot run the job: script {script!r}")
+    assert told.startswith(f"phalanx run: {os.uname().nodename} joined, but cannot run the job: script {script!r}")
     assert "1 of 2 hosts joined within 6 s" in ended[0].out  # it has waited on
 
 
@@ -539,10 +542,10 @@ def test_a_host_too_many_is_told_so_and_one_that_is_lost_is_replaced(tmp_path: P
         first, second = begin(0), begin(1)
         first.read_until_all("running attempt 0", 2)
         third = begin(2)
-        third.read_until("the job has begun without this host, which waits for its next start")
+        third.read_until("the job has begun without this host. This host waits for the job's next start")
         fail.touch()
         first.read_until_all("running attempt 1", 2)
-        third.read_until("the job has begun without this host, which waits for its next start")
+        third.read_until("the job has begun without this host. This host waits for the job's next start")
         second.process.kill()
         first.read_until_all("running attempt 2", 2)
         over.touch()

@@ -70,7 +70,7 @@ def test_a_scraper_reads_the_running_job(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("0.0.0.0:0", "--metrics 0.0.0.0:0: others can reach 0.0.0.0, so a token is required. Set "),
+        ("0.0.0.0:0", "--metrics 0.0.0.0:0: other hosts can reach 0.0.0.0, so a token is required. Set "),
         ("9400", "must be :PORT or HOST:PORT, got '9400'"),
         (":99999", "must be a port number, from 0 to 65535, got '99999'"),
     ],

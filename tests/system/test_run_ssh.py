@@ -381,7 +381,7 @@ def test_a_script_that_is_newer_here_is_noticed(folder: Path, tmp_path: Path) ->
     with ssh_hosts(1, tmp_path, mounts={0: f"mount --bind {folder}/old {folder}/work"}) as cluster:
         code, out, err = on(cluster, *_RANKS, "train.py")
     assert (code, "old" in out) == (0, True)
-    assert "train.py here differs from the one on the hosts, which they run. To copy it: rsync -a" in err
+    assert "the hosts run their own copy of train.py, which differs from the one here. To copy it: rsync -a" in err
 
 
 @pytest.mark.slow
@@ -546,7 +546,7 @@ def test_a_host_of_an_elastic_job_that_was_lost_is_started_again_over_ssh(folder
             for pid in cluster.hosts[2].sessions():
                 os.kill(pid, signal.SIGKILL)
             running.read_until(f"the connection to {cluster.hosts[2].address} is lost")
-            running.read_until(f"{cluster.hosts[2].address} answers again, and is started again")
+            running.read_until(f"{cluster.hosts[2].address} answers again; its ranks start again")
             running.read_until("accepted; 3 ranks on 3 hosts continue")
             (folder / "enough").touch()
             finished = running.finish()
@@ -577,7 +577,7 @@ def test_an_elastic_job_goes_on_without_its_first_host_which_comes_back_over_ssh
             waiting = {
                 "this host leads the job now",
                 f"the connection to {first.address} is lost",
-                f"{first.address} answers again, and is started again",
+                f"{first.address} answers again; its ranks start again",
             }
             while waiting:  # they come in any order
                 line = running.read_until("")

@@ -169,7 +169,7 @@ def test_a_job_that_trains_is_seen_in_a_pipe_by_programs_and_on_a_terminal_until
     assert finished.code == 0, finished.err
     gone = top(job)
     assert gone.returncode == 2
-    assert f"{job} is not the process number of a `phalanx run` of yours on this host" in gone.stderr
+    assert f"{job} is not the pid of a `phalanx run` of yours on this host" in gone.stderr
 
 
 @pytest.mark.slow

@@ -48,12 +48,12 @@ def describe(use: str, *, preloads: bool) -> str:
     suspected = f" Suspects: {', '.join(suspects)}." if suspects else ""
     text = (
         f"phalanx run: CUDA was initialised ({use}) in the process that forks the ranks, "
-        f"{'during the import of torch' if preloads else 'when Python started'}; its forks can't use a GPU.{suspected}"
+        f"{'during the import of torch' if preloads else 'when Python started'}; the ranks can't use a GPU.{suspected}"
     )
     if preloads:
         return (
-            f"{text} So each rank imports torch itself, which takes longer. Initialise CUDA when first used, not in an "
-            "import, or start with --no-preload, which does the same without this message."
+            f"{text} Each rank therefore imports torch itself, which takes longer. Initialise CUDA on first use, not "
+            "in an import; or pass --no-preload, which does the same without this message."
         )
     return (
         f"{text} Check sitecustomize, usercustomize and .pth files. Ranks that use no GPU are not affected; for ranks "

@@ -46,7 +46,7 @@ from phalanx._job.agent.generation import Limits, SlotPlan, plan_generation
 
 BELOW_MINIMUM_EXIT_CODE = 75  # EX_TEMPFAIL: a scheduler may restart the job
 ALL_LEFT = "all ranks have left their group"
-_HAS_ENDED = "another rank has ended its training"
+_HAS_ENDED = "another rank has finished training"
 
 
 class ElasticPhase(Enum):
@@ -408,7 +408,7 @@ class Elastic:
         for other in silent:
             if other.due is None and not other.evicted:
                 span_s = self.silence_s(other.slot)
-                why = f"rank {self.rank_of(member.slot)} has left their group, and it has not left within {span_s:g} s"
+                why = f"rank {self.rank_of(member.slot)} left their group, but this rank did not within {span_s:g} s"
                 self._set_due(other.slot, now + span_s, why)
 
     def _on_waiting(self, member: ElasticRank, generation: int, now: float) -> list[ElasticAction]:
@@ -428,7 +428,7 @@ class Elastic:
         if self.phase is ElasticPhase.ENDING:
             return ""
         if self.phase is ElasticPhase.GIVEN_UP:
-            return "`phalanx run` has given up the job"
+            return "`phalanx run` has abandoned the job"
         if self.phase is ElasticPhase.FINISHED:
             return _HAS_ENDED
         absent = [slot for slot, other in self.members.items() if not other.joined]
@@ -506,7 +506,7 @@ class Elastic:
     def _end(self, missing: str, now: float) -> list[ElasticAction]:
         """End the job: too many ranks are missing, and none can be replaced."""
         allowed = "" if self._refuses_forks else f" (--max-restarts {self.max_replacements} is used up)"
-        return self._save_and_end(f"there are {missing}, and no rank can be replaced{allowed}")
+        return self._save_and_end(f"only {missing} are left, and no rank can be replaced{allowed}")
 
     def _save_and_end(self, why: str) -> list[ElasticAction]:
         """End the job: ask the remaining ranks to save their state and exit."""
@@ -524,7 +524,7 @@ class Elastic:
 
     def _describe_loss(self, lost: list[LostRank], forked: set[int], without_loss: str) -> str:
         if not lost:
-            return f"phalanx run: {without_loss or 'a process is missing'}: they form a new one"
+            return f"phalanx run: {without_loss or 'a process is missing'}: the ranks form a new group"
         replaced = "" if self.max_replacements is None else f"{self.num_replaced} of {self.max_replacements}"
         return describe_loss(lost, len(forked), self.generation.world_size, replaced)
 

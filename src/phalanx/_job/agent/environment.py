@@ -180,8 +180,8 @@ def find_disagreements(environ: Mapping[str, str], world_size: int, *, standalon
             starter, fewer = "srun", "srun -n1 -c<cores> phalanx run"
         problems.append(
             f"{launch.launcher} started this command {launch.world_size} times (this is number {launch.rank}), and "
-            f"each would start its own job. On one host: {fewer}. On one or several, without phalanx run: "
-            f"{starter} -n <ranks> python train.py, whose phalanx.init joins them. To start separate jobs: "
+            f"each copy would start its own job. On one host: {fewer}. On one or more hosts, without phalanx run: "
+            f"{starter} -n <ranks> python train.py, where phalanx.init joins the ranks. To start separate jobs: "
             "phalanx run --standalone."
         )
     return problems

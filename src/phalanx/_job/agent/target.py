@@ -155,7 +155,7 @@ def _find_script_problem(path: str) -> str | None:
             with open(path, "rb") as file:
                 if file.read(len(MAGIC_NUMBER)) != MAGIC_NUMBER:
                     version = f"Python {sys.version_info.major}.{sys.version_info.minor}"
-                    return f"script {path!r}: was not compiled by {version}, which runs it here. Name its source."
+                    return f"script {path!r}: is not bytecode of {version}, which runs it here. Name its source file."
             return None
     except FileNotFoundError:
         program = _which(path)
@@ -199,7 +199,7 @@ def _which(name: str, path: str | None = None) -> str | None:
 def _find_module_problem(name: str, python_path: str) -> str | None:
     """Return why a module cannot be found; check only its top-level package, since more would import that package."""
     if name == "__main__" or not all(part.isidentifier() for part in name.split(".")):
-        return f"module {name!r}: not a module's name. For a file leave out -m; a module has no .py and no slash."
+        return f"module {name!r}: not a module name (no .py, no slash). To run a file, leave out -m."
     if name.endswith(".py") and os.path.isfile(name):  # may also name module py of package train
         return f"module {name!r}: is a file. Leave out -m, or name the module: -m {name.removesuffix('.py')}"
     import importlib.machinery

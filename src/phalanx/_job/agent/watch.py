@@ -195,7 +195,7 @@ class SilentRanks:
         stack = read_stack(attempt.ranks.processes.stacks[suspect.rank], suspect.offset)
         report = f"phalanx run: {text}" + (f"\n{textwrap.indent(stack.rstrip(), '  ')}" if stack else "")
         if not suspect.evict:
-            attempt.host.display.print(f"{report}\n--evict-after SECONDS would kill it.")
+            attempt.host.display.print(f"{report}\n--evict-after SECONDS kills such a rank.")
             return
         why = f"the others waited for it for {suspect.silent.silent_s:.1f} s"
         if not suspect.silent.waiting:
@@ -234,8 +234,8 @@ def describe_slow(slow: SlowProcess, rank: int) -> str:
     """Describe a rank that is slower than the others, and how long they wait for it."""
     return (
         f"phalanx run: rank {rank} (pid {slow.pid}) is slower than the others: in {slow.span_s:.0f} s it entered "
-        f"{slow.times} of {slow.num_operations} operations last, and the others waited only for it for "
-        f"{slow.share * 100:.0f} % of the time. See `phalanx top` and `phalanx stacks`"
+        f"{slow.times} of {slow.num_operations} operations last, and for {slow.share * 100:.0f} % of the time the "
+        "others waited only for this rank. See `phalanx top` and `phalanx stacks`"
     )
 
 

@@ -106,7 +106,8 @@ def run_worker(assignment: Assignment) -> None:
                 report.send(error, failed_at)
             elif error.code:
                 print(
-                    f"phalanx run: sys.exit({error.code!r}) is success: the system keeps only eight bits, here 0",
+                    f"phalanx run: sys.exit({error.code!r}) counts as success: the system keeps only the low eight "
+                    "bits, here 0",
                     file=sys.stderr,
                 )
             if not can_end_quickly():

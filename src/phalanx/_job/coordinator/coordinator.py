@@ -190,7 +190,7 @@ class Coordinator(StoreRequestHandler):
             lines += self._find_lost(member, why)
         for member in self.members.pop_grown():
             if member.num_bytes > MAX_WAITING_BYTES and not member.suspicion:
-                why = f"{member.num_bytes >> 20} MiB of events wait, and it does not read them"
+                why = f"{member.num_bytes >> 20} MiB of events are queued for it, and it does not read them"
                 lines += self._find_lost(member, why)
         lines += [
             self.lose(member, member.suspicion)

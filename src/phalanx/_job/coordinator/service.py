@@ -90,7 +90,7 @@ class Service:
             raise AuthenticationError(
                 f"the coordinator cannot listen at {bind}: there is no key, and anybody who reaches that "
                 "port could join.\n"
-                "`phalanx key` makes a key, once; copy it to the other hosts (or store it in a shared home)."
+                "Create a key once with `phalanx key`, and copy it to the other hosts (or store it in a shared home)."
             )
         if not lost_after_s > 0:
             raise ValueError(f"lost_after_s must be above zero, got {lost_after_s!r}")
@@ -306,7 +306,7 @@ class Service:
             try:
                 fine = handle(route, frame, now)
             except Exception as error:  # our bug; it must not end the job
-                self._say(f"a request failed, which is a bug of Phalanx: {error!r}")
+                self._say(f"a request failed because of a bug in Phalanx: {error!r}")
                 continue
             if not fine:
                 self._log.report(f"{self.coordinator.who(route)} sends malformed messages", now)

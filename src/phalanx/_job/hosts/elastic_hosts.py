@@ -144,7 +144,7 @@ class ElasticHosts(Elastic):
             return super().on_exit(exit, now)
         del self.arrivals[arrival.slots.member]
         how = summarise(RankFailure(exit.rank, arrival.reports.get(exit.rank), exit))
-        why = f"a rank that it has started ended before it could take part: {how}"
+        why = f"a rank on it exited before it could join the group: {how}"
         return [DropHost(arrival.slots.member, why), *self._start_spares(now)]
 
     def on_host_joined(self, candidate: ArrivedHost, now: float) -> list[ElasticAction]:

@@ -75,9 +75,9 @@ def connect(
             problem = error
         except DeadlineError:
             problem = DeadlineError(
-                f"Something listens at {endpoint}, and does not answer as a coordinator of Phalanx: it is another "
-                "program's port (such as torchrun's store), or the first host's command is stopped. Find the process "
-                "that has the port (`ss -ltnp` there), or use another port on all hosts."
+                f"A process listens at {endpoint}, but does not answer as a Phalanx coordinator: another program "
+                "(such as torchrun's store) uses the port, or the first host's command is stopped. Find that process "
+                "(`ss -ltnp` there), or use another port on all hosts."
             )
         now = time.monotonic()
         if deadline.passed or is_over():
@@ -153,8 +153,8 @@ def _find_key(plan: JobPlan, rendezvous: Rendezvous, over: threading.Event, log:
             if not has_notified:
                 has_notified = True
                 log(
-                    f"phalanx run: no key yet ({path}); waiting {wait_s:g} s for the first host to make one, in case "
-                    "it shares this home"
+                    f"phalanx run: no key yet ({path}); waiting {wait_s:g} s for the first host to create one, in case "
+                    "the two hosts share this folder"
                 )
             if over.wait(_PAUSE_S):
                 break

@@ -385,7 +385,7 @@ class FollowerLink(HostLink):
         self._attempt.ranks.abandon_rest()
         now = self._attempt.numbers.part.place
         others = [rank for rank in range(now.world_size) if rank not in now.ranks]
-        self._notify_ranks(others, f"this host and the first one have lost their connection ({why})")
+        self._notify_ranks(others, f"this host lost its connection to the first host ({why})")
         actions = self.supervision.on_leader_lost(why, time.monotonic())
         # Elastic ranks without a leader cannot continue: the other hosts continue without them, or the job is lost.
         self._attempt.do(self.supervision.sweep() if self.supervision.is_elastic else actions)

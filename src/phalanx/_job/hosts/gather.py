@@ -184,7 +184,7 @@ class Gathering:
         if self._peers is not None:
             spares = self._peers.late.keys() & self._peers.spares
             for member in self._peers.late.keys() - spares:
-                self._refuse(member, "the job is over, and had begun without this host")
+                self._refuse(member, "the job has ended; it had begun without this host")
             waiting = (waiting | set(self._peers.accepted) | spares) - set(self._peers.lost)
         self._channel.put(-1, "end", code=code, why=why)
         deadline = Deadline.after(_END_TIMEOUT_S)
@@ -258,7 +258,7 @@ class Gathering:
             return f"phalanx run: waiting for {more} at {first} (key {self._key.fingerprint})"
         text = f"phalanx run: waiting for {more}. There, type:\n\n    phalanx join {first}\n"
         if others:
-            text += f"\nor, if that cannot be reached: {', '.join(others)}"
+            text += f"\nor, if that address cannot be reached: {', '.join(others)}"
         return text
 
     def _explain_missing(self, count: int) -> str:
@@ -268,8 +268,8 @@ class Gathering:
             places = "a socket of this host"
         return (
             f"phalanx run: {count} of {self._rendezvous.min_nodes} hosts joined within "
-            f"{self._rendezvous.join_timeout_s:g} s: {here}. The others were awaited at {places}. Read their "
-            "output: each names the address that it tried, and the answer."
+            f"{self._rendezvous.join_timeout_s:g} s: {here}. This host waited for the others at {places}. "
+            "Read their output: it names the address that each of them tried, and the answer."
         )
 
     def _check_zygote(self, ready: set[int]) -> None:
@@ -321,7 +321,7 @@ class Gathering:
                 self._channel.expel(change.member)  # no vote is needed yet; this notifies the member
             if gone is not None and change.kind == "lost":
                 who = f"{gone.facts.name} ({gone.facts.address})"
-                self._host.display.print(f"phalanx run: {who} is lost before the job began: {change.why}")
+                self._host.display.print(f"phalanx run: {who} was lost before the job began: {change.why}")
         elif change.kind in ("unreachable", "expelled"):
             raise LaunchError(f"phalanx run: the coordinator on this host has failed: {change.why}")
 
@@ -359,7 +359,7 @@ class Gathering:
             port, problem = self._ports.get(node.facts.member, (0, "it did not answer"))
             targets.append(ReachTarget(node.place.node, node.label, node.facts.address, port))
             if not port:
-                lines.append(f"  {node.label} cannot be tried at {node.facts.address}: {problem}")
+                lines.append(f"  {node.label} cannot be tested at {node.facts.address}: {problem}")
         if not lines:
             results = self._try_targets(nodes, joined_hosts, targets)
             if results is None:

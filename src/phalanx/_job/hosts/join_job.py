@@ -37,11 +37,11 @@ from phalanx.errors import LaunchError, PhalanxError
 
 _LEAVE_TIMEOUT_S = 5.0
 _TOO_LATE = (
-    "phalanx run: the job has begun without this host, which waits for its next start: with --max-restarts, after a "
-    "failure"
+    "phalanx run: the job has begun without this host. This host waits for the job's next start (with --max-restarts, "
+    "after a failure)"
 )
 _AS_A_SPARE = (
-    "phalanx run: the job has all the hosts that it may have; this one waits, to take the place of one that is lost"
+    "phalanx run: the job already has its maximum number of hosts; this host waits, to replace one that is lost"
 )
 
 
@@ -68,7 +68,7 @@ def follow(
     except OSError as error:
         client.close()
         raise LaunchError(
-            f"phalanx run: others cannot reach this host at {own} ({error.strerror}); give another address: "
+            f"phalanx run: other hosts cannot reach this host at {own} ({error.strerror}); give another address: "
             "--local-addr",
             exit_code=2,
         ) from None
@@ -141,7 +141,7 @@ class FollowedJob:
                 if attempt.link is not link:  # this host leads the job now
                     return self._succession.lead(attempt)
             if attempt.ranks.zygote_lost and not attempt.ranks.zygote_killed:
-                self._report("failed", why="the process from which its ranks are forked (the zygote) has ended")
+                self._report("failed", why="the zygote, which forks its ranks, has exited")
             if link.ended is not None:
                 return self._end(link.ended)
             if link.supervision.leaves:
@@ -177,7 +177,7 @@ class FollowedJob:
                     return False
             return False
 
-        if not run_interruptibly(self._host, over, join, "while the first host was awaited"):
+        if not run_interruptibly(self._host, over, join, "while this host waited for the first host"):
             return False
         self._succession.renew()
         self._host.display.print("phalanx run: the first host answers again")
@@ -196,10 +196,10 @@ class FollowedJob:
         assert isinstance(self._host.pump.viewer, LineForwarder)
         self._host.pump.viewer.show_here(self._host.display)
         if not self._has_begun:
-            raise LaunchError(f"phalanx run: the first host is lost before the job began: {why}")
+            raise LaunchError(f"phalanx run: the first host was lost before the job began: {why}")
         raise LaunchError(
-            f"phalanx run: the first host is lost: {why}. The ranks of this host have ended. If that host is still "
-            "there, its output says more."
+            f"phalanx run: the first host is lost: {why}. The ranks of this host have ended. If the first host "
+            "still runs, read its output."
         )
 
     def _end(self, body: dict[str, Any]) -> int:

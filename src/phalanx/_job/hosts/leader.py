@@ -168,8 +168,8 @@ class LeaderLink(HostLink):
         if node is not None:
             for rank in node.place.ranks:
                 self._host.display.end(rank)
-            self._host.display.print(f"phalanx run: {node.where} is not accepted: {dropped.why}")
-            why = f"phalanx run: this host is not accepted: {dropped.why}"
+            self._host.display.print(f"phalanx run: {node.where} was rejected: {dropped.why}")
+            why = f"phalanx run: this host was rejected: {dropped.why}"
             self._peers.channel.put(dropped.member, "end", code=1, why=why)
 
     @property
@@ -202,7 +202,7 @@ class LeaderLink(HostLink):
             self._sweep_limit = None
             for node in self._peers.present:
                 if node.facts.member not in self._swept_hosts:
-                    self.lose(node.facts.member, f"it did not end its ranks within {HOST_SWEEP_S:g} s")
+                    self.lose(node.facts.member, f"it did not stop its ranks within {HOST_SWEEP_S:g} s")
                     self._peers.channel.expel(node.facts.member)  # this also notifies the host
 
     def create_store(self) -> tuple[int | None, str]:

@@ -84,7 +84,7 @@ def describe_unfit(facts: Mapping[str, Any]) -> str:
     """Return a line about a host that has joined but cannot run the job; "" for other members."""
     if facts.get("kind") != UNFIT:
         return ""
-    return printable(f"{facts.get('host')} has joined, and cannot run the job: {facts.get('why')}"[:_MAX_WORDS])
+    return printable(f"{facts.get('host')} joined, but cannot run the job: {facts.get('why')}"[:_MAX_WORDS])
 
 
 def find_conflict(hosts: Sequence[HostFacts], max_nodes: int) -> str:
@@ -102,17 +102,20 @@ def find_conflict(hosts: Sequence[HostFacts], max_nodes: int) -> str:
             continue
         if host.node_rank == 0 and first.node_rank is None:  # a host that took over the lead may have its own node_rank
             return (
-                f"{host.name} ({host.address}) came as --node-rank 0, which is the host that the others join, "
-                f"{first.name} ({first.address}): its address is MASTER_ADDR, where rank 0 serves. Start {host.name} "
+                f"{host.name} ({host.address}) was started with --node-rank 0, but the others join {first.name} "
+                f"({first.address}): MASTER_ADDR is the address of that host, where rank 0 serves. Start {host.name} "
                 "without --node-rank, or start the job there"
             )
         if host.node_rank >= max_nodes:
-            return f"{host.name} ({host.address}) came as --node-rank {host.node_rank} of --nnodes {max_nodes}"
+            return (
+                f"{host.name} ({host.address}) was started with --node-rank {host.node_rank}, but --nnodes {max_nodes} "
+                f"numbers the hosts from 0 to {max_nodes - 1}"
+            )
         other = seen.setdefault(host.node_rank, host)
         if other is not host:
             return (
-                f"{other.name} ({other.address}) and {host.name} ({host.address}) both came as --node-rank "
-                f"{host.node_rank}. Give each host a number of its own"
+                f"{other.name} ({other.address}) and {host.name} ({host.address}) were both started with --node-rank "
+                f"{host.node_rank}. Give each host its own number"
             )
     return ""
 

@@ -228,7 +228,7 @@ def decide_addresses(rendezvous: Rendezvous) -> tuple[str, list[OwnAddress]]:
             found = ", ".join(resolve(host)) or "nothing"
             own = ", ".join(each.address for each in addresses) or "none"
             raise LaunchError(
-                f"phalanx run: this host is to be the first, at {host}, which is none of its addresses: {host} "
+                f"phalanx run: this host should be the first, at {host}, but that is not one of its addresses: {host} "
                 f"resolves to {found}, and this host has {own}. Give an address of this host, or a --node-rank on "
                 "each host.",
                 exit_code=2,

@@ -97,7 +97,7 @@ class AgentSocket:
 
     def _notice_unheard(self, kind: str, peer: Peer, what: str) -> None:
         who = f"a process of user {peer.uid} (pid {peer.pid})"
-        self.notice(kind, f"{who} {what}. It was refused, and the job continues; further ones are not reported")
+        self.notice(kind, f"{who} {what}, and was refused. The job continues; later refusals are not reported")
 
     def take_notices(self) -> list[str]:
         """Return the notices since the last call."""

@@ -47,7 +47,7 @@ def describe_flight(groups: Sequence[GroupLog], ended_ns: Mapping[int, int], *, 
     blocks = [block for group in groups if (block := _describe_group(group, ended_ns, waited_s))]
     shown = blocks[:_MAX_GROUPS]
     if len(blocks) > len(shown):
-        shown.append(f"… and {len(blocks) - len(shown)} groups more, in which ranks were waiting.")
+        shown.append(f"… and {len(blocks) - len(shown)} more groups in which ranks were waiting.")
     return "\n".join(shown)
 
 
@@ -69,7 +69,7 @@ def _describe_group(group: GroupLog, ended_ns: Mapping[int, int], waited_s: floa
             where = where.replace("was ", "were ", 1) if where.startswith("was ") else where
         lines.append(printable(f"  {name_ranks(numbers)} {where}{span}{ending}"))  # a file name may have any characters
     if len(lines) > _MAX_LINES:
-        lines[_MAX_LINES:] = [f"  … and {len(lines) - _MAX_LINES} lines more; --log-dir keeps all"]
+        lines[_MAX_LINES:] = [f"  … and {len(lines) - _MAX_LINES} more lines; --log-dir keeps all"]
     return "\n".join([f"Last in group {group.name!r} (flight recorder):", *lines])
 
 

@@ -51,7 +51,7 @@ class HTTPServer:
 
     def __init__(self, host: str, port: int, pages: Pages, *, token: str = "") -> None:
         if not token and not is_loopback(host):
-            raise ValueError(f"others can reach {host}, so a token is required")
+            raise ValueError(f"other hosts can reach {host}, so a token is required")
         self._pages, self._token = pages, token
         listener = listen(Address(host, port), BACKLOG)
         self.host, self.port = host, int(listener.getsockname()[1])

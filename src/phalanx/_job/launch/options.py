@@ -233,7 +233,7 @@ OPTIONS = (
     Option("exit-timeout", "exit_timeout_s", "The time between the success of the first rank and SIGTERM to the "
            "others, in seconds (default: no limit; the command reports the ranks that are still running).",
            "SECONDS", _read_seconds, torchruns=False),
-    Option("evict-after", "evict_after_s", "Kill a rank that makes the others wait and is inactive for so many "
+    Option("evict-after", "evict_after_s", "Kill a rank that makes the others wait and is inactive for this many "
            "seconds: it is stopped, deadlocked, or waits for a dead disk. An elastic job replaces it. (Default: "
            "the command only reports the rank.)", "SECONDS", _at_least(0.5), torchruns=False),
     Option("max-restarts", "max_restarts", "After a failure, restart all ranks, up to N times (default 0). In an "
@@ -242,7 +242,7 @@ OPTIONS = (
     Option("no-affinity", "not:affinity", "Do not pin ranks to cores.", torchruns=False),
     Option("no-preload", "not:preload", "Do not import torch before the ranks are forked. Use this for scripts that "
            "set variables which torch reads when imported, or that do not use torch.", torchruns=False),
-    Option("nnodes", "", "The number of hosts, or their least and greatest number (default 1). With more than "
+    Option("nnodes", "", "The number of hosts, or its minimum and maximum (default 1). With more than "
            "one host, this command prints the line to type on the others.", "N|MIN:MAX", _read_nnodes),
     Option("env", "env", "Set a variable for the ranks of all hosts: NAME=VALUE, or NAME with its value here. "
            "You may give this option several times.", "NAME[=VALUE]", _read_variable, torchruns=False),

@@ -16,7 +16,7 @@ from phalanx._job.launch.devices import count_gpus, find_cpus, share_cpus
 
 _NO_FOLDER = "the current folder was removed, and PyTorch cannot be loaded in it. cd to an existing folder."
 _NO_PROC = (
-    "there is no /proc, through which the ranks open the job's store, which has no port and no name. Mount it "
+    "there is no /proc. The ranks need it to open the job's store, which has no port and no name. Mount it "
     "(mount -t proc proc /proc), or start the ranks yourself with MASTER_ADDR and MASTER_PORT; then they do not share "
     "memory."
 )

@@ -139,14 +139,14 @@ def _check(request: JobRequest, cluster: KubernetesCluster) -> None:
         label = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
         if not re.fullmatch(label if option == "--namespace" else rf"(?=.{{1,253}}$){label}(\.{label})*", name):
             problems.append(
-                f"{option} {name!r}: a name of Kubernetes has lower-case letters, digits and dashes, and begins and "
+                f"{option} {name!r}: a Kubernetes name has lower-case letters, digits and dashes, and begins and "
                 "ends with a letter or digit"
             )
     if not cluster.image or cluster.image.split() != [cluster.image]:
         problems.append(f"--image {cluster.image!r}: name the image that has Phalanx and the script in it")
     for option, amount in (("--memory", request.memory), ("--shm", cluster.shm)):
         if amount and not _QUANTITY.fullmatch(amount):
-            problems.append(f"{option} {amount!r}: an amount of Kubernetes is like 64Gi or 512Mi")
+            problems.append(f"{option} {amount!r}: must be a Kubernetes quantity, such as 64Gi or 512Mi")
     if problems:
         raise LaunchError("\n".join(f"phalanx manifest: {one}." for one in problems), exit_code=USAGE_EXIT_CODE)
 

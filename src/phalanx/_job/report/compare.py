@@ -54,7 +54,7 @@ def load(folder: str) -> Measurements:
     if has_new_records or of_ranks(find_job(folder, files), files):
         write_report(folder, keep_records=True)
     if not os.path.exists(path):
-        raise ValueError(f"{folder}: no report of a run: `phalanx run --report {folder} ...` leaves one")
+        raise ValueError(f"{folder}: no report of a run: `phalanx run --report {folder} ...` writes one")
     with open(path, encoding="utf-8", errors="replace") as file:
         try:
             return Measurements.from_json(file.read())

@@ -57,12 +57,12 @@ def _how_it_ended(run: Measurements) -> Iterator[ReportFinding]:
     if run.end == "killed":
         yield ReportFinding(
             "bad",
-            "`phalanx run` itself was killed, and could not say how the job ended: look in the system log (`dmesg`) "
-            "for the reason, most often that memory ran out.",
+            "`phalanx run` itself was killed, so it is unknown how the job ended. Look for the reason in the system "
+            "log (`dmesg`); most often, memory ran out.",
             9,
         )
     elif run.end == "running":
-        yield ReportFinding("note", "The run had not ended when this was written.", 9)
+        yield ReportFinding("note", "The run had not ended when this report was written.", 9)
     elif run.end == "stopped":
         yield ReportFinding(
             "warn",
@@ -90,7 +90,7 @@ def _how_it_ended(run: Measurements) -> Iterator[ReportFinding]:
     restarts = max((rank.attempt for rank in run.ranks), default=0)
     if restarts:
         counted = "" if any(rank.first_number != 1 for rank in run.newest) else (
-            " Steps and loss cover only the last attempt, counted from 1: it did not report where it resumed."
+            " Steps and loss cover only the last attempt, counted from 1: the script did not report where it resumed."
         )  # fmt: skip
         yield ReportFinding(
             "warn",
@@ -142,8 +142,8 @@ def _no_steps(run: Measurements) -> Iterator[ReportFinding]:
     if not run.steps and run.end != "failed":
         yield ReportFinding(
             "note",
-            "No training step was seen: a step is a backward and an optimizer's step, in the main thread. A loop "
-            "without them marks its own with `phalanx.report.step()`.",
+            "No training step was recorded: a step is a backward and an optimizer's step, in the main thread. A loop "
+            "without these marks its steps with `phalanx.report.step()`.",
         )
 
 
@@ -214,7 +214,7 @@ def _memory(run: Measurements) -> Iterator[ReportFinding]:
             yield ReportFinding(
                 "warn",
                 f"The memory of rank {rank.rank} grows all the time, {size(grown / steps)} a step: something keeps "
-                "tensors, a list of losses with their graph most often (append loss.item()).",
+                "tensors, most often a list of losses with their graphs (append loss.item()).",
                 0.4,
             )
             return
@@ -227,7 +227,7 @@ def _memory(run: Measurements) -> Iterator[ReportFinding]:
         if there and total.get(rank.host, 0.0) > 0.9 * there:
             yield ReportFinding(
                 "warn",
-                f"The ranks of {rank.host} have taken {percent(total[rank.host] / there)} of its memory: use a "
+                f"The ranks of {rank.host} have used {percent(total[rank.host] / there)} of its memory: use a "
                 "smaller batch or phalanx.ZeroRedundancyOptimizer before the kernel kills a rank.",
                 0.6,
             )
@@ -238,8 +238,8 @@ def _memory(run: Measurements) -> Iterator[ReportFinding]:
         if peaks[most] > 1.5 * others and peaks[most] > 2**30:
             yield ReportFinding(
                 "note",
-                f"Rank {most} takes {size(peaks[most])} of memory, and the median of the others is {size(others)}: "
-                "what it alone holds decides how large a batch may be.",
+                f"Rank {most} uses {size(peaks[most])} of memory, and the median of the others is {size(others)}: "
+                f"rank {most} limits the batch size.",
             )
 
 
@@ -293,7 +293,7 @@ def _data(run: Measurements) -> Iterator[ReportFinding]:
     up_to = "up to " if len(chosen) > 1 else ""
     workers = {rank.num_workers for rank in chosen}
     if workers == {0}:
-        advice = "load in the background (DataLoader(num_workers=2), it has none)"
+        advice = "load in the background with DataLoader(num_workers=2) (now 0)"
     elif None in workers:
         advice = "load in the background, ahead of the step"
     else:
@@ -339,8 +339,8 @@ def _stragglers(run: Measurements) -> Iterator[ReportFinding]:
                 "warn",
                 f"Ranks are preempted on their cores, up to {often:.0f} times a second (rank {late.rank} "
                 f"{slow.preemptions_per_s or 0.0:.0f} times), which is enough for rank {late.rank} to be last to reach "
-                f"{percent(late.times / run.num_matched)} of the collectives: something else runs there, "
-                "look with `top`.",
+                f"{percent(late.times / run.num_matched)} of the collectives: other processes use "
+                "these cores; check with `top`.",
                 share,
             )
             continue
@@ -369,7 +369,7 @@ def _why_slow(slow: RankRun, others: Sequence[RankRun]) -> str:
         "forward": "its forward takes longer",
         "backward": "its backward takes longer",
         "update": "its update takes longer",
-        "other": "it does more between the steps: move its own work (logging, saving) to the background",
+        "other": "it does more between the steps: move that work (logging, saving) to the background",
     }
     excess = _excess(slow, others)
     part = max(excess, key=lambda name: excess[name])
@@ -382,14 +382,12 @@ def _why_slow(slow: RankRun, others: Sequence[RankRun]) -> str:
 
 def _why_computing_is_slow(slow: RankRun, others: Sequence[RankRun]) -> str:
     if slow.host not in {rank.host for rank in others}:
-        return (
-            f"{slow.host} may be a slower machine, or busy with something else: give this rank less to do, or move it"
-        )
+        return f"{slow.host} may be a slower machine, or busy with other work: give this rank less work, or move it"
     usual = median(rank.preemptions_per_s or 0.0 for rank in others)
     if (slow.preemptions_per_s or 0.0) > 2 * usual + 20:
         return (
             f"it is preempted {slow.preemptions_per_s:.0f} times a second (the others {usual:.0f}): "
-            "something else runs there, look with `top`"
+            "other processes use its cores; check with `top`"
         )
     if len(slow.facts.get("cpus", ())) < max(len(rank.facts.get("cpus", ())) for rank in others):
         return "it has fewer cores than the others"
@@ -407,11 +405,11 @@ def _communication(run: Measurements) -> Iterator[ReportFinding]:
     per_step = sum(row.count for row in small) / max(1, run.steps)
     several_hosts = len({rank.host for rank in ranks}) > 1
     if per_step > 10:
-        advice = f"there are {per_step:.0f} collectives of 16 KiB or less in a step; combine them into few"
+        advice = f"a step has {per_step:.0f} collectives of 16 KiB or less; combine them"
     elif several_hosts:
-        advice = "average less often (phalanx.DiLoCo), send less (a comm hook: bf16, PowerSGD), or accumulate"
+        advice = "average less often (phalanx.DiLoCo), send less (a comm hook: bf16, PowerSGD), or accumulate gradients"
     else:
-        advice = "larger batches, or accumulate gradients over several before each exchange"
+        advice = "use larger batches, or accumulate gradients over several batches before each exchange"
     yield ReportFinding("warn", f"{percent(share)} of each step is communication between ranks: {advice}.", share)
 
 
@@ -432,7 +430,7 @@ def _parts_of_one(run: Measurements) -> Iterator[ReportFinding]:
         yield ReportFinding(
             "warn",
             f"{who} {verb} up to {percent(share)} of the time outside of the steps: evaluation, callbacks, logging, "
-            "saving. Do these less often; torch.save can go to the background (phalanx.CheckpointManager).",
+            "saving. Do these less often; phalanx.CheckpointManager can save in the background.",
             share,
         )
 
@@ -471,7 +469,7 @@ def _processors(run: Measurements) -> Iterator[ReportFinding]:
             "warn",
             f"On {_name_hosts(list(starved))} other programs take the cores: "
             f"{name_ranks(sorted(rank.rank for rank in all_starved))} got one for {percent(least)} of the time, and "
-            f"lost it {often:.0f} times a second. End them: the times in this report are distorted.",
+            f"lost it {often:.0f} times a second. Stop those programs: they distort the times in this report.",
             0.5,
         )
 

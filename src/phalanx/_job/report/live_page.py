@@ -81,8 +81,8 @@ class LivePage:
         job = self._sample()
         body = f"<p id=said class=bad></p><div id=now>{self._show(job)}</div>"
         foot = (
-            "Shares and rates are of the last ten seconds; curves begin when the page was first opened. The page asks "
-            "again every two seconds."
+            "Shares and rates cover the last ten seconds; curves begin when the page was first opened. The page "
+            "updates every two seconds."
         )
         return Page(_HTML, _encode(document(f"{_name(job)}: running", body, foot, script=_SCRIPT, asks_server=True)))
 
@@ -177,7 +177,7 @@ def _memory_picture(points: Sequence[tuple[float, float]]) -> str:
         return ""
     factor, unit = (2**30, "GiB") if max(value for _, value in points) >= 2**30 else (2**20, "MiB")
     shown = [(at, value / factor) for at, value in points]
-    return _curve("Memory", shown, unit, "Of all ranks; what they share counts once, where the system tells it.")
+    return _curve("Memory", shown, unit, "All ranks together; shared pages count once if the system reports PSS.")
 
 
 def _curve(title: str, points: Sequence[tuple[float, float]], unit: str, caption: str) -> str:
@@ -195,7 +195,7 @@ def _ranks(job: JobView) -> str:
     if len(ranks) > _MOST_RANKS:
         least_waiting = sorted(ranks, key=lambda rank: 2.0 if rank.waiting is None else rank.waiting)
         ranks = sorted(least_waiting[:_MOST_RANKS], key=lambda rank: rank.rank)
-        left_out = f"<p class=faint>Of {len(job.ranks)} ranks the {_MOST_RANKS} are shown that wait least.</p>"
+        left_out = f"<p class=faint>Shown are the {_MOST_RANKS} of {len(job.ranks)} ranks that wait least.</p>"
     several = job.num_hosts > 1
     drawn = [name for name in SHARES if any(getattr(rank, name) is not None for rank in ranks)]
     legend = "".join(f"<li><i style='background:var(--{_COLOURS[n]})'></i>{_in_words(n)}</li>" for n in drawn)

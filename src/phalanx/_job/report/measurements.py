@@ -177,13 +177,13 @@ class Measurements:
         try:
             fields = json.loads(text)
         except ValueError:
-            raise ValueError("no report of a run: it is not JSON, or only a part of it") from None
+            raise ValueError("not the report of a run: it is not JSON, or is truncated") from None
         if not isinstance(fields, dict) or fields.pop("format", "") != FORMAT:
-            raise ValueError("no report of a run")
+            raise ValueError("not the report of a run")
         if fields.pop("version", None) != VERSION:
             raise ValueError("the report of another version of Phalanx")
         if fields.get("end") not in ENDS:
-            raise ValueError(f"the report is damaged: end is {fields.get('end')!r}, and none of {', '.join(ENDS)}")
+            raise ValueError(f"the report is damaged: end is {fields.get('end')!r}, not one of {', '.join(ENDS)}")
         try:
             return cls(
                 **{

@@ -232,8 +232,8 @@ def document(title: str, body: str, foot: str, *, script: str = SCRIPT, asks_ser
 
 def _foot() -> str:
     return (
-        "Point at a curve for its values; drag across it for a part of it, and click twice for all of it again. "
-        "Means leave out the first steps. Times are the ranks' own clocks; work that a GPU does later counts where the "
+        "Point at a curve for its values; drag across it to zoom in, and double-click to zoom out. "
+        "Means leave out the first steps. Times are from each rank's own clock; asynchronous GPU work counts where the "
         "program waits for it. Beside this page: <code>trace.json</code> for ui.perfetto.dev, "
         "<code>report.json</code> with all numbers. Several runs side by side: "
         "<code>phalanx report DIR DIR</code>."
@@ -378,7 +378,7 @@ def collective_table(run: Measurements) -> str:
     if left > 0:
         notes.append(f"{left} more kinds and sizes, which cost less, are in report.json.")
     if any(row.overlapped for row in run.collectives[:_MAX_ROWS]):
-        notes.append("* Gradients are exchanged during the backward; the time is the rest after it.")
+        notes.append("* Gradients are exchanged during the backward; the time is the remainder after the backward.")
     if run.copy_bytes_per_s:
         limits = ", ".join(f"{rate(value)} on {host}" for host, value in sorted(run.copy_bytes_per_s.items()))
         notes.append(f"One core copies {limits} (measured after the run).")

@@ -43,7 +43,7 @@ def loss_picture(run: Measurements) -> str:
         y_name="loss, logarithmic" if is_log else "loss",
         y_text=(lambda value: f"{value:g}") if is_log else None,
     )
-    return figure(picture, "Loss", "The mean over the ranks of what each step's backward began from.")
+    return figure(picture, "Loss", "For each step: the value on which backward() was called, averaged over the ranks.")
 
 
 def loss_axis(losses: Sequence[float]) -> tuple[bool, Axis]:
@@ -95,7 +95,7 @@ def memory_picture(run: Measurements) -> str:
     x = time_axis([at for _, curve in curves for at, _ in curve])
     on_device = any(rank.device_bytes for rank in run.last_attempt)
     picture = line_chart("Memory by time and rank", lines, x, y, x_name="time", y_name=unit, x_text=seconds_mark)
-    what = "Of tensors on the device." if on_device else "Resident; what ranks share counts for each of them."
+    what = "Of tensors on the device." if on_device else "Resident; shared pages count for each rank."
     return figure(picture, "Memory", f"{what} {_lines_told(len(curves))}".strip())
 
 
@@ -124,7 +124,7 @@ def bandwidth_picture(run: Measurements) -> str:
         y_text=lambda value: rate(value).replace(".00", "").replace(".0", ""),
         limit=(limit, f"one core's copy in memory, {rate(limit)}") if limit else None,
     )  # fmt: skip
-    caption = "Bytes over the bus, as NCCL's tests count them, from the last rank's coming to the end; medians."
+    caption = "Bus bandwidth, as in nccl-tests, from the arrival of the last rank to the end; medians."
     if several_hosts:
         caption += " Between hosts the network is the limit, not memory."
     return figure(picture, "Bandwidth by size", caption)

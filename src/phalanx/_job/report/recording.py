@@ -86,8 +86,8 @@ def begin(folder: str | os.PathLike[str]) -> StepRecorder:
             return _recorder
         if agent and not _writers:
             warnings.warn(
-                f"phalanx.report.begin: a job leaves one report, and this one's is in {_folder}: none is written to "
-                f"{path}",
+                f"phalanx.report.begin: a job writes one report, and this job writes it to {_folder}: none is written "
+                f"to {path}",
                 RuntimeWarning,
                 stacklevel=3,
             )
@@ -136,7 +136,7 @@ def _prepare_folder(folder: str) -> None:
         raise FileExistsError(
             f"phalanx.report.begin: another process, {other.name} (pid {other.pid}), is recording for a report in "
             f"{folder}. Choose another folder; or, if both are ranks of one job, call init_process_group before this, "
-            "so that each knows which one it is."
+            "so that each process knows its rank."
         )
     if not _number(os.environ, "TORCHELASTIC_RESTART_COUNT"):  # else keep the records of earlier attempts
         remove_old_records(folder)

@@ -41,7 +41,7 @@ def find_allocation(environ: Mapping[str, str], *, nnodes: int = 0) -> Allocatio
         values = ", ".join(f"{name}={environ[name]}" for name in found.variables if name in environ)
         raise LaunchError(
             f"phalanx run: {values} in the environment: {found.scheduler} says that this is number {found.node} of "
-            f"{found.num_nodes}, and numbers are 0 to {found.num_nodes - 1}. Unset what an outer job has left.",
+            f"{found.num_nodes}, but numbers are 0 to {found.num_nodes - 1}. Unset the variables of an outer job.",
             exit_code=2,
         )
     return found if found.num_nodes > 1 else None

@@ -76,9 +76,9 @@ def find_indexed_job(environ: Mapping[str, str], fqdn: str, nnodes: int = 0) -> 
     num_nodes = nnodes or (_count(environ, "PET_NNODES") if environ.get("PET_NNODES") else 0)
     if not num_nodes:
         raise LaunchError(
-            f"phalanx run: JOB_COMPLETION_INDEX={index}: this is one pod of an indexed Job of Kubernetes, which does "
-            "not say how many there are. Set PET_NNODES in its file, or give --nnodes (`phalanx manifest kubernetes` "
-            "writes a file that has it); if each pod is to be a job of its own: phalanx run --standalone.",
+            f"phalanx run: JOB_COMPLETION_INDEX={index}: this is one pod of a Kubernetes indexed Job, and the number "
+            "of pods is unknown. Set PET_NNODES in the Job's file, or give --nnodes (`phalanx manifest kubernetes` "
+            "writes a file that has it). To start a separate job in each pod: phalanx run --standalone.",
             exit_code=2,
         )
     name, _, service = fqdn.partition(".")
@@ -93,8 +93,8 @@ def find_indexed_job(environ: Mapping[str, str], fqdn: str, nnodes: int = 0) -> 
         first = f"{base}-0.{service}"
     else:
         raise LaunchError(
-            f"phalanx run: JOB_COMPLETION_INDEX={index}, and how the pod of index 0 is found is not known: this pod "
-            f"is {fqdn!r}, without the name of a headless service. Set `subdomain` in the Job's pod template to "
+            f"phalanx run: JOB_COMPLETION_INDEX={index}, but the address of the pod of index 0 is unknown: this pod "
+            f"is {fqdn!r}, without the name of a headless Service. Set `subdomain` in the Job's pod template to "
             "such a Service, or MASTER_ADDR to the first pod's name; `phalanx manifest kubernetes` writes a file that "
             "has both.",
             exit_code=2,
@@ -119,7 +119,7 @@ def _compare(environ: Mapping[str, str]) -> None:
     if problems:
         raise LaunchError(
             f"phalanx run: {'; '.join(problems)} in the environment contradict each other. "
-            "Unset one of the two, or make them alike.",
+            "Unset one of the two, or make them equal.",
             exit_code=2,
         )
 

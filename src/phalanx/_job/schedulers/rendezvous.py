@@ -65,8 +65,8 @@ def _at(own: Rendezvous, endpoints: Sequence[str]) -> Rendezvous:
 def _share_local_path(found: Allocation, own: Rendezvous, deadline: Deadline) -> Rendezvous:
     if sys.platform != "linux":
         raise LaunchError(
-            f"phalanx run: {found.describe()}: several nodes on one host find each other on Linux only. Start it once, "
-            "with --nproc-per-node.",
+            f"phalanx run: {found.describe()}: several nodes on one host find each other on Linux only. Start "
+            "`phalanx run` once, with --nproc-per-node.",
             exit_code=2,
         )
     digest = hashlib.sha256(f"{found.scheduler}/{found.job}".encode()).hexdigest()
@@ -112,9 +112,9 @@ def _broadcast_endpoints(
             received = json.loads(broadcast(words, environ, deadline))
         except PhalanxError as error:
             raise LaunchError(
-                f"phalanx run: {found.describe()}: the processes are on several hosts, it does not say where the "
-                f"first one is, and MPI could not be asked: {error}\nInstall mpi4py, or set MASTER_ADDR for all to an "
-                "address of that host, and MASTER_PORT to a free port there (mpiexec -x or -genv).",
+                f"phalanx run: {found.describe()}: the processes are on several hosts, the first of which is unknown, "
+                f"and MPI could not be asked: {error}\nInstall mpi4py, or set MASTER_ADDR for all processes to an "
+                "address of the first host, and MASTER_PORT to a free port there (mpiexec -x or -genv).",
                 exit_code=2,
             ) from None
     own = replace(own, key=received["key"])

@@ -66,11 +66,12 @@ def find_problems(facts: Mapping[str, Facts], folder: str) -> list[Problem]:
         if other != name:
             problems.append(Problem(name, f"it is the same machine as {other}", f"List it once: {other}:N"))
         if own.phalanx != phalanx.__version__:
-            what = f"it has Phalanx {own.phalanx}, and {phalanx.__version__} is here"
+            what = f"it has Phalanx {own.phalanx}, but the version here is {phalanx.__version__}"
             problems.append(Problem(name, what, "Install the same version."))
             continue
         if (python := _most(pythons)) != _minor(own.python):
-            problems.append(Problem(name, f"it has Python {own.python}, and other hosts have {python}", "Use one."))
+            what = f"it has Python {own.python}, and other hosts have {python}"
+            problems.append(Problem(name, what, "Use the same version."))
         if (torch := _most(torches)) != own.torch:
             what = f"it has torch {own.torch or '-'}, and other hosts have {torch or 'none'}"
             problems.append(Problem(name, what, "Install the same version."))
@@ -113,7 +114,7 @@ def choose_address(
             problems.append(Problem(host, f"it did not report whether it reaches {first}", ""))
         tried = [f"{Address(candidates[n][0], port)}: {answer}" for n, answer in answers.items() if answer]
         if tried:
-            advice = f"Open the way there (firewall), or name an address of {first} that all reach: --master-addr."
+            advice = f"Open this port (firewall), or name an address of {first} that all hosts reach: --master-addr."
             problems.append(Problem(host, f"it does not reach {first}: {'; '.join(tried)}", advice))
     return -1, problems
 

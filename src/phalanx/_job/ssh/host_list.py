@@ -27,7 +27,9 @@ class HostEntry:
 def parse_hosts(text: str, problems: list[str]) -> list[HostEntry]:
     """Return the hosts in a list such as `a,b:4,user@c`; append errors to `problems`."""
     if text.rstrip().endswith(","):
-        problems.append(f"--hosts {text}: a comma ends the list. Write it without blanks, or in quotes: 'a:2, b:2'")
+        problems.append(
+            f"--hosts {text}: the list ends with a comma. Write it without spaces, or in quotes: 'a:2, b:2'"
+        )
         return []
     entries = [parse_host(part.strip(), "--hosts", problems) for part in text.split(",")]
     return _refuse_repetitions([entry for entry in entries if entry is not None], "--hosts", problems)

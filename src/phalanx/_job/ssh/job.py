@@ -178,8 +178,8 @@ class SshJob:
         if own and theirs and own != theirs:
             name, path = self._request.settings.target.name, shlex.quote(self._request.folder)
             self._show(
-                f"phalanx run: {name} here differs from the one on the hosts, which they run. To copy it: rsync -a "
-                f"{path}/ HOST:{path}/"
+                f"phalanx run: the hosts run their own copy of {name}, which differs from the one here. To copy it: "
+                f"rsync -a {path}/ HOST:{path}/"
             )
 
     def _choose_endpoint(self) -> str:
@@ -409,7 +409,7 @@ class SshJob:
             connection.phase = Phase.LOST
             return
         self._num_restarts += 1
-        self._show(f"phalanx run: {connection.name} answers again, and is started again")
+        self._show(f"phalanx run: {connection.name} answers again; its ranks start again")
         self._start(connection)
 
     def _receive_signals(self, ready: set[int]) -> None:

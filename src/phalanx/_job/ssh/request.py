@@ -22,9 +22,9 @@ from phalanx._job.ssh.host_list import HostEntry, parse_hostfile, parse_hosts
 _CONTRADICTING = {
     "standalone": "a standalone job runs on one host",
     "node-rank": "hosts are numbered in the order of the list",
-    "rdzv-endpoint": "the hosts meet at the first one; --master-addr chooses one of its addresses",
-    "rdzv-backend": "the hosts meet at the first one; --master-addr chooses one of its addresses",
-    "local-addr": "it is an address of one host, and the option reaches all; --master-addr chooses the first one's",
+    "rdzv-endpoint": "the hosts connect to the first one; --master-addr chooses one of its addresses",
+    "rdzv-backend": "the hosts connect to the first one; --master-addr chooses one of its addresses",
+    "local-addr": "all hosts get the option, but an address belongs to one; --master-addr chooses the first host's",
 }
 _PLACE = ("master-addr", "master-port")
 _PASSED_PREFIXES = ("PHALANX_", "NCCL_", "GLOO_", "OMP_", "PET_")
@@ -97,7 +97,7 @@ def read_request(words: Sequence[str], environ: Mapping[str, str], folder: str) 
         return None
     if settings.target.name.startswith(","):
         blank = f"--hosts {taken.get('hosts')} {settings.target.name}"
-        problems.append(f"{blank}: a blank ends the list. Write it without blanks, or in quotes")
+        problems.append(f"{blank}: a space ends the list. Write it without spaces, or in quotes")
     elif hosts and len(problems) == num_problems:
         _check_settings(settings, len(hosts), "detach" in taken, problems)
     refuse(problems)
@@ -144,7 +144,7 @@ def _read_hosts(taken: Mapping[str, str], problems: list[str]) -> list[HostEntry
     if "hosts" in taken:
         return parse_hosts(taken["hosts"], problems)
     if "hostfile" not in taken:
-        problems.append(f"--{next(iter(taken))}: it is for a job over ssh. Give --hosts or --hostfile, too")
+        problems.append(f"--{next(iter(taken))}: only for a job over ssh. Also give --hosts or --hostfile")
         return []
     try:
         with open(taken["hostfile"], encoding="utf-8") as file:
@@ -159,15 +159,15 @@ def _check_settings(settings: Settings, num_hosts: int, detach: bool, problems: 
     rendezvous = settings.rendezvous
     low, high = (rendezvous.min_nodes, rendezvous.max_nodes) if rendezvous is not None else (1, 1)
     if low == high != num_hosts:
-        problems.append(f"--nnodes {high}, and {num_hosts} hosts are listed. Leave --nnodes out, or list as many")
+        problems.append(f"--nnodes {high}, but {num_hosts} hosts are listed. Leave out --nnodes, or list {high}")
     elif num_hosts < low:
-        problems.append(f"--nnodes {low}:{high}, and {num_hosts} hosts are listed. List at least {low}")
+        problems.append(f"--nnodes {low}:{high}, but {num_hosts} hosts are listed. List at least {low}")
     if detach and settings.log_dir is None:
         problems.append("--detach: name a folder on the hosts for the output: --log-dir DIR")
     if detach and low != high and settings.max_restarts:
         problems.append(
-            "--detach and --max-restarts: a lost host of an elastic job is restarted from here, and nobody is here. "
-            "Leave out one of the two"
+            "--detach and --max-restarts: this command restarts the lost hosts of an elastic job, but with --detach "
+            "it exits. Leave out one of the two"
         )
 
 

@@ -67,8 +67,8 @@ class Departure:
             return False
         self._stage, self.due = "asked", time.monotonic() + _SIGNALS_S
         self._display.print(
-            f"phalanx run: SIGTERM: this host leaves, unless all others receive SIGTERM within {_SIGNALS_S:g} s, too "
-            "(again: stop the job)"
+            f"phalanx run: SIGTERM: this host leaves, unless all other hosts also receive SIGTERM within "
+            f"{_SIGNALS_S:g} s (again: stop the job)"
         )
         return True
 

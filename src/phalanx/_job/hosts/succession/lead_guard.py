@@ -134,8 +134,8 @@ class LeadGuard:
             why = "have agreed on another leader" if proposer.is_deposed else "may have agreed on another leader"
             raise LaunchError(
                 f"phalanx run: this host leads the job, and stops: it reaches {proposer.describe_lack()}, and "
-                f"the others {why}. Its ranks are stopped, so that no two halves train. Read the output of the other "
-                "hosts; if none of them continues, start again from the last checkpoint."
+                f"the others {why}. It stops its ranks, so that the job does not split in two. Read the output of the "
+                "other hosts; if none of them continues, start again from the last checkpoint."
             )
         return agreed
 

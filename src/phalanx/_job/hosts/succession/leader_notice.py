@@ -129,7 +129,7 @@ def follow_notice(
     except LaunchError as error:
         raise LaunchError(
             f"{error}\nA job that began at this address is led by the host at {address}, which this host cannot "
-            "reach. If it is the job of this command, open the firewall to it, and type the command again; "
+            "reach. If that is the job of this command, open the firewall to that host, and run the command again; "
             "if it is another job, give this command another port.",
             exit_code=error.exit_code,
         ) from None

@@ -129,8 +129,8 @@ class Proposer:
         agreed = voters & (others | {self._channel.member})
         hosts = f"{len(agreed - {WITNESS})} of the {len(voters - {WITNESS})} hosts that were in the job together"
         if WITNESS not in voters:
-            return f"{hosts}, of which {needed} are needed"
-        return f"{hosts}, and {'the' if WITNESS in agreed else 'not the'} witness: of these, {needed} are needed"
+            return f"{hosts} ({needed} are needed)"
+        return f"{hosts}, and {'the' if WITNESS in agreed else 'not the'} witness ({needed} of these are needed)"
 
     def set_voters(self, members: Collection[int]) -> None:
         """Set the voters, which include this host, and appoint some of them as standbys."""

@@ -496,8 +496,8 @@ class WitnessCheck:
         except (PhalanxError, OSError) as error:
             why = str(error).splitlines()[0].rstrip(".")  # the other lines are advice on a job's own coordinator
             self._lines.put(
-                f"the witness at {self._witness.address} does not answer this host: {why}. Unless it does when the "
-                "host that leads is lost, this host may not lead in its place"
+                f"the witness at {self._witness.address} does not answer this host: {why}. If it still does not "
+                "answer when the leader is lost, this host may not become the leader"
             )
         finally:
             self._witness.close()

@@ -159,8 +159,8 @@ def ask(
                 peer = channel.peer
                 if peer.uid != os.getuid() or peer.pid != agent:
                     raise LaunchError(
-                        f"{command}: job {agent}: another process has its address, and was not asked. "
-                        "If it runs in a container with a PID namespace of its own, ask in there."
+                        f"{command}: job {agent}: another process answers at its address, and was not asked. "
+                        "If the job runs in a container with its own PID namespace, run this command there."
                     )
                 channel.put({"kind": "snapshot", "stacks": stacks})
                 snapshot = _receive(channel, fds, deadline)
@@ -175,7 +175,7 @@ def ask(
                 ) from None
             except (KeyError, TypeError, ValueError):
                 raise LaunchError(
-                    f"{command}: job {agent} runs with another version of Phalanx: ask with that one"
+                    f"{command}: job {agent} runs with another version of Phalanx: use that version"
                 ) from None
         first = 1 + (len(snapshot.ranks) if snapshot.with_stacks else 0)
         last = first + len(snapshot.groups)

@@ -79,14 +79,14 @@ def choose_job(wanted: str | None, command: str) -> RunningJob:
         if not jobs:
             raise LaunchError(f"{command}: no job of yours is running on this host (started by `phalanx run`)")
         if len(jobs) > 1:
-            raise LaunchError(f"{command}: several jobs are running; say which:\n{lines}", exit_code=2)
+            raise LaunchError(f"{command}: several jobs are running; choose one:\n{lines}", exit_code=2)
         return jobs[0]
     for job in jobs:
         if str(job.pid) == wanted or (not wanted.isdecimal() and is_called(_target(job, command), wanted)):
             return job
-    known = f"Running are:\n{lines}" if jobs else "No job of yours is running on this host."
+    known = f"Your running jobs:\n{lines}" if jobs else "No job of yours is running on this host."
     if wanted.isdecimal():
-        what = f"{wanted} is not the process number of a `phalanx run` of yours on this host"
+        what = f"{wanted} is not the pid of a `phalanx run` of yours on this host"
     else:
         what = f"no `phalanx run` of yours on this host is called {wanted}"
     raise LaunchError(f"{command}: {what}. {known}", exit_code=2)

@@ -84,7 +84,7 @@ def format_report(snapshot: JobSnapshot, groups: Sequence[GroupLog], stacks: Map
         lines += [f"  group {group.name!r}: {position_of(log.records, now_ns)}" for group, log in used or members[:1]]
         stack = stacks[rank]
         lines += textwrap.indent(stack, "  ").splitlines() if "\n" in stack else [f"  {stack}"]
-    lines += ["", f"(innermost call first; the ranks continue; they were asked with {STACKS_SIGNAL.name})"]
+    lines += ["", f"(innermost call first; requested with {STACKS_SIGNAL.name}; the ranks continue)"]
     return "\n".join(printable(line.expandtabs()) for line in lines)
 
 
@@ -128,7 +128,7 @@ def decide_silence(status: Mapping[str, str], parents: Collection[int]) -> str |
         return "is stopped (SIGSTOP, Ctrl-Z or a debugger); `kill -CONT` continues it"
     if not int(status["SigCgt"], 16) >> (STACKS_SIGNAL - 1) & 1:
         return (
-            f"writes no stack: nothing handles {STACKS_SIGNAL.name} in it. It has only just started, is not Python "
+            f"writes no stack: it has no handler for {STACKS_SIGNAL.name}. It has only just started, is not Python "
             "(--no-python), or the script has reset the handler"
         )
     return None
@@ -144,8 +144,8 @@ def explain_silence(status: Mapping[str, str]) -> str:
     if int(status["SigBlk"], 16) >> (STACKS_SIGNAL - 1) & 1:
         return f"does not answer: the script blocks {STACKS_SIGNAL.name}"
     return (
-        f"does not answer within {PATIENCE_S:g} s: the script has put a handler of its own on {STACKS_SIGNAL.name}, "
-        "or the process gets no processor"
+        f"does not answer within {PATIENCE_S:g} s: the script has its own handler for {STACKS_SIGNAL.name}, or the "
+        "process gets no CPU time"
     )
 
 

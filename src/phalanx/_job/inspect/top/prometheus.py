@@ -87,13 +87,13 @@ def _metrics(job: JobView) -> Iterator[_Metric]:
     pace, stuck = job.pace, job.stuck
     for name, kind, text, value in (
         ("world_size", "gauge", "Ranks of the job.", job.world_size),
-        ("ranks_running", "gauge", "Ranks that run.", len(job.ranks)),
+        ("ranks_running", "gauge", "Running ranks.", len(job.ranks)),
         ("hosts", "gauge", "Hosts of the job.", job.num_hosts),
         ("elapsed_seconds", "gauge", "Time since the start of this attempt.", job.elapsed_s),
         ("restarts_total", "counter", "How often all ranks were restarted.", job.restart_count),
         ("ranks_lost_total", "counter", "Ranks that an elastic job has lost.", len(job.lost)),
         ("generation", "gauge", "How often an elastic job has formed a new group.", job.generation),
-        ("step", "gauge", "Steps that all ranks have done.", pace.step if pace else None),
+        ("step", "gauge", "Steps that all ranks have completed.", pace.step if pace else None),
         ("steps_wanted", "gauge", "Steps of the current loop.", pace.total_steps if pace else None),
         ("steps_per_second", "gauge", "Steps a second, over the last ten seconds.", pace.steps_per_s if pace else None),
         ("samples_per_second", "gauge", "Samples a second of all ranks.", pace.samples_per_s if pace else None),

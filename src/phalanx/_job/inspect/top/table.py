@@ -57,7 +57,7 @@ def summary(job: JobView) -> list[Text]:
     if job.pace is not None:
         lines.append(Text(_describe_pace(job)))
     elif job.ranks:
-        lines.append(Text("steps: not known (nothing uses phalanx.progress, phalanx.elastic.State or phalanx's DDP)"))
+        lines.append(Text("steps: unknown (nothing uses phalanx.progress, phalanx.elastic.State or phalanx's DDP)"))
     if job.restart_count or job.max_restarts or job.generation:
         lines.append(Text(f"restarts {job.restart_count} of {job.max_restarts}, generation {job.generation}"))
     if job.lost:
@@ -77,7 +77,7 @@ def summary(job: JobView) -> list[Text]:
         lines.append(
             Text(
                 f"slowest: rank {slow.rank}{where}, last to {slow.times_last} of {slow.num_operations} operations; "
-                f"the others' waiting for it alone is {_percent(slow.share)} of the time",
+                f"the others wait for it alone {_percent(slow.share)} of the time",
                 style="yellow",
             )
         )
@@ -86,7 +86,7 @@ def summary(job: JobView) -> list[Text]:
         shown = ", ".join(failed[:4]) + (f" and {len(failed) - 4} more" if len(failed) > 4 else "")
         lines.append(Text(f"ended: {shown}"))
     if job.ranks and all(rank.waiting is None for rank in job.ranks):
-        lines.append(Text("times: not known (no group of backend phalanx has done anything yet)"))
+        lines.append(Text("times: unknown (no group with the phalanx backend has run an operation yet)"))
     if any(rank.memory_bytes is not None and not rank.memory_is_pss for rank in job.ranks):
         lines.append(Text("memory with *: resident, with shared pages counted in full (PSS is not available)"))
     lines += [Text(note) for note in job.notes]

@@ -143,8 +143,8 @@ def _read_options(options: Mapping[str, object]) -> Settings:
         f"{name}=: only for scripts; phalanx.launch calls a function" for name in options if name in _OF_A_SCRIPT
     ]
     refused += [
-        f"{name}=: phalanx.launch starts ranks only on this host. Put the call into a script, and start the script on "
-        "each host with `phalanx run --nnodes`"
+        f"{name}=: phalanx.launch starts ranks only on this host. Call the function in a script, and start the script "
+        "on each host with `phalanx run --nnodes`"
         for name in options
         if name in _OF_SEVERAL_HOSTS
     ]

@@ -8,7 +8,7 @@ from phalanx._job.coordinator.rendezvous import join_endpoint, split_endpoint
 
 _KINDS = "HOST:PORT or etcd://HOST:PORT"
 _SCHEMES = ("", "etcd", "etcds")
-NO_USERS = "there is no login to etcd: give the etcd client certificates instead, or use `phalanx coordinator`"
+NO_USERS = "logging in to etcd is not supported: use etcd client certificates instead, or `phalanx coordinator`"
 
 
 def is_etcd(address: str) -> bool:

@@ -70,8 +70,8 @@ class WitnessCalls:
                         str(error).splitlines()[0].rstrip(".")
                     )  # the other lines are advice on a job's own coordinator
                     self._replies.put(
-                        f"the witness at {self.witness.address} does not vote: {why}. Until it does, the job may end "
-                        "with a host that is lost"
+                        f"the witness at {self.witness.address} does not vote: {why}. Until it does, the loss of a "
+                        "host may end the job"
                     )
                 self._is_silent = True
             else:

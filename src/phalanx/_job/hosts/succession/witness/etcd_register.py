@@ -132,7 +132,7 @@ class JsonService:
         if isinstance(found, dict):
             return status, found
         if status < 300:
-            raise CoordinationError(f"what answers there is not {self._name}")
+            raise CoordinationError(f"the server there is not {self._name}")
         return status, {"message": text[:_SHOWN].decode(errors="replace").strip()}
 
     def _exchange(self, method: str, path: str, body: Mapping[str, Any]) -> tuple[int, bytes]:

@@ -163,7 +163,7 @@ class Witness:
             after, reply = step(before)
             if after == before or register.write(self._name, state, _to_bytes(after)):
                 return reply
-        raise CoordinationError("other hosts write there all the time")
+        raise CoordinationError("other hosts keep changing its value")
 
     def _open(self) -> Register:
         if self._register is None:
