@@ -73,7 +73,7 @@ def test_the_hierarchy_takes_hosts_of_unequal_size() -> None:
         (["ring", "--world-size", "0"], "world size '0' must be a number of ranks, at least 1"),
         (["ring", "--world-size", "many"], "world size 'many' must be a number of ranks"),
         (["ring", "--world-size", "100"], "at most 64 ranks can be shown step by step, got 100"),
-        (["ring", "--world-size", "40", "--svg", "x.svg"], "Take fewer ranks"),
+        (["ring", "--world-size", "40", "--svg", "x.svg"], "Use fewer ranks"),
         (["ring", "--svg", "no/such/folder/x.svg"], "cannot write no/such/folder/x.svg: No such file or directory."),
         (["hierarchical", "--world-size", "4", "--hosts", "2,1"], "--hosts has 3 ranks, --world-size says 4"),
         (["hierarchical", "--hosts", "2,0"], "world size '0' must be a number of ranks"),

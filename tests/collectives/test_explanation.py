@@ -108,7 +108,7 @@ def test_nothing_is_drawn_outside_the_page() -> None:
 
 
 def test_a_drawing_too_large_to_read_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"has 400 boxes in a row and 38 steps.*Take fewer ranks"):
+    with pytest.raises(ValueError, match=r"has 400 boxes in a row and 38 steps.*Use fewer ranks"):
         drawing.draw(ring.all_reduce(20))
 
 

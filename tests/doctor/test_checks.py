@@ -116,7 +116,7 @@ WITH_GPU = dataclasses.replace(HEALTHY, driver=Driver(WORKS, "535.1", "12.2", (G
         (on("host", processes=200, processes_running=150), "limits", "50 more processes", "--pids-limit"),
         (on("host", clock_source="hpet"), "clock", "reads hpet", "clocksource=tsc"),
         (on("host", variables={"RANK": "0", "MASTER_ADDR": "a"}), "variables", "RANK=0 set", "unset RANK"),
-        (on("host", scheduler=Probe(False, "PMI_RANK=7")), "scheduler", "PMI_RANK=7", "correct it first"),
+        (on("host", scheduler=Probe(False, "PMI_RANK=7")), "scheduler", "PMI_RANK=7", "correct this first"),
         (
             on("host", unused_hosts=2),
             "scheduler",

@@ -217,8 +217,8 @@ def test_a_logger_of_lightning_is_taken_as_it_is(tmp_path):
     [
         ("wandbb", ValueError, "there is no logger 'wandbb': give one of 'csv', 'mlflow', 'tensorboard', 'wandb'"),
         (CSVLogger, TypeError, "CSVLogger is a class: give an object, CSVLogger"),
-        (3, TypeError, "a int is no logger"),
-        ([Failing(), object()], TypeError, "a object is no logger"),
+        (3, TypeError, "a int is not a logger"),
+        ([Failing(), object()], TypeError, "a object is not a logger"),
     ],
 )
 def test_what_is_no_logger_is_refused(given, error, message):

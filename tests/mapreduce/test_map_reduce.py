@@ -134,8 +134,8 @@ def test_stop_iteration_in_map_makes_a_record_bad_and_not_the_end():
 @pytest.mark.parametrize(
     ("mapped", "told"),
     [
-        ([3], r"map must yield \(key, value\) pairs, and yielded 3"),
-        ([("a", 1, 2)], r"pairs, and yielded \('a', 1, 2\)"),
+        ([3], r"map must yield \(key, value\) pairs, but yielded 3"),
+        ([("a", 1, 2)], r"pairs, but yielded \('a', 1, 2\)"),
         ([([], 1)], r"yielded the key \[\], a list, which cannot be hashed"),
         ([("a", 1), ("a", "b")], r"combine raised TypeError: unsupported operand"),
         ([(object(), 1)], r"of type object cannot be a key"),

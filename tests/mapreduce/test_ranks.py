@@ -132,7 +132,7 @@ def test_a_mistake_is_heard_on_every_rank_and_the_group_goes_on(tmp_path):
     ranks = run_ranks(mistakes, 3, tmp_path)
     want = [
         ("FileNotFoundError", "no file matches"),
-        ("TypeError", "map must yield (key, value) pairs, and yielded 7"),
+        ("TypeError", "map must yield (key, value) pairs, but yielded 7"),
         ("TaskError", "reduce failed for key 5: ZeroDivisionError"),
         ("TypeError", "keys of different kinds cannot be sorted: number, str"),
         ("TaskError", "ArithmeticError: bad luck"),

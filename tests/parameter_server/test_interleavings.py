@@ -335,7 +335,7 @@ def test_the_next_of_a_name_begins_when_all_trainers_have_closed_the_one_before(
     cancelled = make("0", "given up")
     assert done(cancelled) == [False, False]
     assert hosted.cancel_creation() == ["1"]
-    with pytest.raises(ClosedError, match="its trainer has stopped waiting for it"):
+    with pytest.raises(ClosedError, match="its trainer has stopped waiting for this shard"):
         cancelled[0].value()
     zero = make("0", "second")
     assert done(zero) == [False, False]

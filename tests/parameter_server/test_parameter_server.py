@@ -172,7 +172,7 @@ def _wrong(rank, folder):
             server.pull({"t": torch.arange(8)})
         with pytest.raises(TypeError, match="must be int64 or int32"):
             server.pull({"t": torch.ones(2)})
-        with pytest.raises(ValueError, match=r"'d' is of shape \(3,\), its gradient of \(1,\)"):
+        with pytest.raises(ValueError, match=r"'d' has shape \(3,\), but its gradient has \(1,\)"):
             server.push_gradients({"d": torch.ones(1)})
         with pytest.raises(ValueError, match=r"2 ids of 't' need gradients of shape \(2, 2\), got \(2, 3\)"):
             server.push_gradients(None, {"t": (torch.tensor([1, 1]), torch.ones(2, 3))})
@@ -194,7 +194,7 @@ def _wrong(rank, folder):
             with pytest.raises(phalanx.PhalanxError, match="was closed by this trainer"):
                 server.pull()
             current.agent().default_timeout_s = 0.2
-            words = "ParameterServer 'parameters': 't0' has closed the previous one of this name, and 't1' has not."
+            words = "'t0' has closed the previous ParameterServer of this name, but 't1' has not."
             with pytest.raises(DeadlineError, match=words):
                 _counting(["s0"], reduction="mean")
             current.agent().default_timeout_s = agent_default

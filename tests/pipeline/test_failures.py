@@ -288,9 +288,7 @@ def test_wrong_arguments_are_refused_on_entry_on_every_rank():
 @pytest.mark.parametrize(("word", "ours"), [("chunks", "micro_batches"), ("n_microbatches", "micro_batches")])
 def test_another_librarys_word_for_an_argument_names_ours(word, ours):
     """`Pipeline(model, chunks=8)`, as of torchgpipe, ended in Python's "unexpected keyword argument"."""
-    with pytest.raises(
-        TypeError, match=f"Pipeline takes no argument '{word}': it is called {ours} here, as in {ours}=8"
-    ):
+    with pytest.raises(TypeError, match=f"Pipeline has no argument '{word}': use {ours}=8"):
         phalanx.Pipeline(nn.Sequential(nn.Linear(2, 2)), **{word: 8})
 
 
@@ -412,7 +410,7 @@ def test_a_mistake_that_would_leave_others_waiting_is_refused_on_every_rank():
         with pytest.raises((ValueError, TypeError, phalanx.PhalanxError)) as caught:
             call(pipe)
         texts.append(str(caught.value))
-    assert "layer 'relu' changes the value 'a' of an earlier stage in place, and a later stage uses" in texts[0]
+    assert "layer 'relu' changes the value 'a' of an earlier stage in place, but a later stage also uses" in texts[0]
     assert "the input has no rows" in texts[1]
     assert "the model returns a tensor of shape (3, 2) for 2 samples" in texts[2]
     assert "the model returns a tensor without dimensions" in texts[3]

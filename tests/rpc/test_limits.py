@@ -288,7 +288,7 @@ def _limits(rank, folder):
             assert torch.equal(rpc.rpc_sync("w1", same, (big,)), big)
         most = max(map(int, os.listdir("/proc/self/fd"))) + 1
         with _limit(resource.RLIMIT_NOFILE, most), _all_used():
-            with pytest.raises(PhalanxError, match=r"worker 'w2' .*cannot be connected to: Too many open files"):
+            with pytest.raises(PhalanxError, match=r"cannot connect to worker 'w2' .*: Too many open files"):
                 rpc.rpc_sync("w2", nothing)
             assert rpc.rpc_sync("w1", same, (1,)) == 1
         assert rpc.rpc_sync("w2", same, (2,)) == 2, "nobody was lost"

@@ -139,7 +139,7 @@ def test_a_worker_with_another_key_gets_the_reason_after_some_tries(monkeypatch:
     asked, asking = Worker(0), Worker(1, Key(bytes(32)))
     asking.network.connect(asked.me)
     asking.await_change()
-    assert "one of the two does not know the job's key" in asking.lost[0]
+    assert "one of the two workers does not know the job's key" in asking.lost[0]
     assert not asked.welcomed
     for one in (asked, asking):
         one.network.close()

@@ -150,11 +150,11 @@ def test_an_optimizer_over_others_has_the_settings_of_the_first(optimizer_of):
 @pytest.mark.parametrize(
     ("optimizer_of", "words"),
     [
-        (lambda p: Scaled(p, scale=0.25), "the Scaled would lose its 'scale', which is no option of its groups"),
+        (lambda p: Scaled(p, scale=0.25), "the Scaled would lose its 'scale', which is not an option of its groups"),
         (lambda p: Scaled(p, factor=0.5), r"the Scaled would lose its 'schedule.factors\[0\]'"),
         (
             lambda p: Passing(p, "mine"),
-            r"would lose its 'label'.*a function instead.*functools.partial\(Passing, ...\)",
+            r"would lose its 'label'.*a function that creates it instead.*functools.partial\(Passing, ...\)",
         ),
         (lambda p: Asking(p, strength=1), "would lose an argument that its class requires .TypeError.*'strength'"),
         (lambda p: Doubled(p, lr=0.1, doubles=True), None),
@@ -182,7 +182,7 @@ def test_a_function_that_cannot_be_called_over_groups_is_refused_with_what_it_wa
 
     with pytest.raises(ValueError, match=r"failed \(AttributeError.*let it pass its argument to the optimizer"):
         Recipe.of("Test", model, group_by_shape)
-    with pytest.raises(ValueError, match="made one of other parameters"):
+    with pytest.raises(ValueError, match="made one over other parameters"):
         Recipe.of("Test", model, lambda _: Scaled(model.parameters(), scale=0.25))
 
 
@@ -210,7 +210,7 @@ def test_parameters_of_the_loss_are_refused_where_nothing_would_average_them():
 
             strategy = strategies.get(word, **options)
             optimizer = optimizer_of if is_function else optimizer_of(model.parameters())
-            with pytest.raises(ValueError, match=r"shape \(\) that is no parameter of Sequential.*a loss function"):
+            with pytest.raises(ValueError, match=r"shape \(\) that is not a parameter of Sequential.*a loss function"):
                 strategy.setup(model, optimizer, loss)
             dist.barrier()
 

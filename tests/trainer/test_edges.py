@@ -172,7 +172,7 @@ def test_what_makes_no_sense_is_said_before_anything_is_done():
         ({"max_steps": 0}, "max_steps must be 1 or more, got 0"),
         ({"save_every": 0, "checkpoint": "x"}, "save_every must be 1 or more updates, .*, got 0"),
         ({"metrics": [abs]}, "metrics must be a dict of functions by name, got a list"),
-        ({"metrics": {"loss": abs}}, "the loss is measured in any case, as 'loss'"),
+        ({"metrics": {"loss": abs}}, "'loss' is the loss itself, which is always measured"),
         ({"callbacks": [print]}, "callbacks must be phalanx.trainer.Callback objects"),
         ({"seed": "a"}, "seed must be an int"),
         ({"scheduler": "cosine"}, "scheduler must be an LRScheduler, or a function that makes one, got 'cosine'"),
@@ -282,7 +282,7 @@ def test_a_run_goes_on_with_other_callbacks_than_it_had(tmp_path, caplog):
     count, stopping = Count(), EarlyStopping(patience=9)
     make(checkpoint=tmp_path, max_epochs=2, callbacks=[stopping, count]).fit(load(), load())
     assert count.steps == 8
-    assert "EarlyStopping 0: in one of checkpoint and callbacks only" in caplog.text
+    assert "callbacks with no state loaded: EarlyStopping 0. The" in caplog.text
 
 
 REGRESSION = {  # R2 of the whole, and a root, which are no means of batches

@@ -84,7 +84,7 @@ def test_it_says_where_it_goes_on_why_it_ends_and_that_a_finished_run_has_nothin
     )
     stopping = EarlyStopping(patience=1, min_delta=1e9)
     assert re.fullmatch(
-        r"stopped after step 8, 2 of 9 epochs: loss has not got better than .* for 1 validations",
+        r"stopped after step 8, 2 of 9 epochs: loss has not improved on .* for 1 validations",
         shown(max_epochs=9, callbacks=stopping)[-1],
     )
 
@@ -121,7 +121,7 @@ def test_an_interrupted_run_says_from_where_the_same_command_goes_on(tmp_path):
         ({}, "there is no checkpoint"),
         (
             {"checkpoint": tmp_path, "save_every": 2},
-            "the last checkpoint is that of step 2: the same command resumes there",
+            "the last checkpoint is from step 2: the same command resumes there",
         ),
     ):
         with contextlib.redirect_stdout(io.StringIO()) as out, pytest.raises(KeyboardInterrupt):

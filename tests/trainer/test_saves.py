@@ -120,7 +120,7 @@ def test_what_the_launcher_starts_again_goes_on_from_the_latest(tmp_path, monkey
 
 def test_early_stopping_watches_the_metric_of_the_best(tmp_path):
     trainer = train(tmp_path, keep_best=("accuracy", "max", 1), callbacks=EarlyStopping(patience=2))
-    assert (trainer.epoch, trainer.why_stopped) == (4, "accuracy has not got better than 0.9 for 2 validations")
+    assert (trainer.epoch, trainer.why_stopped) == (4, "accuracy has not improved on 0.9 for 2 validations")
     own = EarlyStopping("loss", patience=2)
     train(tmp_path / "own", keep_best=("accuracy", "max", 1), callbacks=own)
     assert (own.monitor, own.mode) == ("loss", "min")
@@ -154,7 +154,7 @@ def test_what_makes_no_sense_is_said(tmp_path):
             make(**{"checkpoint": tmp_path} | options)
     trainer = make(checkpoint=tmp_path, keep_best=("accuracy", "max", 1))
     loader = DataLoader(make_data(), 16)
-    with pytest.raises(ValueError, match="keep_best goes by 'accuracy' of the validation: give a val_loader"):
+    with pytest.raises(ValueError, match="keep_best uses 'accuracy' of the validation: give a val_loader"):
         trainer.fit(loader)
     with pytest.raises(ValueError, match=r"keep_best: 'accuracy' is not a metric of the validation: \['loss'\]"):
         trainer.fit(loader, loader)
@@ -206,7 +206,7 @@ def test_a_training_outlives_as_many_failed_saves_in_a_row_as_its_manager_allows
 def test_the_options_of_a_manager_are_not_given_twice(tmp_path):
     manager = CheckpointManager(tmp_path, keep_best=("accuracy", "max", 1))
     for options in ({"keep": 5}, {"keep": _KEEP, "keep_best": ("accuracy", "max", 1)}):
-        with pytest.raises(ValueError, match="keep and keep_best are the CheckpointManager"):
+        with pytest.raises(ValueError, match="pass keep and keep_best to the CheckpointManager"):
             train(manager, **options)
     assert str(train(manager, keep=_KEEP).best_checkpoint).endswith("-step-12")
 
@@ -245,6 +245,6 @@ def test_a_run_continues_with_more_data_after_an_epoch_and_not_inside_one(tmp_pa
     with pytest.raises(CheckpointError) as caught:
         fit("inside", 32, max_epochs=1)
     assert (
-        "-step-1: the checkpoint is inside epoch 1 over 64 samples, and loader has 32. Pass the same data to finish "
+        "-step-1: the checkpoint is inside epoch 1 over 64 samples, but loader has 32. Pass the same data to finish "
         "that epoch, or train in another folder.\n"
     ) in str(caught.value)

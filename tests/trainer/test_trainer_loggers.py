@@ -145,5 +145,5 @@ def test_a_logger_hears_how_a_fit_ends(tmp_path):
 
 
 def test_a_wrong_logger_is_refused_before_a_model_is_set_up(tmp_path):
-    with pytest.raises(TypeError, match="Trainer: logger: a int is no logger"):
+    with pytest.raises(TypeError, match="Trainer: logger: a int is not a logger"):
         fit(tmp_path, logger=3)

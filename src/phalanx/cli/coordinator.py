@@ -17,7 +17,7 @@ import click
 @click.option("--key-file", type=click.Path(dir_okay=False), help="The file with the job's key, readable only by you.")
 @click.option("--job", default="", help="The job's name; hosts of other jobs are refused.")
 @click.option(
-    "--lost-after", default=10.0, show_default=True, metavar="SECONDS", help="A member silent for so long is lost."
+    "--lost-after", default=10.0, show_default=True, metavar="SECONDS", help="A member silent for this long is lost."
 )
 @click.pass_context
 def command(ctx: click.Context, bind: str, key_file: str | None, job: str, lost_after: float) -> None:

@@ -54,4 +54,6 @@ def read_address() -> str:
         label, _, address = entry.partition(", ")
         if label == "Documentation":
             return str(address).rstrip("/") + "/"
-    raise click.ClickException("the metadata of this installation of Phalanx has no address of the documentation.")
+    raise click.ClickException(
+        "the metadata of this Phalanx installation does not contain the documentation's address."
+    )

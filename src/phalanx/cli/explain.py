@@ -171,7 +171,7 @@ for _algorithm in ALGORITHMS.values():
     type=_amount("FLOAT", _parse_backward),
     default=2.0,
     show_default=True,
-    help="Time of a backward, in forwards.",
+    help="Time of a backward, as a multiple of a forward.",
 )
 @click.option("--svg", type=_FILE, help=_DRAW)
 def _pipeline(

@@ -77,7 +77,7 @@ class GuardedLoggers:
                     self._reported.add(i)
                     _logger.warning(
                         "%s.%s failed: %s: %s. Training continues; these records are lost. A logger that fails "
-                        "%d times in a row is asked no more.",
+                        "%d times in a row is not called again.",
                         type(one).__name__, name, type(error).__name__, error, _MOST_IN_A_ROW,
                     )  # fmt: skip
             else:

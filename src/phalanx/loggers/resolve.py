@@ -46,6 +46,6 @@ def _resolve_one(given: Any, called: str) -> LogsMetrics:
     if type(given).__module__.partition(".")[0] == "wandb" and hasattr(given, "log"):
         return WandbLogger(run=given)
     raise TypeError(
-        f"{called}: a {type(given).__name__} is no logger: give one of {words}, a run that wandb.init has returned, or "
-        "an object with Lightning's log_metrics(metrics, step)"
+        f"{called}: a {type(given).__name__} is not a logger: give one of {words}, a run that wandb.init has returned, "
+        "or an object with Lightning's log_metrics(metrics, step)"
     )

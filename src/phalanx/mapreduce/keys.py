@@ -125,7 +125,7 @@ def require_order(kinds: Collection[str]) -> None:
         if kind.endswith(_NO_ORDER):
             raise TypeError(
                 f"map_reduce: keys cannot be sorted: a {kind}.\n"
-                "Let map yield keys that can be: key.value or key.name of an Enum, numbers, strings, or tuples of them."
+                "Let map yield sortable keys: key.value or key.name of an Enum, numbers, strings, or tuples of these."
             )
     if len(kinds) > 1:
         named = ", ".join(sorted(kinds)[:_NAMED])

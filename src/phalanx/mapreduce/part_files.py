@@ -26,8 +26,8 @@ def make_output_folder(folder: str, partitions: int) -> None:
     )
     if others:
         raise ValueError(
-            f"map_reduce: {folder} holds the result of another run ({others[0]}, and this one has {partitions} "
-            "partitions). Remove it, or pass another folder."
+            f"map_reduce: {folder} holds the result of another run ({others[0]}; this run has {partitions} "
+            "partitions). Remove that result, or pass another folder."
         )
 
 

@@ -125,7 +125,7 @@ class Table:
 def _describe(pairs: list[Any], error: Exception) -> str:
     for pair in pairs:
         if not (isinstance(pair, tuple | list) and len(pair) == 2):
-            return f"map must yield (key, value) pairs, and yielded {pair!r:.100}"
+            return f"map must yield (key, value) pairs, but yielded {pair!r:.100}"
         try:
             hash(pair[0])
         except TypeError:

@@ -68,7 +68,7 @@ class Team:
         """
         group = default_group() if group is None else group
         if cast(Any, group) is dist.GroupMember.NON_GROUP_MEMBER:
-            raise ValueError("map_reduce: this rank is not in the group; only those that are may call it")
+            raise ValueError("map_reduce: this rank is not in the group; only ranks of the group may call it")
         if group is None or group.size() == 1 or is_joining(group):
             return cls(None, dist.HashStore(), [RankProcess.of_self()])
         return cls(group, cast(Store, store_of(group)))

@@ -407,8 +407,8 @@ class ParameterServer:
             theirs_in, mine_in = ([one["params"] for one in each] for each in (groups, self._groups_of(kind)))
             if theirs_in != mine_in:
                 raise ValueError(
-                    f"ParameterServer.load_state_dict: the state's groups of {kind} are {theirs_in}, "
-                    f"this one's {mine_in}"
+                    f"ParameterServer.load_state_dict: the groups of {kind} are {theirs_in} in the state, and "
+                    f"{mine_in} here"
                 )
             if groups and (misfits := find_misfits(kind, self._optimizers[kind], {"param_groups": groups})):
                 raise ValueError(f"ParameterServer.load_state_dict: {misfits[0]}")
@@ -459,11 +459,11 @@ def _describe_loss(replicate: bool) -> str:
     """Return why a shard was created again, and what to do."""
     if replicate:
         return (
-            "its server and its replica's server are both lost, and it was created again.\nResume from a "
-            "checkpoint. Servers on more hosts are less likely to be lost together."
+            "the shard's server and its replica's server are both lost, and the shard was created again.\nResume from "
+            "a checkpoint. Servers on more hosts are less likely to be lost together."
         )
     return (
-        "the server that had it is lost, and it was created again.\nResume from a checkpoint. With replicate=True "
+        "the shard's server is lost, and the shard was created again.\nResume from a checkpoint. With replicate=True, "
         "another server has a copy of each shard."
     )
 
@@ -630,12 +630,13 @@ class ShardCalls:
     def _explain_missing(self, users: list[str], error: DeadlineError) -> DeadlineError:
         """Return an error that says why there is no shard; `users` have not closed the previous shard of this name."""
         if not users:
-            fact = f"trainer {self._first!r}, whose initial values it needs, has not constructed it."
+            fact = f"trainer {self._first!r}, which provides the initial values, has not constructed it."
         elif self._trainer in users:
             return error
         else:
             fact = (
-                f"{self._trainer!r} has closed the previous one of this name, and {', '.join(map(repr, users))} "
-                f"{'has' if len(users) == 1 else 'have'} not. Close it in all trainers, or give this another name."
+                f"{self._trainer!r} has closed the previous ParameterServer of this name, but "
+                f"{', '.join(map(repr, users))} {'has' if len(users) == 1 else 'have'} not. Close it in all trainers, "
+                "or give the new one another name."
             )
         return DeadlineError(f"ParameterServer {self._name!r}: {fact}\n{error}")

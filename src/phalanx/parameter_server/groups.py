@@ -46,8 +46,8 @@ def read_group(what: str, group: Mapping[str, Any]) -> tuple[dict[str, Tensor], 
         pairs = list(params) if isinstance(params, Iterable) and not isinstance(params, Tensor) else [params]
         if not all(isinstance(one, tuple) and len(one) == 2 and isinstance(one[0], str) for one in pairs):
             raise TypeError(
-                f"ParameterServer: 'params' of a group of {what} must be tensors with their names, by which "
-                "servers find them: {'params': module.named_parameters(), ...}"
+                f"ParameterServer: 'params' of a group of {what} must be tensors with their names, because "
+                "servers look them up by name: {'params': module.named_parameters(), ...}"
             )
         params = dict(pairs)
     return dict(params), options_of(group)

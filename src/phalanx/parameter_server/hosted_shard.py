@@ -150,7 +150,7 @@ class HostedShard:
             self._waiting = [one for one in self._waiting if one not in cancelled]
         for one in cancelled:
             one.future.set_exception(
-                ClosedError(f"ParameterServer {self._name!r}: its trainer has stopped waiting for it.")
+                ClosedError(f"ParameterServer {self._name!r}: its trainer has stopped waiting for this shard.")
             )
         return list(self.clocks())
 

@@ -58,7 +58,7 @@ class Parameters:
         for key, grad in dense.items():
             if grad.shape != self.dense[key].shape:
                 raise ValueError(
-                    f"ParameterServer.push: {key!r} is of shape {tuple(self.dense[key].shape)}, its gradient of "
+                    f"ParameterServer.push: {key!r} has shape {tuple(self.dense[key].shape)}, but its gradient has "
                     f"{tuple(grad.shape)}"
                 )
             _check_gradient(key, grad, self.dense[key])

@@ -88,7 +88,9 @@ class ServerOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> NoReturn:
         """Refuse: the state is on the servers."""
-        raise RuntimeError("ParameterServer: the servers keep the optimizer's state: use its own load_state_dict()")
+        raise RuntimeError(
+            "ParameterServer: the servers keep the optimizer's state: call ParameterServer.load_state_dict"
+        )
 
 
 def make_server_optimizer(
@@ -110,12 +112,12 @@ def make_server_optimizer(
         made = make(members[0]) if len(given) == 1 and len(given[0]) == 1 else make(given)
     except Exception as error:  # any error of a user's optimizer
         raise ValueError(
-            f"ParameterServer: {argument} {make!r} cannot be made of the {kind}: {summary_of(error)}"
+            f"ParameterServer: {argument} {make!r} cannot be constructed with the {kind}: {summary_of(error)}"
         ) from error
     found = [[id(one) for one in group["params"]] for group in made.param_groups]
     if found != [[id(one) for one in mine] for mine in members]:
         raise ValueError(
-            f"ParameterServer: {argument} {make!r} makes other groups than it is given. A server calls it with the "
-            f"parameters that it has. Give the groups: {kind}=[{{'params': tensors by name, 'lr': ...}}, ...]"
+            f"ParameterServer: {argument} {make!r} changes the groups that it receives. Each server calls it with "
+            f"that server's parameters. Pass the groups: {kind}=[{{'params': tensors by name, 'lr': ...}}, ...]"
         )
     return ServerOptimizer(kind, made, [list(values) for values, _ in groups], add)

@@ -71,7 +71,7 @@ def find_stale(seen: Sequence[ValueAliases], graph: fx.Graph, home: Mapping[fx.N
                 if home[nodes[other]] < stage.stage and any(place[user] > begins for user in nodes[other].users):
                     return (
                         f"stage {stage.stage} changes the value {name!r} of an earlier stage in place, and {other!r}, "
-                        "which has the same memory, is used after that: its stage has an unchanged copy of it. "
+                        "which shares its memory, is used after that, where an unchanged copy would be read. "
                         "Let the layer make a new tensor (inplace=False), or cut elsewhere."
                     )
     return ""

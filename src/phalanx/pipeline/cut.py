@@ -196,10 +196,10 @@ def _by_names(points: list[str], names: Sequence[str], stages: int) -> list[int]
     for point in points:
         inside = [at for at, name in enumerate(names) if name == point or name.startswith(point + ".")]
         if not inside:
-            raise ValueError(f"Pipeline: no layer begins at {point!r}, so no stage can; there are {', '.join(names)}")
+            raise ValueError(f"Pipeline: no layer begins at {point!r}, so no stage can; layers: {', '.join(names)}")
         if inside[0] <= begins[-1]:
             raise ValueError(
-                f"Pipeline: the stage that begins at {point!r} would be empty or before another: name split points in "
+                f"Pipeline: the stage that begins at {point!r} would be empty or out of order: name split points in "
                 "the order in which they run, and not the first layer"
             )
         begins.append(inside[0])

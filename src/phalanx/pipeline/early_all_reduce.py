@@ -117,5 +117,5 @@ class EarlyAllReduce:
     def _error_of(self, other: int, error: RuntimeError) -> RuntimeError:
         """Add the rank whose connection failed to the error, and return the error."""
         self.lost = other if self.lost is None else self.lost
-        with_note(error, f"That is the connection to rank {other}.")
+        with_note(error, f"This error is on the connection to rank {other}.")
         return error

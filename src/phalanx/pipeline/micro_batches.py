@@ -23,8 +23,8 @@ def count_rows(values: Any, what: str) -> int:
     tensors = [t for t in tree_flatten(values)[0] if isinstance(t, Tensor) and t.dim()]
     sizes = {t.shape[0] for t in tensors}
     if len(sizes) != 1:
-        found = f"differ in it: {sorted(sizes)}" if sizes else "has none"
-        raise ValueError(f"Pipeline: {what} is cut along the first dimension of its tensors, and {found}")
+        found = f"their sizes differ: {sorted(sizes)}" if sizes else "no tensor has one"
+        raise ValueError(f"Pipeline: {what} is cut along the first dimension of its tensors, but {found}")
     (rows,) = sizes
     if rows == 0:
         raise ValueError(f"Pipeline: {what} has no rows: a mini-batch needs at least one sample")
@@ -61,15 +61,15 @@ def join(results: Sequence[Any], rows: Sequence[int]) -> Any:
                 raise ValueError(
                     "Pipeline: cannot join the results of the micro-batches: the model returns a tensor of shape "
                     f"{tuple(parts[0].shape)} for {rows[0]} samples, and samples must be its first dimension. Let the "
-                    "model return it transposed, or not at all."
+                    "model transpose this tensor, or not return it."
                 )
             joined.append(torch.cat(parts))
         elif all(part is parts[0] or (not isinstance(part, Tensor) and part == parts[0]) for part in parts):
             joined.append(parts[0])
         else:
             raise TypeError(
-                "Pipeline: the results of the micro-batches can't be put together: the model returns "
-                f"{_describe(parts[0])}, and not tensors whose first dimension is that of the mini-batch"
+                "Pipeline: cannot join the results of the micro-batches: the model returns "
+                f"{_describe(parts[0])}, not tensors whose first dimension is that of the mini-batch"
             )
     return tree_unflatten(joined, tree)
 

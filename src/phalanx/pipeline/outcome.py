@@ -24,7 +24,7 @@ from phalanx.pipeline.failure import StageFailedError, StageLostError, with_note
 from phalanx.pipeline.progress import StepProgress
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-_COMPLETED_ALONE = "Pipeline: this rank has completed its part of the step; another rank was lost before. Read its log."
+_COMPLETED_ALONE = "Pipeline: this rank has completed its part of the step, but another rank was lost. Read its log."
 _LOST, _INTERRUPTED = 1e6, 1e12  # each exceeds the sum of the smaller flags of all ranks
 _NAMED = -1.0  # in place of the loss's dtype: the loss's field then contains the lost rank
 
@@ -139,7 +139,7 @@ class StepOutcome:
         if failures >= _LOST:
             own = group is self._group
             lost = f"rank {sums[0]:.0f}" if own and sums[1] == _NAMED else "a rank"
-            fact = f"{lost} of it was lost" if own else "a replica has lost a rank of its pipeline"
+            fact = f"{lost} of the pipeline was lost" if own else "a replica has lost a rank of its pipeline"
             return numbers, error or StageLostError(f"Pipeline: {fact}. Read its log.")
         self._step.abort()
         found: list[Any] = [None] * group.size()

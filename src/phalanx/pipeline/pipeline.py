@@ -63,9 +63,7 @@ def refuse_foreign_names(make: _Make) -> _Make:
     def checked(*args: Any, **kwargs: Any) -> Any:
         for word in kwargs.keys() & _OTHER_NAMES.keys():
             ours = _OTHER_NAMES[word]
-            raise TypeError(
-                f"Pipeline takes no argument {word!r}: it is called {ours} here, as in {ours}={kwargs[word]!r}"
-            )
+            raise TypeError(f"Pipeline has no argument {word!r}: use {ours}={kwargs[word]!r}")
         return make(*args, **kwargs)
 
     return cast(_Make, checked)

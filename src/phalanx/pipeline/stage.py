@@ -242,7 +242,7 @@ class Stage:
                 layers = " or ".join(map(repr, names))
                 raise ValueError(
                     f"layer {layers} changes the value {str(node)!r} of an earlier stage in place, "
-                    "and a later stage uses that value, too, which it would get unchanged. Let the layer make a new "
+                    "but a later stage also uses that value, and would receive it unchanged. Let the layer make a new "
                     "tensor (inplace=False), or cut elsewhere."
                 )
 

@@ -104,8 +104,8 @@ class StageModule(nn.Module):
         first = next(itertools.chain(self._own.parameters(), self._own.buffers()), None)
         if first is not None and fn(first.detach().new_empty(0)).device != first.device:
             raise ValueError(
-                "Pipeline: its device was chosen when it was constructed, also for what the stages send: pass device= "
-                "there. Pipeline.to changes the dtype only"
+                "Pipeline.to changes only the dtype: the device of the stages and of their messages was set when the "
+                "Pipeline was constructed. Pass device= there"
             )
         cast("Any", self._own)._apply(fn, recurse)
         return self
@@ -150,7 +150,7 @@ class StageModule(nn.Module):
             ValueError: `assign` is true, which would replace the stages' tensors.
         """
         if assign:
-            raise ValueError("Pipeline.load_state_dict copies into the stages' tensors; assign=True is not possible")
+            raise ValueError("Pipeline.load_state_dict copies into the stages' tensors; assign=True is not supported")
         missing, unexpected = compare_names(state_dict, self._state_names)
         if strict and (missing or unexpected):
             raise RuntimeError(

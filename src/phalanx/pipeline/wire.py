@@ -362,7 +362,7 @@ class Wire:
                     work.wait()
                 except RuntimeError as error:
                     if edge is not None:
-                        with_note(error, f"That is the connection to rank {self._rank_of[edge.target]}.")
+                        with_note(error, f"This error is on the connection to rank {self._rank_of[edge.target]}.")
                     raise
         self._works.clear()
 

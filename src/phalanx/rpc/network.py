@@ -438,7 +438,7 @@ class DealerConnection:
         if event == zmq.EVENT_CLOSED:
             return f"no process accepts connections at {self._address}."
         if now >= self._refused_at:
-            return f"it refuses us, or is refused: one of the two does not know the job's key ({self._key!r} here)."
+            return f"connection refused: one of the two workers does not know the job's key ({self._key!r} here)."
         return ""
 
     def close(self, linger_ms: int | None = None) -> None:

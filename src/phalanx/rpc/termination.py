@@ -120,8 +120,8 @@ class Termination:
             lambda: not (agent.num_in_flight or agent.call_limit.num_running or agent.functions.num_waiting), _PAUSE_S
         ):
             raise DeadlineError(
-                f"shutdown of {agent.me}: {agent.num_in_flight} of its calls are not answered, and it still runs "
-                f"{agent.call_limit.num_running} of others, after {deadline.timeout_s:.1f} s."
+                f"shutdown of {agent.me}: {agent.num_in_flight} of its calls are unanswered, and it still runs "
+                f"{agent.call_limit.num_running} calls of others, after {deadline.timeout_s:.1f} s."
             )
 
     def finish(self, deadline: Deadline) -> None:

@@ -164,8 +164,7 @@ def _check_room(number: int) -> None:
 
 def _no_descriptor(to: WorkerAddress, error: OSError) -> PhalanxError:
     return PhalanxError(
-        f"{to} cannot be connected to: {error.strerror} (ulimit -n is the most that this process may have). "
-        "Nothing was sent."
+        f"cannot connect to {to}: {error.strerror} (`ulimit -n` shows the limit of this process). Nothing was sent."
     )
 
 

@@ -26,7 +26,9 @@ def entered(strategy: Strategy) -> Iterator[None]:
     """
     other = _current.get()
     if other is not None and other is not strategy:
-        raise RuntimeError(f"{strategy!r} is entered in the scope of another strategy, {other!r}: leave that one first")
+        raise RuntimeError(
+            f"{strategy!r} is entered in the scope of another strategy, {other!r}: leave that scope first"
+        )
     token = _current.set(strategy)
     try:
         yield

@@ -59,8 +59,8 @@ def divide_batch(batch_size: int, num_replicas: int) -> int:
     if rest:
         nearest = f"{own * num_replicas} or {(own + 1) * num_replicas}" if own else f"{num_replicas}"
         raise ValueError(
-            f"batch_size {batch_size} is that of all replicas together, and {num_replicas} can't share it evenly: "
-            f"make it {nearest}"
+            f"batch_size {batch_size} is for all replicas together, and {num_replicas} replicas can't share it evenly: "
+            f"use {nearest}"
         )
     return own
 
@@ -118,8 +118,8 @@ def make_iterable_loader(
     """
     if how := explain_own_division(dataset):
         raise TypeError(
-            f"loader: {how}, and here each batch is divided: samples would be lost. Give the dataset undivided, or "
-            "make each replica's own loader in a function: trainer.fit(function), "
+            f"loader: {how}, and the strategy also divides each batch: samples would be lost. Pass the undivided "
+            "dataset, or make each replica's own loader in a function: trainer.fit(function), "
             "strategy.distribute_datasets_from_function(function)"
         )
     return IterableLoader(
@@ -148,8 +148,8 @@ def require_divided(loader: DataLoader[Any], place: tuple[int, int], *, padding:
         )
     if not padding and not sampler.drop_last and sampler.padding and sampler.length % place[0]:
         raise ValueError(
-            f"the loader's sampler repeats samples, as {sampler.length} do not divide by {place[0]}: for evaluation "
-            "make it with strategy.loader(dataset, batch_size, padding=False)"
+            f"the loader's sampler repeats samples, because {place[0]} replicas cannot share {sampler.length} evenly: "
+            "for evaluation, make the loader with strategy.loader(dataset, batch_size, padding=False)"
         )
 
 
@@ -182,7 +182,7 @@ def options_of(loader: DataLoader[Any]) -> dict[str, Any] | None:
     for kind in type(loader).__mro__:
         if not kind.__module__.startswith(("torch.utils.data.", "torchdata.")) and _ITERATES & vars(kind).keys():
             raise ValueError(
-                f"a {type(loader).__name__} has an iterator of its own, which a divided DataLoader would not have: "
+                f"a {type(loader).__name__} defines its own iterator, which a divided DataLoader would lose: "
                 "make each replica's own loader in a function: trainer.fit(function)"
             )
     is_iterable = isinstance(loader.dataset, IterableDataset)
@@ -197,9 +197,8 @@ def options_of(loader: DataLoader[Any]) -> dict[str, Any] | None:
     shuffles = _is_plain(loader.sampler, RandomSampler)
     if not (shuffles or _is_plain(loader.sampler, SequentialSampler)) or other:
         raise ValueError(
-            f"the loader's sampler is a {type(loader.sampler).__name__}, which determines itself which rank gets which "
-            "sample; only those of shuffle=True and shuffle=False can be divided. A phalanx.DistributedSampler is used "
-            "as it is"
+            f"the loader's sampler, a {type(loader.sampler).__name__}, cannot be divided among replicas; only those of "
+            "shuffle=True and shuffle=False can. A phalanx.DistributedSampler is used as it is"
         )
     return {
         "shuffle": shuffles,

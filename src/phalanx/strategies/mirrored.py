@@ -86,7 +86,7 @@ class MirroredStrategy(ReplicatedStrategy):
     def _check_place(self, job: Job, wanted: int | None) -> None:
         if (local := local_world_size(job)) < job.world_size:
             raise ValueError(
-                f"{self._called} is for one host, and this job has {job.world_size} ranks, {local} of them here: take "
+                f"{self._called} is for one host, but this job has {job.world_size} ranks, {local} of them here: use "
                 "MultiWorkerMirroredStrategy"
             )
         super()._check_place(job, wanted)

@@ -73,8 +73,8 @@ class PipelineStrategy(Strategy):
     def _set_up(self, model: nn.Module, optimizer: Optimizer | MakeOptimizer) -> tuple[nn.Module, Optimizer]:
         if self._loss_of is not None and self._loss_fn is None:
             raise ValueError(
-                "PipelineStrategy.setup: loss_of calls the whole model, of which each rank has a part: give a loss_fn "
-                "of the model's result and the target"
+                "PipelineStrategy.setup: loss_of calls the whole model, but each rank has only a part of it: give a "
+                "loss_fn of the model's result and the target"
             )
         recipe = Recipe.of(self._called, model, optimizer)
         pipe = Pipeline(model, loss_fn=self._loss_fn, mesh=self._mesh, **self._pipeline_options)

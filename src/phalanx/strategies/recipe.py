@@ -53,8 +53,8 @@ class Recipe:
             )
         if hasattr(one.step, "_wrapped_by_lr_sched"):
             raise ValueError(
-                f"{called}.setup: a scheduler has the {kind}, which is created again over each rank's parameters: "
-                "create the scheduler after setup, with the optimizer that setup returns"
+                f"{called}.setup: a scheduler uses the {kind}, but setup creates a new {kind} over each rank's "
+                "parameters: create the scheduler after setup, with the optimizer that setup returns"
             )
         require_parameters_of(called, model, one)
         named = dict(model.named_parameters())
@@ -71,8 +71,8 @@ class Recipe:
             return recipe
         if isinstance(optimizer, Optimizer):
             raise ValueError(
-                f"{called}.setup: the {kind} would lose {problem}: it is created again over each rank's parameters, by "
-                f"its class and the options of its groups. Pass setup a function instead, which is called again: "
+                f"{called}.setup: the {kind} would lose {problem}: setup creates it again over each rank's parameters, "
+                f"from its class and the options of its groups. Pass setup a function that creates it instead: "
                 f"functools.partial({kind}, ...)"
             )
         again = functools.partial(_call_again, called, optimizer)
@@ -108,7 +108,7 @@ def require_parameters_of(called: str, model: nn.Module, optimizer: Optimizer) -
     if unknown:
         raise ValueError(
             f"{called}.setup: the {type(optimizer).__name__} holds a tensor of shape {tuple(unknown[0].shape)} that is "
-            f"no parameter of {type(model).__name__}. Pass the model whose parameters the optimizer holds. If the "
+            f"not a parameter of {type(model).__name__}. Pass the model whose parameters the optimizer holds. If the "
             "tensor belongs to a loss function, make the function a module of the model, and let the model compute the "
             "loss "
             "(loss_of; in the Trainer, training_step)"
@@ -136,7 +136,7 @@ def _find_loss(one: Optimizer, recipe: Recipe, named: Mapping[str, Tensor]) -> s
     except Exception as error:  # any error of a user's constructor
         return f"an argument that its class requires ({summary_of(error)})"
     name = _find_difference(one, other)
-    return None if name is None else f"its {name!r}, which is no option of its groups"
+    return None if name is None else f"its {name!r}, which is not an option of its groups"
 
 
 def _call_again(called: str, function: MakeOptimizer, groups: Any) -> Optimizer:
@@ -158,7 +158,7 @@ def _call_again(called: str, function: MakeOptimizer, groups: Any) -> Optimizer:
         ) from error
     theirs = [[id(one) for one in group["params"]] for group in made.param_groups]
     if theirs != [[id(one) for one in group["params"]] for group in groups]:
-        raise ValueError(f"{called}.setup: the function for the optimizer made one of other parameters; {advice}")
+        raise ValueError(f"{called}.setup: the function for the optimizer made one over other parameters; {advice}")
     return made
 
 

@@ -67,7 +67,7 @@ def _numbers(value: Any) -> Tensor:
         exact = torch.float64 if isinstance(value, float) else None
         tensor = value.detach() if isinstance(value, Tensor) else torch.as_tensor(value, dtype=exact)
     except (TypeError, RuntimeError):
-        raise TypeError(f"reduce: it adds tensors and numbers, and a value is a {type(value).__name__}") from None
+        raise TypeError(f"reduce: values must be tensors or numbers, got a {type(value).__name__}") from None
     return tensor.to(torch.int64) if tensor.dtype == torch.bool else tensor
 
 
@@ -100,9 +100,9 @@ def gather_over(group: dist.ProcessGroup | None, value: Tensor, axis: int) -> Te
         ValueError: `value` has no such axis.
     """
     if not isinstance(value, Tensor):
-        raise TypeError(f"gather: it needs a tensor, got a {type(value).__name__}")
+        raise TypeError(f"gather: value must be a tensor, got a {type(value).__name__}")
     if value.dim() == 0:
-        raise ValueError("gather: a tensor without axes: give it one with value.reshape(1)")
+        raise ValueError("gather: the tensor has no axes: pass value.reshape(1)")
     _check_axis("gather", value, axis)
     value = value.detach()
     if group is None:

@@ -102,13 +102,13 @@ class ParameterServerStrategy(Strategy):
         recipe = Recipe.of(self._called, model, optimizer)
         _require_picklable(recipe)
         if self._server is not None:
-            raise ValueError("ParameterServerStrategy.setup: one model; use phalanx.ParameterServer for several")
+            raise ValueError("ParameterServerStrategy.setup: only one model; use phalanx.ParameterServer for several")
         parameters = dict(model.named_parameters())
         held = {name for names, _ in recipe.groups for name in names}
         if frozen := [name for name in parameters if name not in held and parameters[name].requires_grad]:
             raise ValueError(
                 f"ParameterServerStrategy.setup: the optimizer does not have parameter {frozen[0]!r}, which requires a "
-                "gradient: freeze it until it is in a group that is added later"
+                "gradient: freeze it until you add it in a group"
             )
         self._server = ParameterServer(
             self._servers,
@@ -226,8 +226,8 @@ class ServedOptimizer(Optimizer):
         gradients = {name: one.grad for name, one in self._served_parameters().items() if one.grad is not None}
         if rows := [name for name, grad in gradients.items() if grad.is_sparse]:
             raise ValueError(
-                f"ParameterServerStrategy: {rows[0]!r} has a sparse gradient: give phalanx.ParameterServer the matrix "
-                "as a table, of which a step pulls and pushes rows"
+                f"ParameterServerStrategy: {rows[0]!r} has a sparse gradient: pass that matrix to "
+                "phalanx.ParameterServer as a table, whose rows a step pulls and pushes"
             )
         self._send_options()
         self.total_norm = self._server.push_gradients(gradients, max_norm=max_norm)

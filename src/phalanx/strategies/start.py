@@ -61,8 +61,8 @@ def join_or_start(called: str, num_ranks: int, *, launch: bool, timeout: float) 
         if isinstance(program, str):
             raise RuntimeError(
                 f"{called}: {num_ranks} ranks were requested, but {program} cannot be restarted as "
-                "several processes. Call a function with phalanx.launch(nproc_per_node=...), which starts them, and "
-                "make the strategy in it; or write a script"
+                "several processes. Make the strategy in a function that phalanx.launch(nproc_per_node=...) calls; or "
+                "write a script"
             )
         _start(program, num_ranks)
     return backend.init(timeout=timeout)
@@ -88,9 +88,9 @@ def require_as_many(called: str, wanted: int, job: Job) -> None:
         return
     if job.world_size == 1 and find_launch(os.environ) is None and "RANK" not in os.environ:
         raise ValueError(
-            f"{called}: {wanted} devices were requested, but this process is a job of one rank already, perhaps "
-            "by an earlier strategy: a job has the same ranks from start to end. Make this strategy first, or run the "
-            "parts as separate scripts"
+            f"{called}: {wanted} devices were requested, but this process is already a job of one rank, perhaps "
+            "because of an earlier strategy: a job has the same ranks from start to end. Make this strategy first, or "
+            "run the parts as separate scripts"
         )
     raise ValueError(
         f"{called}: {wanted} devices were requested, but the launcher has started {there} ranks on this host: leave "

@@ -46,13 +46,16 @@ def find_problems(
         ),
         (
             loss is not None or not returns_nothing(getattr(model, "validation_step", None)),
-            "validation_step returns nothing: it must return a dict of metrics by name (what it gives to self.log is "
-            "not kept)",
+            "validation_step returns nothing: it must return a dict of metrics by name (values passed to self.log "
+            "are not kept)",
         ),
         (loss is None or callable(loss), f"loss must be a function of the model's result and the target, got {loss!r}"),
         (loss is not None or not metrics, "metrics need a loss: without one the model's validation_step returns them"),
         (is_metrics, f"metrics must be a dict of functions by name, got a {type(metrics).__name__}"),
-        (not is_metrics or "loss" not in (metrics or {}), "metrics: the loss is measured in any case, as 'loss'"),
+        (
+            not is_metrics or "loss" not in (metrics or {}),
+            "metrics: 'loss' is the loss itself, which is always measured",
+        ),
         (not wrong, f"callbacks must be phalanx.trainer.Callback objects, got {wrong[:1]}"),
         (not has_model, f"this {name} has a model already: each Trainer needs one of its own"),
         (seed is None or isinstance(seed, int), f"seed must be an int, got {seed!r}"),

@@ -124,7 +124,7 @@ class EarlyStopping(Callback):
 
     def _stop_if_due(self, trainer: Trainer) -> None:
         if self.num_bad >= self.patience:
-            trainer.stop(f"{self.monitor} has not got better than {self.best:.6g} for {self.num_bad} validations")
+            trainer.stop(f"{self.monitor} has not improved on {self.best:.6g} for {self.num_bad} validations")
 
     def state_dict(self) -> dict[str, Any]:
         """Return the best value, and the number of validations since then."""
@@ -141,7 +141,7 @@ class LambdaCallback(Callback):
     def __init__(self, **points: Callable[..., None]) -> None:
         for name, function in points.items():
             if not name.startswith("on_") or not hasattr(Callback, name):
-                raise ValueError(f"LambdaCallback: there is no point {name!r} in a fit")
+                raise ValueError(f"LambdaCallback: Callback has no method {name!r}")
             setattr(self, name, function)
 
 
@@ -168,7 +168,9 @@ class CallbackStates:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load the state of each callback; a callback without a state stays as it is."""
         if differing := sorted(state_dict.keys() ^ self._callbacks.keys()):
-            _logger.warning("Trainer: %s: in one of checkpoint and callbacks only", ", ".join(differing))
+            _logger.warning(
+                "Trainer: callbacks with no state loaded: %s. The checkpoint has other callbacks", ", ".join(differing)
+            )
         for name in state_dict.keys() & self._callbacks.keys():
             self._callbacks[name].load_state_dict(state_dict[name])
 

@@ -91,7 +91,7 @@ class FitDisplay:
 
     def show_interrupted(self, trainer: Trainer, saved_step: int | None) -> None:
         """Show, after Ctrl-C, where the next run will resume."""
-        where = f"the last checkpoint is that of step {saved_step}: the same command resumes there"
+        where = f"the last checkpoint is from step {saved_step}: the same command resumes there"
         self.print_line(
             f"stopped at step {trainer.step}; {where if saved_step is not None else 'there is no checkpoint'}"
         )

@@ -251,12 +251,12 @@ def _divide_together(strategy: Strategy, name: str, given: Mapping[Any, Any]) ->
         if isinstance(loader.dataset, IterableDataset):
             raise TypeError(
                 f"Trainer: {place} is over an IterableDataset: several loaders are read together by index. Make one "
-                "dataset of them, whose samples have the data of all"
+                "dataset whose samples contain the data of all loaders"
             )
         found = options_of(loader)
         if found is None:
             raise TypeError(
-                f"Trainer: {place} is divided already; several loaders are divided together: give it undivided"
+                f"Trainer: {place} is already divided, but several loaders are divided together: give it undivided"
             )
         if len(loader.dataset) == 0:  # type: ignore[arg-type]
             raise ValueError(f"Trainer: {place} has no batch: its dataset is empty")
@@ -272,7 +272,7 @@ def _divide_together(strategy: Strategy, name: str, given: Mapping[Any, Any]) ->
     uneven = [f"{key}: {one.batch_size}" for key, one in members.items() if one.batch_size % replicas]
     if uneven:
         raise ValueError(
-            f"Trainer: {name}: batch sizes are those of all {replicas} replicas together, which can't share these "
+            f"Trainer: {name}: batch sizes are for all {replicas} replicas together, which can't share these "
             f"evenly: {', '.join(uneven)}"
         )
     if not len(together):
@@ -280,8 +280,8 @@ def _divide_together(strategy: Strategy, name: str, given: Mapping[Any, Any]) ->
             f"{key}: {len(one.dataset)} samples, {one.batch_size} in a batch" for key, one in members.items()
         )
         raise ValueError(
-            f"Trainer: {name} has no batch: none of its datasets has a full one ({sizes}), and with drop_last=True "
-            "every batch is full: make the batches smaller, or leave drop_last out"
+            f"Trainer: {name} has no batch: none of its datasets has a full one ({sizes}), and drop_last=True drops "
+            "the others: make the batches smaller, or leave drop_last out"
         )
     # The last step is complete here, but may not be after resuming with another number of ranks.
     options["drop_last"] = together.drop_last

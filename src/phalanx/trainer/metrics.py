@@ -108,7 +108,7 @@ class Sums:
         else:
             raise ValueError(
                 f"metric {name!r} has shape {tuple(value.shape)} for {count} samples: it must be one number for each "
-                "sample, or one for the batch; for what is no mean there is phalanx.trainer.SummedMetric"
+                "sample, or one for the batch. For a metric that is not a mean, use phalanx.trainer.SummedMetric"
             )
 
     def add(self, name: str, value: Any, count: int) -> None:
@@ -121,7 +121,7 @@ class Sums:
         sum_, num_samples = self._sums.get(name, (torch.zeros_like(value), 0))
         if sum_.shape != value.shape:
             raise ValueError(
-                f"metric {name!r} counts shape {tuple(value.shape)}, and had {tuple(sum_.shape)} in the batch before"
+                f"metric {name!r} has shape {tuple(value.shape)}, but had {tuple(sum_.shape)} in the previous batch"
             )
         self._sums[name] = sum_ + value, num_samples + count
 

@@ -142,7 +142,7 @@ class Trainer:
             problems.append("keep_best needs checkpoint, the folder to save in")
         if isinstance(checkpoint, CheckpointManager):
             if keep_best is not None or keep != _KEEP:
-                problems.append("keep and keep_best are the CheckpointManager's: give them to it")
+                problems.append("pass keep and keep_best to the CheckpointManager")
             keep_best = checkpoint.keep_best
         self._saves = Saves()
         try:
@@ -245,7 +245,7 @@ class Trainer:
             RuntimeError: `fit` has not begun.
         """
         if self._state is None:
-            raise RuntimeError("Trainer.stop: this is for callbacks, while fit runs")
+            raise RuntimeError("Trainer.stop: only callbacks may call this, while fit runs")
         self._stops.request(reason)
         if not self.strategy.is_in_step and self._manager is None and not self._has_validation:
             self._state.why_stopped = reason
@@ -284,7 +284,7 @@ class Trainer:
             raise ValueError(f"Trainer.fit: resume must be 'latest' or 'best', got {resume!r}")
         if self._saves.best is not None and val_loader is None:
             raise ValueError(
-                f"Trainer.fit: keep_best goes by {self._saves.best.metric!r} of the validation: give a val_loader"
+                f"Trainer.fit: keep_best uses {self._saves.best.metric!r} of the validation: give a val_loader"
             )
         self._validation.check_metrics(val_loader, [self._saves.best, *self.callbacks])
         group = self.strategy.training_group
@@ -613,7 +613,7 @@ class TrainingPosition:
         if data and here and data["length"] != here["length"]:
             if data["consumed"]:
                 raise CheckpointError(
-                    f"the checkpoint is inside epoch {data['epoch'] + 1} over {data['length']} samples, and loader has "
+                    f"the checkpoint is inside epoch {data['epoch'] + 1} over {data['length']} samples, but loader has "
                     f"{here['length']}. Pass the same data to finish that epoch, or train in another folder"
                 )
             data = {**here, **{name: data[name] for name in ("epoch", "consumed", "seed", "shuffle") if name in data}}
@@ -685,8 +685,8 @@ def make_scheduler(
     else:
         kind = type(scheduler).__name__
         raise ValueError(
-            f"Trainer: the {kind} belongs to another optimizer than the one that trains, which "
-            f"{type(strategy).__name__} has made: give a function, scheduler=lambda optimizer: {kind}(optimizer, ...)"
+            f"Trainer: the {kind} does not use the optimizer that trains, which {type(strategy).__name__} created: "
+            f"give a function, scheduler=lambda optimizer: {kind}(optimizer, ...)"
         )
     if isinstance(made, ReduceLROnPlateau) and interval == "step":
         raise ValueError("Trainer: ReduceLROnPlateau steps by the validation's loss: scheduler_interval='epoch'")
@@ -701,7 +701,7 @@ def step_scheduler(scheduler: LRScheduler, metrics: Mapping[str, float]) -> None
     """
     if isinstance(scheduler, ReduceLROnPlateau):
         if "loss" not in metrics:
-            raise ValueError(f"Trainer: ReduceLROnPlateau steps by a metric 'loss', and there is {[*metrics]}")
+            raise ValueError(f"Trainer: ReduceLROnPlateau needs the metric 'loss', but the metrics are {[*metrics]}")
         scheduler.step(metrics["loss"])
     else:
         scheduler.step()

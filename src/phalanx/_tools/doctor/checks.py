@@ -228,7 +228,7 @@ def check_torch(facts: DoctorFacts) -> CheckResult:
             "torch",
             CheckStatus.WARNING,
             f"{fact}; {untested}",
-            f"It may well work: the log names what it lacks. If it does not: pip install 'torch=={TESTED[-1]}'",
+            f"It may well work; the log names missing features. If it does not work: pip install 'torch=={TESTED[-1]}'",
         )
     return CheckResult("torch", CheckStatus.OK, fact)
 
@@ -388,7 +388,7 @@ def check_scheduler(facts: DoctorFacts) -> CheckResult:
     scheduler, unused = facts.host.scheduler, facts.host.unused_hosts
     if not scheduler.works:
         return CheckResult(
-            "scheduler", CheckStatus.WARNING, scheduler.detail, "`phalanx run` refuses to guess: correct it first."
+            "scheduler", CheckStatus.WARNING, scheduler.detail, "`phalanx run` refuses to guess: correct this first."
         )
     if unused:
         return CheckResult(
@@ -426,7 +426,7 @@ def check_driver(facts: DoctorFacts) -> CheckResult:
             "GPU driver",
             CheckStatus.WARNING,
             driver.nvml.detail,
-            "The driver is not loaded, stuck, or does not fit the library: reload it (nvidia-smi must answer), or "
+            "The driver is not loaded, is stuck, or does not match the library: reload it (nvidia-smi must answer), or "
             "restart the machine. Ranks use the CPU until then.",
         )
     return CheckResult(

@@ -30,7 +30,7 @@ def draw(schedule: Schedule) -> str:
     if boxes > MOST_BOXES or schedule.num_steps > MOST_STEPS:
         raise ValueError(
             f"{schedule.algorithm} {schedule.operation} for {schedule.world_size} ranks has {boxes} boxes in a row and "
-            f"{schedule.num_steps} steps; a readable drawing holds {MOST_BOXES} and {MOST_STEPS}. Take fewer ranks"
+            f"{schedule.num_steps} steps; a readable drawing holds {MOST_BOXES} and {MOST_STEPS}. Use fewer ranks"
         )
     page = _Page(schedule)
     snapshots = list(trace(schedule))
@@ -140,6 +140,6 @@ class _Page:
         self.drawing.line([(128, y - 4), (160, y - 4)], stroke=INK, width=1.8, dashed=True)
         self.drawing.text(166, y, "copy", anchor="start", fill=FAINT)
         self.drawing.text(
-            214, y, "Ticks: the ranks whose part is in. Filled: final. Outlined: written in the step.", anchor="start",
+            214, y, "Ticks: ranks included. Filled: final. Outlined: written in the step.", anchor="start",
             fill=FAINT,
         )  # fmt: skip

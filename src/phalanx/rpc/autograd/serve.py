@@ -132,7 +132,7 @@ class AutogradWorker:
             ranks = () if lost is None else (lost.info.id,)
             raise PeerLostError(
                 f"backward of context {context.id}: {who} is lost{why}\nIts part of the graph is lost with it: run the "
-                "forward again, without it.",
+                "forward again, without that worker.",
                 ranks=ranks,
             )
         return member
