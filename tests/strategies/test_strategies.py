@@ -220,7 +220,7 @@ def test_the_batches_of_all_replicas_together_are_those_of_one(size, shuffle):
 def test_batches_that_replicas_cannot_share_are_refused_with_the_nearest():
     with pytest.raises(ValueError, match=r"batch_size 50 .* 4 replicas can't share it evenly: use 48 or 52"):
         divide_batch(50, 4)
-    with pytest.raises(ValueError, match="make it 4"):
+    with pytest.raises(ValueError, match="use 4"):
         divide_batch(3, 4)
     for wrong in (0, -1, 2.5):
         with pytest.raises(ValueError, match="batch_size must be a number of samples"):

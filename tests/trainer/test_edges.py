@@ -149,7 +149,7 @@ def test_several_inputs_and_results_that_are_dicts_are_as_in_any_loop():
         (lambda: load(make_data(0)), ValueError, "has no batch: 0 samples for 1 replicas, in batches of 8 on each"),
         (lambda: load(make_data(5), drop_last=True), ValueError, "has no batch: 5 samples .* the last is dropped"),
         (lambda: load(Divided()), TypeError, "split_dataset_by_node has given each rank its part already"),
-        (lambda: load(sampler=WeightedRandomSampler([1.0] * 32, 32)), ValueError, "is a WeightedRandomSampler"),
+        (lambda: load(sampler=WeightedRandomSampler([1.0] * 32, 32)), ValueError, "a WeightedRandomSampler, cannot be"),
     ],
     ids=["a list", "empty", "less than a batch", "divided", "a sampler"],
 )
