@@ -354,7 +354,7 @@ def test_a_group_of_a_newer_torch_works_and_says_so_once():
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=False)
     assert run.stdout == "1.0\n", run.stderr
-    assert run.stderr.count("torch 99.1.0 is newer than the newest that Phalanx is tested with") == 1
+    assert run.stderr.count("torch 99.1.0 is newer than ") == 1
     assert len(run.stderr.splitlines()) == 1
 
 

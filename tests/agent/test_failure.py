@@ -180,4 +180,4 @@ def test_a_limit_on_address_space_is_named_where_it_may_be_the_cause(
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (300 << 20, 300 << 20))
     failures = decide_failures({0: ended(0, 1, 5.0)}, {0: raised(0, 4.0, kind)}, {})
-    assert ("A process may have 307200 KiB" in describe_failures(failures, 1, "box")) == is_likely
+    assert ("This process may use 307200 KiB" in describe_failures(failures, 1, "box")) == is_likely

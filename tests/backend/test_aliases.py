@@ -110,7 +110,7 @@ def test_outputs_that_share_memory_are_refused_on_all_ranks_before_anything_is_s
         if name == "gather":
             continue  # the others would wait for a root that was refused
         for what, outputs in shared.items():
-            with pytest.raises(ValueError, match="share memory, so no results can be written to both") as caught:
+            with pytest.raises(ValueError, match="share memory, so they cannot hold two results") as caught:
                 call(dist.group.WORLD, outputs, torch.full((4,), 1.0 + rank).view(outputs[0].shape))
             assert str(caught.value).startswith(f"{operation}: {place.format(0)} and {place.format(1)} "), what
             assert isinstance(caught.value, RuntimeError)

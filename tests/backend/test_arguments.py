@@ -37,8 +37,8 @@ WRONG = {
     ),
     "another device": (
         lambda g: dist.all_reduce(torch.empty(3, device="meta")),
-        "all_reduce: the tensor is on meta; backend 'phalanx' carries CPU tensors, and CUDA tensors through NCCL.\n"
-        "Move it with .cpu(), or make a group whose backend carries meta tensors: new_group(backend=...).",
+        "all_reduce: the tensor is on meta; backend 'phalanx' supports CPU tensors, and CUDA tensors through NCCL.\n"
+        "Move the tensor with .cpu(), or create a group whose backend supports meta tensors: new_group(backend=...).",
     ),
     "another device to send": (lambda g: dist.send(torch.empty(3, device="meta"), 1), "send: the tensor is on meta;"),
     "sparse where it has no meaning": (
@@ -96,7 +96,7 @@ WRONG = {
     "no inputs": (lambda g: g.alltoall([], []), "all_to_all: no input tensors, the group has 2 ranks"),
     "rows that cannot be shared": (
         lambda g: dist.all_to_all_single(ones(3), ones(3)),
-        "all_to_all_single: the input has 3 rows, which 2 ranks cannot share equally",
+        "all_to_all_single: the input has 3 rows, which cannot be split equally over 2 ranks",
     ),
     "splits that do not add up": (
         lambda g: g.all_to_all_single(ones(4), ones(4), [2, 2], [1, 2]),
@@ -108,11 +108,11 @@ WRONG = {
     ),
     "an output of another length": (
         lambda g: dist.all_to_all_single(ones(4), ones(6)),
-        "all_to_all_single: the output has 4 elements, the input 6; give split sizes when they differ",
+        "all_to_all_single: the output has 4 elements, the input 6; pass split sizes if they differ",
     ),
     "a tensor without rows": (
         lambda g: dist.all_to_all_single(torch.tensor(1.0), torch.tensor(1.0)),
-        "all_to_all_single: the input has no dimension along which it could be split",
+        "all_to_all_single: the input has no dimension to split along",
     ),
     "two dtypes": (
         lambda g: g.all_to_all_single(ones(4).double(), ones(4), [], []),
@@ -153,7 +153,7 @@ def test_a_receive_from_anybody_needs_somebody():
 def test_an_unknown_reduction_lists_the_known_ones():
     for op in ("sum", 99, None):
         with pytest.raises(
-            ValueError, match=r"all_reduce: no reduction .*; there are SUM, AVG, PRODUCT.* and PREMUL_SUM"
+            ValueError, match=r"all_reduce: unknown reduction .*; use SUM, AVG, PRODUCT.* or PREMUL_SUM"
         ):
             reduction_of(op, torch.float32, "all_reduce")
 
@@ -183,5 +183,5 @@ def test_lists_of_other_lengths_are_refused_before_anything_is_gathered(rank):
     """Shorter ones were an IndexError of ours, and the end of longer ones was never written."""
     inputs = [torch.ones(2), torch.ones(3)]
     for outputs in ([torch.zeros(2)], [torch.zeros(2), torch.zeros(3), torch.zeros(4)]):
-        with pytest.raises(ValueError, match=r"output_lists\[0\] has \d tensors, and there are 2 input tensors"):
+        with pytest.raises(ValueError, match=r"output_lists\[0\] has \d tensors, but there are 2 input tensors"):
             dist.all_gather_coalesced([outputs], inputs)

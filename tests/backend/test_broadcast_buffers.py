@@ -86,7 +86,7 @@ def test_a_rank_that_calls_something_else_is_named_on_every_rank(rank, instead):
         _meet_after(call) if rank == 1 else _meet_after()
     text, calls = str(caught.value), caught.value.calls
     name = words.partition("(")[0] if rank == 1 else "broadcast_buffers"
-    assert text.startswith(f"{name} #2 in group '0' on rank {rank}: the ranks called different things; some buffers")
+    assert text.startswith(f"{name} #2 in group '0' on rank {rank}: the ranks' calls do not match; some buffers")
     assert calls[1].startswith(words)
     others = {0, rank} - {1}  # rank 2 may not have come when rank 1 sees that its call is not the root's
     assert all(calls[r].startswith("broadcast_buffers(src=0) of float32 (8,) at tests/backend/") for r in others)

@@ -128,7 +128,7 @@ def test_errors_are_those_that_torchs_callers_catch():
             ours.set("a", 5)
         with pytest.raises(TypeError, match="a key is a str, got int"):
             ours.get(5)
-        with pytest.raises(ValueError, match="the longest may have"):
+        with pytest.raises(ValueError, match="are allowed"):
             ours.set("big", b"x" * (9 << 20))
         prefixed = dist.PrefixStore("p", ours)
         prefixed.set_timeout(70 * MS)

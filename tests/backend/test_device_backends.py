@@ -56,16 +56,16 @@ def test_the_error_for_a_tensor_that_nobody_carries_names_the_ways_out(monkeypat
     cuda = torch.device("cuda", 3)
     monkeypatch.setitem(device_backends.DEVICE_BACKENDS, "cuda", DeviceBackend("NCCL", lambda: False, None, None, None))
     assert no_backend_for(cuda, "send") == (
-        f"send: the tensor is on cuda:3; NCCL would carry it, but this PyTorch ({torch.__version__}) has none, or "
-        "sees no device.\n"
-        "Move it with .cpu(), which backend 'phalanx' carries itself, or install a build of PyTorch with NCCL."
+        f"send: the tensor is on cuda:3; it needs NCCL, but this PyTorch ({torch.__version__}) lacks NCCL or finds "
+        "no device.\n"
+        "Move the tensor with .cpu(), or install a build of PyTorch with NCCL."
     )
     monkeypatch.setitem(device_backends.DEVICE_BACKENDS, "cuda", DeviceBackend("NCCL", lambda: True, None, None, None))
     assert no_backend_for(cuda, "all_gather") == (
-        "all_gather: the tensor is on cuda:3; others of the same call are on the CPU.\n"
+        "all_gather: the tensor is on cuda:3; other tensors of the call are on the CPU.\n"
         "Put all tensors of one call on one device."
     )
-    assert "make a group whose backend carries xpu tensors" in no_backend_for(torch.device("xpu"), "reduce")
+    assert "create a group whose backend supports xpu tensors" in no_backend_for(torch.device("xpu"), "reduce")
 
 
 # -- Gloo, for float64 tensors -----------------------------------------------------------------------------------
@@ -309,7 +309,7 @@ def test_options_that_torch_has_filled_in_for_another_device_are_not_ours(tmp_pa
 def test_one_rank_per_gpu_is_well_and_every_shared_one_is_named() -> None:
     assert find_shared_gpu([]) == find_shared_gpu(["GPU-a"]) == find_shared_gpu(["GPU-a", "GPU-b"]) == ""
     assert find_shared_gpu(["GPU-a", "GPU-b", "GPU-a", "GPU-b", "GPU-c"]) == (
-        "ranks 0, 2 use GPU-a; ranks 1, 3 use GPU-b, and NCCL takes one rank per GPU."
+        "ranks 0, 2 use GPU-a; ranks 1, 3 use GPU-b, but NCCL supports only one rank per GPU."
     )
 
 

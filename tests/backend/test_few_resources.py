@@ -106,5 +106,5 @@ def test_whatever_the_system_refuses_while_memory_is_opened_is_told_with_advice(
         errno.ENOMEM: "Free memory",
         None: "Free memory",
     }
-    expected = expected.get(number, "If rank 0, which leads this host, has ended" if rank else "")
+    expected = expected.get(number, "If rank 0, the leader of this host, has ended" if rank else "")
     assert expected in " ".join(advice)

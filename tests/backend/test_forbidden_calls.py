@@ -50,7 +50,7 @@ def test_without_memfd_the_memory_is_an_unlinked_file_and_the_first_rank_says_so
     before = files_in_shm()
     groups, lines = _results(tmp_path, 3, {r: ("memfd_create",) for r in range(3)})
     assert groups == ["SharedMemoryTransport"] * 3
-    said = "shared memory lies in files without a name in /dev/shm, because memfd_create: Operation not permitted"
+    said = "shared memory is in unnamed files in /dev/shm, because memfd_create: Operation not permitted"
     assert lines == [[said], [], []]
     assert files_in_shm() == before
 
@@ -133,6 +133,6 @@ def test_a_tensor_for_which_the_file_system_has_no_room_is_an_error_on_all_ranks
     for total, message in run_ranks(_in_little_room, 2, str(tmp_path / "store"), init=False):
         assert total == 4
         assert message == (
-            f"shared_empty of {1 << 24} bytes: the file system in which the group's memory lies is full.\n"
-            "Make room there, or allow memfd_create (a seccomp profile forbids it), which needs no file system."
+            f"shared_empty of {1 << 24} bytes: the file system that holds the group's memory is full.\n"
+            "Free space there, or allow memfd_create (a seccomp profile forbids it), which needs no file system."
         )

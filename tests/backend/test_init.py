@@ -44,7 +44,7 @@ def test_two_tasks_of_slurm_are_one_job(tmp_path) -> None:
 def _on_hosts_without_names(rank, world_size):
     os.environ.update(TASK, SLURM_PROCID="1", SLURM_STEP_NUM_NODES="2", SLURM_STEP_NODELIST="no-such-host[1-2]")
     os.environ["WORLD_SIZE"] = "3"
-    with pytest.raises(ValueError, match="Slurm started 2 processes, and WORLD_SIZE=3 in the environment"):
+    with pytest.raises(ValueError, match="Slurm started 2 processes, but the environment has WORLD_SIZE=3"):
         phalanx.init(timeout=5)
     os.environ["WORLD_SIZE"] = "2"
     phalanx.init(timeout=5)
@@ -55,7 +55,7 @@ def test_hosts_of_slurm_that_have_no_address_are_told_to_set_one() -> None:
         run_ranks(_on_hosts_without_names, 1, init=False)
     message = str(caught.value.errors[0])
     assert (
-        "on rank 1 of 2: the ranks are on several hosts, and the name of the first, 'no-such-host1', does not"
+        "on rank 1 of 2: the ranks are on several hosts, but the name of the first host, 'no-such-host1', does not"
         in message
     )
     assert "Set MASTER_ADDR" in message
@@ -150,7 +150,7 @@ def test_without_proc_ranks_with_an_address_meet_and_share_no_memory(tmp_path) -
     [
         ({"rank": 1}, "rank and world_size go together"),
         ({"rank": 2, "world_size": 2}, "rank 2 of 2"),
-        ({"rank": 1, "world_size": 2}, "no address for the rendezvous is set"),
+        ({"rank": 1, "world_size": 2}, "has no rendezvous address"),
         ({"init_method": "tcp://localhost:1"}, "the rank of this process is unknown"),
     ],
 )

@@ -66,12 +66,12 @@ def test_ranks_that_meet_in_a_foreign_file_are_told_so_at_once(tmp_path) -> None
     file.write_text("lr: 0.1\nbatch_size: 32\n")
     for said in run_ranks(_meets, 2, file, 60, init=False):
         assert said.startswith(f"ValueError: init_method='file://{file}': the file holds 23 bytes that no FileStore")
-        assert "Choose a path without a file" in said
+        assert "Choose a path where no file exists" in said
     assert file.read_text() == "lr: 0.1\nbatch_size: 32\n"
     for said in run_ranks(_meets, 2, tmp_path, 60, init=False):
         assert (
-            said == f"ValueError: init_method='file://{tmp_path}': this is not a regular file. Choose a path "
-            "without a file."
+            said == f"ValueError: init_method='file://{tmp_path}': not a regular file. Choose a path "
+            "where no file exists."
         )
     file.write_bytes(b"")
     assert run_ranks(_meets, 2, file, 60, init=False) == [[2.0, 2.0]] * 2

@@ -22,7 +22,7 @@ def test_a_heap_fits_into_what_address_space_is_left(rank, world_size, tmp_path)
     join_by_file(rank, world_size, path)
     shared = phalanx.shared_empty(1000).fill_(1.0)
     dist.all_reduce(shared)
-    with pytest.raises(PhalanxError, match=r"the group's heap of [0-9]+ bytes per rank has no room"):
+    with pytest.raises(PhalanxError, match=r"the group's heap of [0-9]+ bytes per rank is full"):
         phalanx.shared_empty(1 << 26)
     assert shared[7].item() == 2.0
 

@@ -94,7 +94,7 @@ def test_every_rank_is_told_what_each_rank_called_and_where(rank, name):
         dist.barrier()
     assert again.value.calls == caught.value.calls
     message, calls = str(caught.value), caught.value.calls
-    assert f" in group '0' on rank {rank}: the ranks called different things; no tensor was changed." in message
+    assert f" in group '0' on rank {rank}: the ranks' calls do not match; no tensor was changed." in message
     assert list(calls) == [0, 1, 2]
     for r in range(3):
         assert calls[r].startswith(odd_text if r == 1 else even_text), (rank, message)
@@ -160,7 +160,7 @@ def test_a_round_of_gradients_beside_a_barrier_shows_both_and_promises_nothing_o
         reducer.ready(0)
     with pytest.raises(MismatchError) as caught:
         reducer.finish() if rank == 0 else dist.barrier()
-    assert "some gradients may be averaged already" in str(caught.value)
+    assert "some gradients may already be averaged" in str(caught.value)
     assert [call.partition(" ")[0] for call in caught.value.calls.values()] == ["gradients", "barrier"]
 
 
@@ -173,7 +173,7 @@ def test_a_checkpoint_in_a_thread_of_torchs_is_named_with_what_to_give_it(tmp_pa
 
         if rank == 1:
             saved = dcp.async_save({"weight": torch.ones(4)}, checkpoint_id=str(tmp_path))
-            with pytest.raises(BaseException, match="called different things"):
+            with pytest.raises(BaseException, match="calls do not match"):
                 saved.result()
             return None
         with pytest.raises(MismatchError) as caught:

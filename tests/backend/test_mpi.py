@@ -20,7 +20,7 @@ def test_the_ranks_of_one_host_share_memory_and_mpi_carries_everything_between_h
     for rank, (seen, _) in enumerate(results):
         assert seen["names"] == ("mpi", True, True)
         assert (seen["memory"], seen["mpi"]) == ((True, True), False)
-        assert '"mpi" cannot be joined with other backends in one group' in seen["joined"]
+        assert '"mpi" cannot be combined with other backends in one group' in seen["joined"]
         assert seen["local"].startswith("ValueError: MPI backend doesn't support use_local_synchronization")
         assert seen["options"].startswith("TypeError: init_process_group: backend 'phalanx' takes pg_options=")
         assert seen["ddp"] == (world_size - 1) / 2
@@ -70,7 +70,7 @@ def test_ranks_that_mpiexec_did_not_start_say_so(rank, world_size):
 
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
     said = mpi_checks.start_mpi()
-    assert "MPI joins only what mpiexec starts" in said
+    assert "MPI connects only processes that mpiexec started" in said
 
 
 def test_without_mpi4py_the_error_says_what_to_install():

@@ -207,7 +207,7 @@ def test_ranks_that_disagree_on_the_owner_are_told():
     def disagree(rank, world_size):
         phalanx.shared_empty(3, owner=rank)
 
-    with pytest.raises(RankFailed, match="the ranks called different things"):
+    with pytest.raises(RankFailed, match="the ranks' calls do not match"):
         run_ranks(disagree, 2)
 
 
@@ -228,7 +228,7 @@ def test_a_reduction_of_what_is_one_memory_for_all_ranks_is_refused(world_size):
     calls = (dist.all_reduce, lambda one: dist.reduce(one, 0), lambda one: dist.all_reduce(one, dist.ReduceOp.MAX))
     for tensor in (layer.weight.data, layer.weight.detach()[3:5], layer.bias.data):
         for call in calls:
-            with pytest.raises(ValueError, match=r"on rank \d: the tensor of shape .* one memory for all ranks"):
+            with pytest.raises(ValueError, match=r"on rank \d: the tensor of shape .* is the same memory on all ranks"):
                 call(tensor)
     work = dist.all_reduce(layer.weight.data, async_op=True)
     with pytest.raises(ValueError, match="reduce a clone"):

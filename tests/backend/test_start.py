@@ -90,7 +90,7 @@ def test_a_script_without_a_launcher_is_told_to_use_one(tmp_path) -> None:
     ours, ranked, gloo, unnamed = out.splitlines()
     torchs = "Error initializing torch.distributed using env:// rendezvous: environment variable RANK expected, but not"
     assert ours.startswith(
-        "init_process_group with backend 'phalanx': no launcher has started this process: RANK, WORLD_SIZE, "
+        "init_process_group with backend 'phalanx': no launcher started this process: RANK, WORLD_SIZE, "
         f"MASTER_ADDR, MASTER_PORT are not set.|torch said: {torchs} set|"
         "Start it with `phalanx run --nproc-per-node 2 fit.py` "
     )

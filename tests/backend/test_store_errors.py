@@ -51,7 +51,7 @@ def test_the_message_of_each_side_says_who_waited_where() -> None:
         "init_process_group on rank 0 of 8: the job's store cannot be opened at node1 port 29500: th"
     )
     assert "torch said: no address\nCheck that MASTER_ADDR names this host" in first
-    assert "a program answers there that is not a store" in explain(
+    assert "the program that answers there is not a store" in explain(
         StoreAddress("node1", 29500, -1, -1, TEN_S), "", "Ping failed"
     )
 
@@ -198,10 +198,10 @@ def test_a_port_of_another_program_is_told_as_such(answer, monkeypatch) -> None:
         thread.join()
     assert kind == other_kind == "DistNetworkError"
     assert f"on rank 0 of 2: port {port} is in use by another process of this host" in first
-    assert "That process is another program, or a job that already runs." in first
+    assert "That process is another program, or a job that is still running." in first
     assert "Choose another MASTER_PORT" in first
     assert "on rank 1 of 2: rank 0 did not answer at 127.0.0.1" in second
-    assert "a program answers there that is not a store" in second
+    assert "the program that answers there is not a store" in second
 
 
 def _serve(server, answer):

@@ -130,11 +130,11 @@ def test_what_fails_for_a_while_is_tried_again_and_told(s3, caplog):
     told, step = alone(save)
     assert step == 2
     assert len(told) == 2, told
-    left_s = re.search(r"It is tried again for (\d+) s\.", told[0])
+    left_s = re.search(r"Retrying for up to (\d+) s\.", told[0])
     assert left_s is not None, told[0]
     assert int(left_s[1]) <= 60
     assert folder in told[0]
-    assert "it has succeeded, after" in told[1]
+    assert "succeeded after" in told[1]
 
 
 @pytest.mark.slow

@@ -132,7 +132,7 @@ def test_a_receiver_that_does_not_know_of_a_transfer_is_found() -> None:
 
 def test_a_phase_that_only_claims_to_repeat_itself_is_found() -> None:
     schedule = by_hand([reduce(0, 1)], [copy(1, 0)], world_size=2)
-    with pytest.raises(ValueError, match="phase 'by hand' says that its steps are alike, and they are not"):
+    with pytest.raises(ValueError, match="phase 'by hand' declares that its steps are alike, but they differ"):
         check(replace(schedule, phases=(replace(schedule.phases[0], alike=True),)))
 
 

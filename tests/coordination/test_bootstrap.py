@@ -150,7 +150,7 @@ def test_a_rank_that_ends_while_it_waits_for_the_others_is_named_at_once(victim,
     for message, ranks in (result for result in results if result):
         assert ranks == (victim,)
         assert f"rank {victim} (pid " in message
-        assert "joined, and ended before all ranks had joined.\nRead its log first." in message
+        assert "joined, but ended before all ranks had joined.\nRead its log first." in message
 
 
 def test_a_process_of_another_job_learns_that_its_rank_is_taken_by_a_group_that_was_formed_there(

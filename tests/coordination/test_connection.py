@@ -23,7 +23,10 @@ def test_who_is_at_the_other_end_is_asked_without_the_lock(monkeypatch):
         return explain(*arguments)
 
     monkeypatch.setattr(connection_module, "explain_refusal", look)
-    with Service("127.0.0.1:0", KEY) as service, pytest.raises(AuthenticationError, match="does not accept our key"):
+    with (
+        Service("127.0.0.1:0", KEY) as service,
+        pytest.raises(AuthenticationError, match="does not accept this host's key"),
+    ):
         client.__init__(str(service.address), Key.generate())
     assert was_locked
     assert not any(was_locked)

@@ -118,7 +118,7 @@ def test_a_coordinator_that_was_started_again_is_told_from_the_one_before():
         client.set("a", "1")
         service.close()
         stack.enter_context(Service(place, KEY))
-        with pytest.raises(CoordinationError, match="was restarted, and the job's keys, members and queues") as error:
+        with pytest.raises(CoordinationError, match="was restarted, so the job's keys, members and queues") as error:
             client.get("a")
         assert error.value.reason == "lost"
         (event,) = client.wait_event()
@@ -138,7 +138,7 @@ def test_a_coordinator_that_has_ended_is_told_to_members_at_once():
         for client in clients:
             (event,) = client.wait_event()
             assert event.kind == "expelled"
-            assert "has ended: its host answers, and nothing listens there any more" in event.why
+            assert "has ended: its host answers, but nothing listens there any longer" in event.why
 
 
 def fork(work):

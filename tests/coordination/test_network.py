@@ -147,7 +147,7 @@ def test_hosts_meet_over_ipv4_and_ipv6_and_a_pulled_cable_is_named():
             events += far.wait_event()
         assert events[-1].body == b"hello"
         wrong = on(carl, lambda: Client(f"[fd77::1]:{port}", Key.generate()))
-        assert "does not accept our key" in str(wrong)
+        assert "does not accept this host's key" in str(wrong)
         nobody = on(carl, lambda: Client(f"10.77.0.9:{port}", KEY, timeout=5.0))
         assert isinstance(nobody, CoordinationError)
         assert f"Tried 10.77.0.9:{port}: " in str(nobody)

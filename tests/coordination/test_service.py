@@ -185,7 +185,7 @@ def test_a_coordinator_that_cannot_bind_leaves_no_descriptor_open(scheme, monkey
 
 def test_a_client_with_another_key_hears_so_and_the_coordinator_says_from_where():
     with service() as (running, connect, said):
-        with pytest.raises(AuthenticationError, match=rf"at {running.address} .* does not accept our key"):
+        with pytest.raises(AuthenticationError, match=rf"at {running.address} .* does not accept this host's key"):
             connect(key=Key.generate())
         with pytest.raises(AuthenticationError, match="there is no key here"):
             connect(key=None)

@@ -196,8 +196,8 @@ def test_a_read_that_fails_as_networks_do_is_tried_again_from_where_it_was(caplo
 
     stream = Stream(["a"], read, lengths=6, retry_s=60.0)
     assert [stream[i] for i in range(6)] == list(range(6))
-    assert "reading a: ConnectionResetError: the peer has gone. It is tried again for 60 s." in caplog.text
-    assert "reading a: it has succeeded, after 2 failures." in caplog.text
+    assert "reading a: ConnectionResetError: the peer has gone. Retrying for up to 60 s." in caplog.text
+    assert "reading a: succeeded after 2 failures." in caplog.text
 
 
 def test_a_read_that_goes_on_failing_ends_when_its_time_is_over():

@@ -21,8 +21,8 @@ from phalanx.errors import DeadlineError, MismatchError, PeerLostError
 from phalanx.testing import run_ranks
 
 ADVICE = (
-    "A call under `if rank == 0`, or another condition that not every rank meets, is one that only some ranks ever "
-    "reach.\nTake it out of there, or give those ranks a group of their own (dist.new_group)."
+    "Only some ranks reach a call under `if rank == 0`, or under another condition that not every rank meets.\n"
+    "Move the call out of the condition, or give those ranks their own group (dist.new_group)."
 )
 
 
@@ -86,7 +86,7 @@ def test_the_others_wait_in_a_barrier(world_size):
     for message in run_ranks(check, world_size):
         assert (
             f"\nRank 0 is in all_reduce #n (test_divergence.py), which {who} not reached: "
-            f"{they_are} in barrier #n (test_divergence.py).\nA call under `if rank == 0`"
+            f"{they_are} in barrier #n (test_divergence.py).\nOnly some ranks reach a call under `if rank == 0`"
         ) in message
         assert message.endswith(f"\n{ADVICE} {ORDER_ADVICE} The group can no longer be used.")
 
@@ -186,7 +186,7 @@ def test_a_call_that_another_line_answered_is_told_when_the_ranks_part():
     line = evaluate.__code__.co_firstlineno + 2
     for message in run_ranks(check, 3):
         assert re.search(
-            rf"\nThey had called all_reduce #2 from different lines, too: rank 0 at \S+:{line}, rank 1 at", message
+            rf"\nBefore that, they called all_reduce #2 from different lines: rank 0 at \S+:{line}, rank 1 at", message
         )
 
 
@@ -243,7 +243,7 @@ def test_the_latest_earlier_parting_is_told_and_rounds_of_gradients_are_counted_
     ours = [call(ALL_REDUCE, 1, "a.py:1"), call(ALL_REDUCE, 2, "a.py:2"), call(GRADIENTS, 3, "a.py:3")]
     theirs = [call(ALL_REDUCE, 1, "b.py:1"), call(ALL_REDUCE, 2, "b.py:2"), call(GRADIENTS, 3, "b.py:3")]
     assert describe_earlier_divergence([ours, theirs], 4) == (
-        "They had called all_reduce #2 from different lines, too: rank 0 at a.py:2, rank 1 at b.py:2."
+        "Before that, they called all_reduce #2 from different lines: rank 0 at a.py:2, rank 1 at b.py:2."
     )
     assert describe_earlier_divergence([ours, ours], 4) == ""
     assert describe_earlier_divergence([ours, []], 4) == ""

@@ -32,7 +32,7 @@ REPORTS = {
     "mismatch": (
         FailureReport("mismatch", calls={0: OTHER, 1: ONE, 2: ONE}),
         MismatchError,
-        "the ranks called different things; no tensor was changed.\n"
+        "the ranks' calls do not match; no tensor was changed.\n"
         f"  rank 0: {OTHER.text}\n  rank 1: {ONE.text}\n  rank 2: {ONE.text}\n"
         "Rank 0 is in barrier #42 (eval.py:7), which ranks 1, 2 have not reached: they are in all_reduce #42 "
         "(train.py:88).\n"
@@ -41,21 +41,21 @@ REPORTS = {
     "a rank that called nothing": (
         FailureReport("mismatch", calls={0: ONE, 1: NOTHING_CALLED}),
         MismatchError,
-        f"the ranks called different things; no tensor was changed.\n  rank 0: {ONE.text}\n  rank 1: nothing yet\n"
+        f"the ranks' calls do not match; no tensor was changed.\n  rank 0: {ONE.text}\n  rank 1: nothing yet\n"
         "Rank 0 is in all_reduce #42 (train.py:88), which rank 1 has not reached: it has called nothing yet.\n"
         f"{DIVERGENCE_ADVICE} {ORDER_ADVICE}",
     ),
     "lines that are not known": (
         FailureReport("mismatch", calls={0: RankCall("all_to_all that sends 8 bytes to rank 1"), 1: ONE}),
         MismatchError,
-        "the ranks called different things; no tensor was changed.\n"
+        "the ranks' calls do not match; no tensor was changed.\n"
         f"  rank 0: all_to_all that sends 8 bytes to rank 1\n  rank 1: {ONE.text}\n"
         "Make every rank call the same operation with the same dtype, size and options, in the same order.",
     ),
     "a message that does not fit": (
         FailureReport("mismatch", calls={0: RankCall("send"), 1: RankCall("recv")}, is_collective=False),
         MismatchError,
-        "the message does not fit; the tensor was not changed.\n  rank 0: send\n  rank 1: recv\n"
+        "send and recv do not match; the tensor was not changed.\n  rank 0: send\n  rank 1: recv\n"
         "Make the receiver's tensor as large as the sender's, with the same dtype.",
     ),
     "lost": (
@@ -74,20 +74,20 @@ REPORTS = {
             "lost", (1,), {1: "pid 17"}, {1: RankPosition(41, "all_reduce #41 (train.py:88)")}, reason=QUIET_END
         ),
         PeerLostError,
-        f"rank 1 (pid 17) is gone: {QUIET_END}, after all_reduce #41, in the line that this rank is in.\n"
-        f"If its data has ended: {JOIN_ADVICE}\nElse read its log first.",
+        f"rank 1 (pid 17) is gone: {QUIET_END}, after all_reduce #41, on the line that this rank has reached.\n"
+        f"If it ran out of data: {JOIN_ADVICE}\nOtherwise read its log first.",
     ),
     "interrupted": (
         FailureReport("interrupted", (1,), {1: "pid 17"}, {1: IN_BARRIER}, reason="KeyboardInterrupt"),
         PeerLostError,
-        "rank 1 (pid 17) was interrupted (KeyboardInterrupt) while the group waited; it is in barrier #41 (eval.py:7) "
-        "for 3.1 s.",
+        "rank 1 (pid 17) was interrupted (KeyboardInterrupt) while the group waited; it has been in barrier #41 "
+        "(eval.py:7) for 3.1 s.",
     ),
     "late": (
         FailureReport("late", (1, 2), {1: "pid 17 on Node3", 2: "pid 18"}, {1: IN_BARRIER}, timeout_s=30.0, waiter=3),
         DeadlineError,
         "no answer from ranks 1, 2 within 30.0 s.\n"
-        "Rank 1 (pid 17 on Node3) is in barrier #41 (eval.py:7) for 3.1 s.\n"
+        "Rank 1 (pid 17 on Node3) has been in barrier #41 (eval.py:7) for 3.1 s.\n"
         f"Rank 2 (pid 18) does not answer: it hangs, is stopped, or is cut off.\n{LATE}\n{DIVERGENCE_ADVICE}",
     ),
     "late, and another rank gave up": (
@@ -99,13 +99,13 @@ REPORTS = {
     "late, and now all have come": (
         FailureReport("late", timeout_s=2.0),
         DeadlineError,
-        "time ran out within 2.0 s; every rank has arrived since.\n"
+        "the operation did not complete within 2.0 s; every rank has arrived since.\n"
         "A rank or the network is too slow: raise the timeout of the group.",
     ),
     "no memory": (
         FailureReport("no memory", (1,), {1: "pid 17"}),
         PhalanxError,
-        "rank 1 (pid 17) had no memory for a message that came before its receive.",
+        "rank 1 (pid 17) had no memory for a message that arrived before its receive.",
     ),
     "broken": (FailureReport("broken", reason="MPI failed: it did"), PhalanxError, "MPI failed: it did."),
     "internal": (
@@ -143,11 +143,11 @@ def test_a_report_travels_to_other_hosts_and_its_error_to_other_processes(name):
 
 def test_gradients_and_buffers_may_have_changed_before_a_mismatch_is_seen():
     for call, changed in (
-        ("gradients at train.py:9", "some gradients may be averaged already"),
-        ("broadcast_buffers(src=0) of bytes (8,) at train.py:9", "some buffers may be the root's already"),
+        ("gradients at train.py:9", "some gradients may already be averaged"),
+        ("broadcast_buffers(src=0) of bytes (8,) at train.py:9", "some buffers may already hold the root's values"),
     ):
         text = FailureReport("mismatch", calls={0: RankCall(call, "x"), 1: ONE}).message(HERE)
-        assert f"the ranks called different things; {changed}.\n" in text
+        assert f"the ranks' calls do not match; {changed}.\n" in text
 
 
 def test_an_interrupted_wait_says_for_whom_it_was():

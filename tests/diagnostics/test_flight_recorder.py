@@ -35,10 +35,10 @@ def test_dimensions_that_have_no_room_count_in_the_last_one(rank):
     ("records", "clause"),
     [
         ([], "has called nothing yet"),
-        ([CALL], "is in all_reduce #7 (train.py:88) for 2.5 s"),
+        ([CALL], "has been in all_reduce #7 (train.py:88) for 2.5 s"),
         ([replace(CALL, leave_ns=1_100_000_000)], "last finished all_reduce #7 (train.py:88)"),
         ([replace(CALL, leave_ns=1_100_000_000, status=2)], "was in all_reduce #7 (train.py:88), which failed"),
-        ([replace(CALL, kind=10, peer=3, call_site="")], "is in send to rank 3 for 2.5 s"),
+        ([replace(CALL, kind=10, peer=3, call_site="")], "has been in send to rank 3 for 2.5 s"),
         ([replace(CALL, kind=11, peer=-1, leave_ns=2)], "last finished recv from any rank (train.py:88)"),
     ],
 )

@@ -19,11 +19,11 @@ from phalanx.errors import PhalanxError
 from phalanx.testing import run_ranks, why_no_hosts
 
 ADVICE = (
-    "A call under `if rank == 0`, or another condition that not every rank meets, is one that only some ranks ever "
-    "reach.\nTake it out of there, or give those ranks a group of their own (dist.new_group). "
+    "Only some ranks reach a call under `if rank == 0`, or under another condition that not every rank meets.\n"
+    "Move the call out of the condition, or give those ranks their own group (dist.new_group). "
     "The group can no longer be used."
 )
-ORDER = "If every rank makes these calls, give them one order: a loop over a set has none."
+ORDER = "If every rank makes these calls, make them in the same order: a loop over a set has no fixed order."
 
 
 def error_of(call):
@@ -91,7 +91,7 @@ def test_a_mistake_is_told_in_the_same_words(transport, tmp_path, monkeypatch):
         name = ("all_reduce", "barrier")[rank]
         assert told[rank]["mismatch"] == (
             "MismatchError",
-            f"{name} #n in group 'g' on rank {rank}: the ranks called different things; no tensor was changed.\n"
+            f"{name} #n in group 'g' on rank {rank}: the ranks' calls do not match; no tensor was changed.\n"
             "  rank 0: all_reduce(SUM) of float32 (2, 3) at test_one_wording.py\n"
             "  rank 1: barrier at test_one_wording.py\n"
             "Rank 0 is in all_reduce #n (test_one_wording.py), which rank 1 has not reached: it is in barrier #n "
@@ -100,7 +100,7 @@ def test_a_mistake_is_told_in_the_same_words(transport, tmp_path, monkeypatch):
         )
         assert told[rank]["size"] == (
             "MismatchError",
-            f"all_reduce #n in group 'g' on rank {rank}: the ranks called different things; no tensor was changed.\n"
+            f"all_reduce #n in group 'g' on rank {rank}: the ranks' calls do not match; no tensor was changed.\n"
             "  rank 0: all_reduce(SUM) of float32 (2,) at test_one_wording.py\n"
             "  rank 1: all_reduce(SUM) of float32 (3,) at test_one_wording.py\n"
             "Make every rank call the same operation with the same dtype, size and options, in the same order. "

@@ -321,7 +321,7 @@ def test_what_goes_wrong_in_recording_is_said_and_ends_no_program(tmp_path, reco
     monkeypatch.setattr(recorder, "_save_state", lambda: 1 / 0)
     one_step(recorder, clock)
     one_step(recorder, clock)
-    assert capsys.readouterr().err.count("will lack what could not be recorded: ZeroDivisionError") == 1
+    assert capsys.readouterr().err.count("report will be incomplete: ZeroDivisionError") == 1
     monkeypatch.undo()
 
 

@@ -233,5 +233,5 @@ def test_the_table_shows_square_brackets_as_they_are(capsys):
 def test_a_torch_that_nobody_has_tried_is_a_warning():
     finding = the("torch", on("torch", version="9.0.0.dev3+cpu"))
     assert finding.status is CheckStatus.WARNING
-    assert "torch 9.0.0.dev3+cpu is newer than the newest that Phalanx is tested with" in finding.fact
+    assert "torch 9.0.0.dev3+cpu is newer than" in finding.fact
     assert "pip install 'torch==" in finding.advice

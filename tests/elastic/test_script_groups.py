@@ -165,7 +165,7 @@ def agree_before(job: Job) -> tuple[list[str], list[str], float]:
 
         train(state)
         return (
-            [line for line in warnings if "meets the others" in line],
+            [line for line in warnings if "joins the other ranks" in line],
             errors,
             sum(p.sum().item() for p in model.parameters()),
         )

@@ -210,7 +210,7 @@ def test_a_late_message_and_one_that_nobody_reads_end_at_the_deadline():
 def test_a_message_that_is_longer_than_its_memory_is_refused():
     first, second = pair()
     second.send(0, memoryview(bytes(11)))
-    with pytest.raises(RuntimeError, match="a message of 11 bytes arrived, and at most 10 were expected"):
+    with pytest.raises(RuntimeError, match="a message of 11 bytes arrived, but at most 10 were expected"):
         receive(first, 1, nbytes=10)
     close_all([first, second])
 

@@ -87,8 +87,8 @@ def test_a_trace_that_fails_leaves_the_model_as_it_was():
     ("model", "words"),
     [
         (MakesNoise, "whose values differ between calls"),
-        (FreezesOne, "switches gradients or autocast"),
-        (SwitchesAutocast, "switches gradients or autocast"),
+        (FreezesOne, "turns gradients or autocast on or off"),
+        (SwitchesAutocast, "turns gradients or autocast on or off"),
         (Counts, "Counts cannot be cut: its forward sets self.seen"),
     ],
 )

@@ -273,7 +273,7 @@ def test_wrong_arguments_are_refused_on_entry_on_every_rank():
         "word": "ValueError: Pipeline: balance must be 'auto', 'time', 'memory', numbers of layers or names, got 'sp",
         "time": "ValueError: Pipeline: balance='time' runs every layer to measure it: give an example",
         "branch": "ValueError: Branching cannot be cut: torch.fx could not follow its forward",
-        "training": "ValueError: Training cannot be cut: what its forward does depends on self.training",
+        "training": "ValueError: Training cannot be cut: its forward depends on self.training",
         "buffers": "ValueError: Pipeline: layer '0' has buffers and is called in stages 0 and 1",
         "example": f"RuntimeError: {torchs.value}",
         "differs": "MismatchError: Pipeline: rank 1 has another model or other arguments than rank 0: micro_batches 5",

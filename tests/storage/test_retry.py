@@ -33,8 +33,8 @@ def test_failures_that_go_away_are_told_once_with_how_long_they_are_tried(caplog
     assert retry(function, "writing x", Deadline.after(30.0, clock), pause=pause) == "done"
     assert paused == [0.1, 0.2, 0.4]
     assert [record.getMessage() for record in caplog.records] == [
-        "writing x: ConnectionResetError: gone. It is tried again for 30 s.",
-        "writing x: it has succeeded, after 3 failures.",
+        "writing x: ConnectionResetError: gone. Retrying for up to 30 s.",
+        "writing x: succeeded after 3 failures.",
     ]
 
 

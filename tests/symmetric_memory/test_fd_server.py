@@ -92,9 +92,7 @@ def test_a_process_that_may_open_no_more_files_says_so():
         os.close(lowest)
         resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + 2, before[1]))
         try:
-            with pytest.raises(
-                PhalanxError, match=rf"may have {lowest + 2} open files, and 3 more are needed .*ulimit"
-            ):
+            with pytest.raises(PhalanxError, match=rf"at most {lowest + 2} open files, but .* needs 3 more .*ulimit"):
                 receive_fds(leader.address, 1, 3, Deadline.after(10))
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, before)
@@ -227,7 +225,9 @@ def test_a_folder_that_is_not_ours_alone_is_not_used(tmp_path, monkeypatch):
     monkeypatch.setattr(private, "_PLACES", (str(taken), str(loose), str(free)))
     assert private.folder() == private.folder() == free / f"phalanx-{os.getuid()}"
     monkeypatch.setattr(private, "_PLACES", (str(taken), str(loose), str(tmp_path / "nowhere")))
-    with pytest.raises(PhalanxError, match=r"other users can enter it; .*No such file(.|\n)*MASTER_ADDR"):
+    with pytest.raises(
+        PhalanxError, match=r"not a folder that only this user can enter; .*No such file(.|\n)*MASTER_ADDR"
+    ):
         private.folder()
 
 

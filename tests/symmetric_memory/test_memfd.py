@@ -128,6 +128,6 @@ def test_a_process_without_a_free_descriptor_is_told_its_limit_and_what_to_do():
     """It was "Too many open files" of memfd_create and of two folders, without advice."""
     limit, told = run_ranks(_without_descriptors, 1, backend=None)[0]
     assert told == (
-        f"no memory can be shared: Too many open files. This process may have {limit} open files: raise the limit "
-        "(ulimit -n)."
+        f"no memory can be shared: Too many open files. This process may have at most {limit} open files. Raise "
+        "the limit (ulimit -n)."
     )

@@ -42,7 +42,7 @@ def test_a_hang_is_seen_while_it_lasts_and_told_when_it_is_ended(tmp_path: Path)
         while waited is None or float(waited.group(1)) < 1.5:  # the command's own answer is our clock
             shown = stacks(str(running.process.pid))
             assert shown.returncode == 0, shown.stderr
-            waited = re.search(r"is in all_reduce #2 \(.+script\.py:11\) for (\S+) s", shown.stdout)
+            waited = re.search(r"has been in all_reduce #2 \(.+script\.py:11\) for (\S+) s", shown.stdout)
         ranks = re.split(r"^rank \d.*\n", shown.stdout, flags=re.MULTILINE)
         assert ranks[0] == f"Job {running.process.pid}: {script}, 2 of 2 ranks running\n\n"
         assert "last finished all_reduce #1" in ranks[2]

@@ -311,7 +311,7 @@ def test_a_public_address_is_refused_on_all_ranks_before_anything_listens():
         assert f"init_process_group of group '0' on rank {rank}: tensors would be sent to and from" in str(error)
         assert f"{PUBLIC}.1 on " in str(error)
         assert f"{PUBLIC}.2 on " in str(error)
-        assert "Options(allow_public_address=True), or PHALANX_ALLOW_PUBLIC_ADDRESS=1" in str(error)
+        assert "Options(allow_public_address=True), or set PHALANX_ALLOW_PUBLIC_ADDRESS=1" in str(error)
 
 
 def test_whoever_asks_for_a_public_address_by_option_or_variable_gets_it():

@@ -233,7 +233,7 @@ def test_whatever_two_ranks_call_differently_is_named_on_all_and_changes_no_tens
     for name, (text, calls) in results[0].items():
         assert {result[name][0] for result in results} == {text}, name
         assert sorted(calls) == [0, 1, 2, 3], name
-        assert "the ranks called different things; no tensor was changed." in text
+        assert "the ranks' calls do not match; no tensor was changed." in text
         assert "test_hosts_failures.py:" in calls[odd]
         one, others = expected.get(name, ("", ""))
         assert calls[odd].startswith(one), name
@@ -256,7 +256,7 @@ def test_a_split_that_does_not_fit_is_named_on_both_sides():
 def test_a_message_that_does_not_fit_its_receiver_is_refused():
     def check(rank, world_size, machines):
         if rank == 0:
-            with pytest.raises(MismatchError, match="the message does not fit; the tensor was not changed") as caught:
+            with pytest.raises(MismatchError, match="send and recv do not match; the tensor was not changed") as caught:
                 dist.recv(torch.empty(3), 1)
             return str(caught.value)
         with pytest.raises(PhalanxError):  # its message was never taken
@@ -494,8 +494,7 @@ def test_ctrl_c_is_heard_while_the_hosts_connect():
 
     mine, others = on_hosts((1, 1), check, timeout_s=30.0, run_s=20.0)
     assert (
-        "init_process_group in group '1' on rank 0: interrupted (KeyboardInterrupt); it was connecting with rank 1."
-        in mine
+        "init_process_group in group '1' on rank 0: interrupted (KeyboardInterrupt) while connecting to rank 1." in mine
     )
     assert "init_process_group in group '1' on rank 1: rank 0 (pid " in others
     assert "was interrupted (KeyboardInterrupt in init_process_group) while the group waited" in others

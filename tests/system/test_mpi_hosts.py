@@ -27,7 +27,7 @@ def test_ranks_that_disagree_or_fail_are_named_on_other_hosts():
     for rank in range(4):
         text = outcome.output.partition(f"rank {rank} heard: ")[2]
         assert "the ranks were given different options.\n  rank 0: algorithm=None" in text
-        assert f"on rank {rank}: the ranks called different things; no tensor was changed." in text
+        assert f"on rank {rank}: the ranks' calls do not match; no tensor was changed." in text
         assert "rank 3: barrier at tests/system/mpi_checks.py" in text
     assert 'KeyError: "the loader\'s index"' in outcome.output
     # That MPI_Abort ended it MPICH says itself, unless its launcher has ended before it read that line.

@@ -377,5 +377,5 @@ def test_too_little_address_space_is_told_with_the_limit(tmp_path: Path) -> None
     script = write_script(tmp_path, "import torch")
     finished = run("--no-preload", "--nproc-per-node", "1", script, before=("prlimit", f"--as={300 << 20}"))
     assert finished.code == 1
-    advice = f"A process may have {300 << 10} KiB of address space here (RLIMIT_AS): raise the limit (ulimit -v)."
+    advice = f"This process may use {300 << 10} KiB of address space (RLIMIT_AS). Raise the limit (ulimit -v)."
     assert finished.err.rstrip().endswith(advice), finished.err

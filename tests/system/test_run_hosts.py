@@ -313,7 +313,7 @@ def test_the_others_end_when_the_first_host_goes(tmp_path: Path, how: str) -> No
     for other in others:
         assert other.code == (143 if how == "ended" else 1)
         assert ("the first host is lost: it has sent nothing" in other.out) == (how == "cut off")
-        said = f"the coordinator at 10.77.0.1:{_PORT} has ended: its host answers, and nothing listens there any more"
+        said = f"the coordinator at 10.77.0.1:{_PORT} has ended: its host answers, but nothing listens there any longer"
         assert (said in other.out) == (how == "killed")
 
 
@@ -403,7 +403,7 @@ def test_a_host_with_another_key_is_refused_by_address(tmp_path: Path) -> None:
         ended = finish(jobs)
     assert [end.code for end in ended] == [1, 2], ended[1].out
     assert "refused a connection from 10.77.0.2: it does not know the job's key" in ended[0].out
-    assert "does not accept our key" in ended[1].out
+    assert "does not accept this host's key" in ended[1].out
 
 
 @pytest.mark.slow

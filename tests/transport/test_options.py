@@ -16,7 +16,7 @@ def test_all_problems_are_told_at_once():
 
 
 def test_nccl_needs_no_option():
-    with pytest.raises(ValueError, match="engine is for CPU tensors: gloo, mpi; CUDA tensors use NCCL in any case"):
+    with pytest.raises(ValueError, match="engine applies to CPU tensors: gloo, mpi; CUDA tensors always use NCCL"):
         phalanx.Options(engine="nccl")
 
 

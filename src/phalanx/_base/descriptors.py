@@ -35,7 +35,7 @@ def raise_limit(wanted: int) -> int:
 def describe_limit() -> str:
     """Return the limit on open files, with advice for raising it."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return f"This process may have {soft} open files: raise the limit (ulimit -n)."
+    return f"This process may have at most {soft} open files. Raise the limit (ulimit -n)."
 
 
 def find_shortage(needed: int) -> str:
@@ -48,7 +48,7 @@ def find_shortage(needed: int) -> str:
     if num_open + needed <= allowed:
         return ""
     return (
-        f"{needed} more open files are needed, {num_open} are open, and this process may have {allowed} "
+        f"This process needs {needed} more open files; {num_open} are open, and its limit is {allowed} "
         "(RLIMIT_NOFILE). Raise the hard limit before the job starts: `ulimit -Hn`, LimitNOFILE= of a service, "
         "--ulimit nofile= of a container."
     )

@@ -34,7 +34,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 _MEANINGS = {
     "SIGSEGV": "segmentation fault",
     "SIGBUS": "bus error; often /dev/shm or a mapped file is full",
-    "SIGABRT": "abort; the program or a library gave up, and its own message says why",
+    "SIGABRT": "abort; the program or a library aborted, and usually printed why",
     "SIGFPE": "arithmetic fault",
     "SIGILL": "illegal instruction; built for another processor?",
     "SIGKILL": "killed; out of memory? see `dmesg` or the job's memory limit",
@@ -298,4 +298,4 @@ def describe_address_space() -> str:
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
     if soft == resource.RLIM_INFINITY:
         return ""
-    return f"A process may have {soft // 1024} KiB of address space here (RLIMIT_AS): raise the limit (ulimit -v)."
+    return f"This process may use {soft // 1024} KiB of address space (RLIMIT_AS). Raise the limit (ulimit -v)."

@@ -27,8 +27,8 @@ def start_thread(target: Callable[[], None], name: str) -> threading.Thread:
         soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
         most = "no limit on" if soft == resource.RLIM_INFINITY else f"at most {soft}"
         raise PhalanxError(
-            f"{name}: {error}: the system refuses. This user may have {most} processes and threads (ulimit -u); a "
-            "container may have a limit of its own (pids.max), and memory for a thread's stack is needed too.\n"
+            f"{name}: {error}: the system refused. This user may have {most} processes and threads (ulimit -u); a "
+            "container may have its own limit (pids.max), and each thread needs memory for its stack.\n"
             "Raise the limit, or start fewer ranks or threads (OMP_NUM_THREADS, DataLoader workers)."
         ) from None
     return thread

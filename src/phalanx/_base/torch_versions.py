@@ -21,4 +21,4 @@ def describe_untested(version: str) -> str:
     """Return a sentence if this version of torch is newer than all tested releases; otherwise ""."""
     if release_of(version) <= release_of(TESTED[-1]):
         return ""
-    return f"torch {version} is newer than the newest that Phalanx is tested with, {TESTED[-1]}"
+    return f"torch {version} is newer than {TESTED[-1]}, the newest version that Phalanx is tested with"

@@ -89,7 +89,7 @@ dist.destroy_process_group()
         ("del groups._torch.Backend", "does not let Python create a Backend", 2),
         (
             "def attach(*args): raise RuntimeError('more')\ndist.distributed_c10d.FlightRecorderHook.attach = attach",
-            "cannot attach its FlightRecorderHook to our groups (more)",
+            "cannot attach its FlightRecorderHook to Phalanx groups (more)",
             1,
         ),
     ],
@@ -107,5 +107,5 @@ def test_a_group_begins_where_torch_can_hang_no_hook_on_it(change, problem, num_
     told = run.stderr.splitlines()
     assert run.stdout.splitlines()[-1:] == ["[1.0, 1.0]"], run.stderr
     assert (num_lines, True) == (len(told), all(problem in line for line in told)), run.stderr
-    assert any("hooks of our groups are not called" in line for line in told)
+    assert any("hooks of Phalanx groups are not called" in line for line in told)
     assert ("register_pre_hook: this torch does not let Python create a Backend" in run.stdout) == (num_lines == 2)

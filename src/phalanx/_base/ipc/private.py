@@ -114,12 +114,12 @@ def folder() -> Path:
             problems.append(f"{path}: {error.strerror}")
             continue
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
-            problems.append(f"{path}: other users can enter it")
+            problems.append(f"{path}: not a folder that only this user can enter")
             continue
         return path
     raise PhalanxError(
-        f"no folder that only this user can enter ({'; '.join(problems)}).\n"
-        "Have them removed, or set MASTER_ADDR and MASTER_PORT."
+        f"no private folder for this user could be created ({'; '.join(problems)}).\n"
+        "Remove these paths, or set MASTER_ADDR and MASTER_PORT."
     )
 
 

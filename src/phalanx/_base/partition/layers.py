@@ -73,9 +73,9 @@ class TracedConstants:
             where = next((prefix for prefix, inner in root.named_modules() if inner is module), "")
             name = f"{where}.{name}" if where else name
             warnings.warn(
-                f"Pipeline: self.{name} has changed since the model was cut, and the change has no effect: forward "
-                f"was traced with {was!r:.80}. Make it a buffer (register_buffer), let a child module read it, "
-                "or cut the model again.",
+                f"Pipeline: self.{name} has changed since the model was cut. The change has no effect, because forward "
+                f"was traced with {was!r:.80}. Make the attribute a buffer (register_buffer), read it in a child "
+                "module, or cut the model again.",
                 stacklevel=4,
             )
 
@@ -121,7 +121,7 @@ def list_layers(module: nn.Module, split_points: Sequence[str] = (), *, given: S
         TypeError: `module` is not a module.
     """
     if not isinstance(module, nn.Module):
-        raise TypeError(f"a model to be cut must be an nn.Module, got a {type(module).__name__}")
+        raise TypeError(f"the model to cut must be an nn.Module, got a {type(module).__name__}")
     known = dict(module.named_modules())
     if unknown := [name for name in split_points if name not in known]:
         raise ValueError(
@@ -202,7 +202,7 @@ class _Tracer(fx.Tracer):
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         """Create a node as torch.fx does; raise if forward has switched gradients or autocast, which a graph lacks."""
         if _switches() != self._switches:
-            raise RuntimeError("it switches gradients or autocast, which a graph cannot record")
+            raise RuntimeError("forward turns gradients or autocast on or off, which a graph cannot record")
         return super().create_node(*args, **kwargs)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
@@ -220,7 +220,7 @@ def _trace(module: nn.Module, split_points: Sequence[str], defaults: dict[str, A
     hooked = [name for name in ["", *sorted(entered)] if _hooks(module.get_submodule(name))]
     if hooked:
         raise ValueError(
-            f"{_called(module, hooked[0])} has hooks, which would be lost if it were cut; put them on its layers"
+            f"{_called(module, hooked[0])} has hooks, which a cut would remove; register them on its layers"
         )
     graphs, texts, constants = [], [], []
     for training in (True, False):
@@ -236,12 +236,12 @@ def _trace(module: nn.Module, split_points: Sequence[str], defaults: dict[str, A
     if any(not _same(one, other) for one, other in zip(*constants, strict=False)):
         raise ValueError(
             f"{type(module).__name__} cannot be cut: its forward creates a tensor whose values differ between calls "
-            "(random numbers?), and a graph would create it only once; let a child module create it."
+            "(random numbers?), but the traced graph would create it only once. Create it in a child module."
         )
     if texts[0] != texts[1]:
         raise ValueError(
-            f"{type(module).__name__} cannot be cut: what its forward does depends on self.training, which is known "
-            "only when it runs. Let modules depend on it (nn.Dropout for F.dropout), or name split points elsewhere."
+            f"{type(module).__name__} cannot be cut: its forward depends on self.training, which is known only at run "
+            "time. Use modules that read their own mode (nn.Dropout instead of F.dropout), or move the split points."
         )
     return train
 
@@ -276,8 +276,8 @@ def _refused_changes(module: nn.Module) -> Iterator[None]:
                     del values[key]
     if changed:
         raise ValueError(
-            f"{type(module).__name__} cannot be cut: its forward sets self.{changed[0]}, which would happen once only; "
-            "let a child module do that."
+            f"{type(module).__name__} cannot be cut: its forward sets self.{changed[0]}, which would happen only "
+            "once, during tracing. Set it in a child module."
         )
 
 
@@ -300,8 +300,8 @@ def _trace_once(module: nn.Module, entered: set[str], defaults: dict[str, Any]) 
     except Exception as error:  # torch.fx's own, or any error of forward without a real tensor
         raise ValueError(
             f"{type(module).__name__} cannot be cut: torch.fx could not follow its forward "
-            f"({type(error).__name__}: {_first_line(error)}). Values may not decide what runs there: move such code "
-            "into a child module, which is run as it is, or write the model as an nn.Sequential."
+            f"({type(error).__name__}: {_first_line(error)}). Its control flow must not depend on values: move such "
+            "code into a child module, which is not traced, or write the model as an nn.Sequential."
         ) from error
 
 

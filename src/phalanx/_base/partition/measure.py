@@ -77,15 +77,15 @@ def bind(layers: LayerList, args: Sequence[Any], kwargs: Mapping[str, Any]) -> d
     given = dict(zip(names, args, strict=False))
     if wrong := [name for name in kwargs if name not in names or name in given]:
         raise ValueError(
-            f"{type(layers.root).__name__} takes no other argument {wrong[0]!r}; it has {', '.join(names)}"
+            f"{type(layers.root).__name__} got an unknown or repeated argument {wrong[0]!r}; it takes {', '.join(names)}"
         )
     given.update(kwargs)
     for name, default in layers.defaults.items():
         if name in given and not _is_default(given[name], default):
             raise ValueError(
                 f"{type(layers.root).__name__}: the argument {name!r} is fixed to its default, {default!r}, because "
-                f"the example for the cut has no value for it. Give one: example=dict(x=..., {name}=...), or a "
-                "tuple that is long enough"
+                f"the example for the cut has no value for it. Add a value: example=dict(x=..., {name}=...), or a "
+                "longer tuple"
             )
     values = {}
     for node, name in zip(layers.inputs, names, strict=True):

@@ -49,18 +49,16 @@ def retry(
                 raise
             if deadline.passed:
                 if failures:
-                    _logger.warning("%s: given up after %d failures in %.0f s.", what, failures + 1, deadline.timeout_s)
+                    _logger.warning("%s: gave up after %d failures in %.0f s.", what, failures + 1, deadline.timeout_s)
                 raise
             failures += 1
             if failures == 1:
                 _logger.warning(
-                    "%s: %s: %s. It is tried again for %.0f s.", what, type(error).__name__, error, deadline.left_s
+                    "%s: %s: %s. Retrying for up to %.0f s.", what, type(error).__name__, error, deadline.left_s
                 )
             pause(min(pause_s, deadline.left_s))
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
             continue
         if failures:
-            _logger.warning(
-                "%s: it has succeeded, after %d %s.", what, failures, "failures" if failures > 1 else "failure"
-            )
+            _logger.warning("%s: succeeded after %d %s.", what, failures, "failures" if failures > 1 else "failure")
         return result

@@ -50,7 +50,7 @@ def reduction_of(op: Any, dtype: torch.dtype, operation: str) -> tuple[int, Any]
     code = _CODES.get(number, -1)
     if code < 0:
         known = ", ".join(r.name for r in REDUCTIONS)
-        raise ArgumentError(f"{operation}: no reduction {op!r}; there are {known} and PREMUL_SUM")
+        raise ArgumentError(f"{operation}: unknown reduction {op!r}; use {known} or PREMUL_SUM")
     factor = op.factor if number == _PREMUL else None
     row = dtype_of(dtype)
     if factor is not None and not (dtype.is_floating_point or dtype.is_complex):
@@ -94,7 +94,7 @@ def check_tensor(tensor: Any, operation: str, *, written: bool = False) -> Tenso
     if written and not tensor.is_contiguous() and 0 in tensor.stride() and _overlaps_itself(tensor):
         raise ArgumentError(
             f"{operation}: elements of the tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} share "
-            "memory, so no result can be written to it.\nPass a clone() of it."
+            "memory, so no result can be written to it.\nPass tensor.clone()."
         )
     return tensor
 
@@ -196,8 +196,8 @@ def check_apart(
     if extents_overlap([], written) and (shared := find_shared(outputs)) is not None:
         one, other = (f"{name}[{at}]{suffix}" for at in sorted(shared))
         raise ArgumentError(
-            f"{operation}: {one} and {other} share memory, so no results can be written to both.\n"
-            "Give each rank's result memory of its own; `[tensor] * n` is n times the same tensor."
+            f"{operation}: {one} and {other} share memory, so they cannot hold two results.\n"
+            "Pass a separate tensor for each rank; `[tensor] * n` repeats one tensor n times."
         )
     return False
 
@@ -206,7 +206,7 @@ def _wrong_length(operation: str, side: str, name: str, found: int, world_size: 
     if operation in ("gather", "scatter"):
         return (
             f"{operation}: Incorrect {side} list size {found}. {side.capitalize()} list size should be {world_size}: "
-            f"{name} has a tensor for each rank"
+            f"{name} needs one tensor per rank"
         )
     return f"{operation}: invalid {side} tensor list: {name} holds {found} tensors, the group has {world_size} ranks"
 
@@ -246,8 +246,8 @@ def check_parts(whole: Tensor, part: Tensor, world_size: int, operation: str, na
         )
     if whole.numel() != part.numel() * world_size:
         raise ArgumentError(
-            f"{operation}: invalid tensor size: {names[0]} has {whole.numel()} elements; for {world_size} ranks and "
-            f"{names[1]} of {part.numel()} it must have {part.numel() * world_size}"
+            f"{operation}: invalid tensor size: {names[0]} has {whole.numel()} elements, but {world_size} ranks with "
+            f"{part.numel()} elements each ({names[1]}) need {part.numel() * world_size}"
         )
 
 
@@ -279,14 +279,16 @@ def split_rows(tensor: Tensor, sizes: Sequence[int], world_size: int, operation:
         ValueError: the sizes do not fit the tensor, or there is not one for each rank.
     """
     if tensor.dim() == 0:
-        raise ArgumentError(f"{operation}: {name} has no dimension along which it could be split")
+        raise ArgumentError(f"{operation}: {name} has no dimension to split along")
     rows = tensor.shape[0]
     if not sizes:
         if rows % world_size:
-            raise ArgumentError(f"{operation}: {name} has {rows} rows, which {world_size} ranks cannot share equally")
+            raise ArgumentError(
+                f"{operation}: {name} has {rows} rows, which cannot be split equally over {world_size} ranks"
+            )
         sizes = [rows // world_size] * world_size
     if len(sizes) != world_size:
         raise ArgumentError(f"{operation}: {len(sizes)} split sizes for {name}, the group has {world_size} ranks")
     if sum(sizes) != rows or min(sizes) < 0:
-        raise ArgumentError(f"{operation}: split sizes {list(sizes)} for {name}, which has {rows} rows")
+        raise ArgumentError(f"{operation}: split sizes {list(sizes)} do not fit {name}, which has {rows} rows")
     return list(torch.split(tensor, list(sizes)))

@@ -67,7 +67,7 @@ def build_engine(group: RendezvousGroup, settings: Options, deadline: Deadline, 
             return MpiEngine(runtime, places, rank, timedelta_of(deadline, 0.1))
         except RuntimeError as error:
             raise PhalanxError(
-                f"init_process_group of group {group.name!r} on rank {rank}: no communicator from {runtime.vendor}: "
+                f"init_process_group of group {group.name!r} on rank {rank}: {runtime.vendor} created no communicator: "
                 f"{error}.\nDestroy groups that are no longer used."
             ) from None
     from phalanx._comm.transport.hierarchical.bruck import leader_peers  # imported here, since it needs the C core
@@ -102,8 +102,8 @@ def open_gloo(
     if shortage := find_shortage(size + len(streams) + _SPARE_DESCRIPTORS):  # Gloo would abort the process
         notify_others("too few open files for all connections")
         raise PhalanxError(
-            f"init_process_group of group {name!r} on rank {rank}: Gloo connects each of its {size} ranks with each "
-            f"other. {shortage}"
+            f"init_process_group of group {name!r} on rank {rank}: Gloo connects every pair of its {size} ranks. "
+            f"{shortage}"
         )
 
     def connect() -> GlooEngine:
@@ -126,9 +126,7 @@ def open_gloo(
         if report is None and (server := failure_store.server_state()) and server[1] == "ended":
             who = server[0]
             processes = {who: f"pid {infos[who].process.pid} on {infos[who].hostname}"}
-            report = FailureReport(
-                "lost", (who,), processes, reason="the job's store, which it served, is gone with it"
-            )
+            report = FailureReport("lost", (who,), processes, reason="it served the job's store, which has ended")
         if report is not None:
             failure_store.acknowledge()
             raise report.error(FailedOperation("init_process_group", name, rank))
@@ -146,7 +144,7 @@ def open_gloo(
         if not error.args:
             where = FailedOperation("init_process_group", name, rank)
             others = name_ranks([r for r in range(size) if r != rank])
-            error.args = (f"{where}: interrupted ({type(error).__name__}); it was connecting with {others}.",)
+            error.args = (f"{where}: interrupted ({type(error).__name__}) while connecting to {others}.",)
         raise
 
 
@@ -221,7 +219,7 @@ def start_mpi_together(
     places = [one["place"] for one in gathered]
     if len(set(places)) < world_size:
         raise PhalanxError(
-            f"{here}: MPI gave these ranks the numbers {places}: they are in different MPI jobs.\n"
+            f"{here}: the ranks have the MPI ranks {places}, so they are in different MPI jobs.\n"
             "Start all ranks with one mpiexec."
         )
     return runtime, places
@@ -235,7 +233,7 @@ def _refuse_without_mpi(here: str, problems: list[str]) -> None:
             by_text.setdefault(problem, []).append(r)
     if by_text:
         text, who = max(by_text.items(), key=lambda item: len(item[1]))
-        raise PhalanxError(f"{here}: no MPI on {name_ranks(who)} of {len(problems)}.\n{text}")
+        raise PhalanxError(f"{here}: MPI is not available on {name_ranks(who)} of {len(problems)}.\n{text}")
 
 
 def _gather_text(

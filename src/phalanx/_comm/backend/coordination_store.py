@@ -167,7 +167,7 @@ class CoordinationStore(Store):
     @_in_torchs_words
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
         if len(keys) != len(values):
-            raise dist.DistStoreError(f"multi_set: {len(keys)} keys, and {len(values)} values")
+            raise dist.DistStoreError(f"multi_set: got {len(keys)} keys and {len(values)} values")
         self._client.multi_set(keys, values)
 
     @_in_torchs_words

@@ -186,7 +186,7 @@ def _wrong_interface(infos: Sequence[RankInfo], settings: Options) -> str:
     if not problems:
         return ""
     lines = "\n".join(f"  {name_ranks(which)}: {problem}" for problem, which in problems.items())
-    advice = "Set one of these, exactly as written here, or none: the default is the route to the job's store."
+    advice = "Name an interface listed here, exactly as written, or none: the default is the route to the job's store."
     return f"no such network interface.\n{lines}\n{advice}"
 
 
@@ -200,11 +200,11 @@ def _public_address_problem(infos: Sequence[RankInfo], settings: Options) -> str
     where = ", ".join(f"{address} on {hostname}" for address, hostname in public.items())
     return (
         f"tensors would be sent to and from {where}: {'public addresses' if len(public) > 1 else 'a public address'}, "
-        "which everybody on the internet can reach; between hosts tensors are neither encrypted nor authenticated.\n"
-        "Use a private network or a VPN such as WireGuard (MASTER_ADDR, or the address of the "
-        "coordinator, decides; pg_options=phalanx.Options(interface=...) and GLOO_SOCKET_IFNAME do, too). Where a "
-        "firewall lets only these hosts in: Options(allow_public_address=True), or PHALANX_ALLOW_PUBLIC_ADDRESS=1 on "
-        "every rank. `phalanx docs security` prints the address of the explanation."
+        "which anyone on the internet can reach. Between hosts, tensors are neither encrypted nor authenticated.\n"
+        "Use a private network or a VPN such as WireGuard; select it with MASTER_ADDR or the address of the "
+        "coordinator, with pg_options=phalanx.Options(interface=...), or with GLOO_SOCKET_IFNAME. If a firewall admits "
+        "only these hosts, pass Options(allow_public_address=True), or set PHALANX_ALLOW_PUBLIC_ADDRESS=1 on every "
+        "rank. `phalanx docs security` prints the address of the explanation."
     )
 
 

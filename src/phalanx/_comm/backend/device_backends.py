@@ -77,7 +77,7 @@ def find_shared_gpu(gpus: Sequence[str]) -> str:
     shared = [f"{name_ranks(ranks)} use {gpu}" for gpu, ranks in users.items() if len(ranks) > 1]
     if not shared:
         return ""
-    return f"{'; '.join(shared)}, and NCCL takes one rank per GPU."
+    return f"{'; '.join(shared)}, but NCCL supports only one rank per GPU."
 
 
 DEVICE_BACKENDS = {"cuda": DeviceBackend("NCCL", is_nccl_available, _open_nccl, _identify, find_shared_gpu)}
@@ -115,15 +115,16 @@ def no_backend_for(device: torch.device, operation: str, other: torch.device | N
     here = f"{operation}: the tensor is on {device}; "
     if device_backend is None:
         return (
-            f"{here}backend 'phalanx' carries CPU tensors, and CUDA tensors through NCCL.\n"
-            f"Move it with .cpu(), or make a group whose backend carries {device.type} tensors: new_group(backend=...)."
+            f"{here}backend 'phalanx' supports CPU tensors, and CUDA tensors through NCCL.\n"
+            f"Move the tensor with .cpu(), or create a group whose backend supports {device.type} tensors: "
+            "new_group(backend=...)."
         )
     if device_backend.is_available():
         where = "the CPU" if other is None or other.type == "cpu" else str(other)
-        return f"{here}others of the same call are on {where}.\nPut all tensors of one call on one device."
+        return f"{here}other tensors of the call are on {where}.\nPut all tensors of one call on one device."
     return (
-        f"{here}{device_backend.engine} would carry it, but this PyTorch ({torch.__version__}) has none, "
-        "or sees no device.\n"
-        "Move it with .cpu(), which backend 'phalanx' carries itself, or install a build of PyTorch with "
+        f"{here}it needs {device_backend.engine}, but this PyTorch ({torch.__version__}) lacks "
+        f"{device_backend.engine} or finds no device.\n"
+        "Move the tensor with .cpu(), or install a build of PyTorch with "
         f"{device_backend.engine}."
     )

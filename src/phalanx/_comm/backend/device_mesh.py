@@ -30,5 +30,5 @@ def mesh(device_type: str = "cpu", /, **axes: int) -> DeviceMesh:
         sizes[open_axes[0]] = world_size // known
     if any(size < 1 for size in sizes.values()) or math.prod(sizes.values()) != world_size:
         grid = " x ".join(f"{name}={size}" for name, size in axes.items())
-        raise ValueError(f"phalanx.mesh: {grid} does not make {world_size}, the number of ranks")
+        raise ValueError(f"phalanx.mesh: {grid} does not match the number of ranks, {world_size}")
     return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))

@@ -46,7 +46,7 @@ def check_init_file(url: str, deadline: Deadline) -> None:
     folder = os.path.dirname(path) or "/"
     _wait(
         lambda: os.path.exists(folder),
-        f"{here}: there is no folder {folder}.\nCreate it before the ranks start, on a file system that all share.",
+        f"{here}: there is no folder {folder}.\nCreate it before the ranks start, on a file system that all ranks share.",
         deadline,
     )
     try:
@@ -55,17 +55,17 @@ def check_init_file(url: str, deadline: Deadline) -> None:
         return
     try:
         if not stat.S_ISREG(os.fstat(file).st_mode):
-            raise ValueError(f"{here}: this is not a regular file. Choose a path without a file.")
+            raise ValueError(f"{here}: not a regular file. Choose a path where no file exists.")
         _wait(
             lambda: _lock(file),
-            f"{here}: another process has locked this file, so no rank can write to it.\n`fuser` shows which "
-            "process has it open; or choose another path, the same on every rank.",
+            f"{here}: another process has locked this file, so no rank can write to it.\nFind that "
+            "process with `fuser`, or choose another path, the same on every rank.",
             deadline,
         )
         if not is_written_by_store(file):
             raise ValueError(
-                f"{here}: the file holds {os.fstat(file).st_size} bytes that no FileStore has written.\nChoose a "
-                "path without a file, the same on every rank, or remove this file if nobody needs it."
+                f"{here}: the file holds {os.fstat(file).st_size} bytes that no FileStore wrote.\nChoose a path "
+                "where no file exists, the same on every rank, or remove this file if nobody needs it."
             )
     finally:
         os.close(file)  # releases the lock

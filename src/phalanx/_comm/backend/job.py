@@ -108,7 +108,7 @@ def _join_as(name: str, rank: int, world_size: int, init_method: str | None, lim
         dist.init_process_group(name, store=store, rank=rank, world_size=world_size, timeout=limit)
     else:
         raise ValueError(
-            f"phalanx.init: rank {rank} of {world_size}, and no address for the rendezvous is set.\n"
+            f"phalanx.init: rank {rank} of {world_size} has no rendezvous address.\n"
             "Pass init_method= (tcp://host:port, file:///path), or set MASTER_ADDR and MASTER_PORT."
         )
 
@@ -124,7 +124,7 @@ def _join_environment(name: str, init_method: str | None, limit: timedelta) -> N
             rank, world_size = launch.rank, launch.world_size
         else:
             raise ValueError(
-                f"phalanx.init: init_method={init_method!r} is the address of the rendezvous, but the rank of this "
+                f"phalanx.init: init_method={init_method!r} sets the rendezvous address, but the rank of this "
                 "process is unknown.\nPass rank= and world_size= as well."
             )
     dist.init_process_group(name, init_method, timeout=limit, rank=rank, world_size=world_size)
@@ -141,10 +141,10 @@ def _join_launch(name: str, launch: LaunchedProcess, limit: timedelta) -> None:
 
 def _explain_incomplete_environment(variables: str) -> str:
     return (
-        f"phalanx.init: this process is one of several ({variables}), but its rank, or the address of the "
-        "rendezvous, is unknown. Each process would train alone, and write the same files.\n"
+        f"phalanx.init: this process is one of several ({variables}), but its rank or the rendezvous "
+        "address is unknown. Each process would train alone and write the same files.\n"
         "Pass rank= and world_size= (phalanx.init(rank=rank, world_size=n)); or set RANK, WORLD_SIZE, MASTER_ADDR and "
-        "MASTER_PORT; or start the script with `phalanx run`. If it is to train alone: phalanx.init(rank=0, "
+        "MASTER_PORT; or start the script with `phalanx run`. To train alone, call phalanx.init(rank=0, "
         "world_size=1)."
     )
 

@@ -12,7 +12,7 @@ from phalanx._base.torch_names import find
 from phalanx._comm.backend.work import CompletedWork
 from phalanx._comm.transport.tensors import is_zero_tensor
 
-_WHY = "a tensor without memory is refused in other words"
+_WHY = "errors about tensors without memory are less specific"
 _PLAIN_DISPATCH: Any = find("torch._C._disabled_torch_dispatch_impl", loses=_WHY, instead=None)
 _is_wrapped: Any = find("torch._C._functorch.is_functorch_wrapped_tensor", loses=_WHY, instead=lambda tensor: False)
 
@@ -50,15 +50,15 @@ def check_memory(tensor: Tensor, operation: str, *, written: bool) -> None:
     kind = type(tensor).__name__
     if kind == "DTensor":
         raise TypeError(
-            f"{operation}: the tensor is a DTensor, of which each rank has a part.\n"
-            "Pass its part, tensor.to_local(), or let DTensor communicate: tensor.redistribute(...)."
+            f"{operation}: the tensor is a DTensor, of which each rank holds a shard.\n"
+            "Pass this rank's shard, tensor.to_local(), or let DTensor communicate: tensor.redistribute(...)."
         )
     if is_zero_tensor(tensor):
         if not written:
             return
         raise ValueError(
-            f"{operation}: the tensor represents zeros (autograd makes such tensors) and cannot be written.\n"
-            "Pass a clone() of it."
+            f"{operation}: the tensor represents zeros without memory (autograd creates such tensors) and cannot "
+            "be written to.\nPass tensor.clone()."
         )
     if not tensor.numel():
         return
@@ -70,12 +70,12 @@ def check_memory(tensor: Tensor, operation: str, *, written: bool) -> None:
         )
     if _is_wrapped(tensor):
         raise TypeError(
-            f"{operation}: the tensor is one of torch.func's (vmap, grad), which has no values yet.\n"
-            "Call collectives outside of the transformed function."
+            f"{operation}: the tensor is a wrapper of torch.func (vmap, grad), which has no values yet.\n"
+            "Call collectives outside the transformed function."
         )
     raise ValueError(
         f"{operation}: the tensor of shape {tuple(tensor.shape)} has no memory: its storage was freed, as FSDP does "
-        "between uses.\nFill it again before the call."
+        "between uses.\nRestore the storage before the call."
     )
 
 

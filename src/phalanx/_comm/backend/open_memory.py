@@ -51,7 +51,7 @@ def open_symmetric_memory(
         check_formation()
         for who in (local_ranks[i] for i in sorted(which)):
             if infos[who].process.has_ended():
-                how = f"rank {who} ({infos[who]}) joined, and ended before the group was formed"
+                how = f"rank {who} ({infos[who]}) joined, but ended before the group was formed"
                 raise PeerLostError(f"{here}: {how}.\nRead its log first.", ranks=(who,))
 
     try:
@@ -90,16 +90,16 @@ def _no_memory(error: PhalanxError | OSError | MemoryError, rank: int, local_ran
     leader = local_ranks[0]
     what_to_do = advice(error.errno) if isinstance(error, OSError) else ""
     if not what_to_do and rank != leader:
-        what_to_do = f"If rank {leader}, which leads this host, has ended, its log says why."
+        what_to_do = f"If rank {leader}, the leader of this host, has ended, read its log."
     return f"init_process_group of group {name!r} on rank {rank}: {said}.\n{what_to_do}".rstrip()
 
 
 def advice(number: int | None) -> str:
     """Return advice for the error number of a lack of descriptors or memory; "" for any other error."""
     return {
-        errno.EMFILE: f"A group needs a file for each rank of the host, and a few. {describe_limit()}",
+        errno.EMFILE: f"A group needs one open file for each rank of the host, and a few more. {describe_limit()}",
         errno.ENFILE: "The machine's limit on open files is reached (fs.file-max).",
-        errno.ENOMEM: describe_address_space() or "Free memory, or raise the limit of the container.",
+        errno.ENOMEM: describe_address_space() or "Free memory, or raise the container's memory limit.",
     }.get(number or 0, "")
 
 

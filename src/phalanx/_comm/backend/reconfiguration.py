@@ -72,7 +72,7 @@ def order_handles(handles: list[str] | set[str], own: str) -> list[str]:
     if own not in parsed:
         raise PhalanxError(
             f"reconfigure: this process's handle {own} is not among the {len(handles)} handles.\n"
-            "A handle changes with each reconfiguration: exchange the present ones. "
+            "Handles change with each reconfiguration: exchange the current handles. "
             "A process that leaves must not call reconfigure."
         )
     return list(handles) if isinstance(handles, list) else sorted(parsed, key=parsed.__getitem__)
@@ -83,9 +83,9 @@ def unconnected(group: str, rank: int, world_size: int) -> RefusingTransport:
 
     def explain(where: str) -> str:
         return (
-            f"group {group!r} on rank {rank}: an operation{where} before the group knows its members.\n"
-            "With enable_reconfigure=True, or after a reconfiguration that failed, call "
-            "torch.distributed._reconfigure on all members first, with a new uuid."
+            f"group {group!r} on rank {rank}: an operation{where} before the group has members.\n"
+            "With enable_reconfigure=True, or after a failed reconfiguration, first call "
+            "torch.distributed._reconfigure on all members, with a new uuid."
         )
 
     return RefusingTransport(group, rank, world_size, explain)

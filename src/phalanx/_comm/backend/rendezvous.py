@@ -97,7 +97,7 @@ def env_rendezvous(original: Handler, url: str, timeout: timedelta, **kwargs: An
 
 
 _RANKS_PER_GPU = "PHALANX_RANKS_PER_GPU"
-_NOT_AGAIN = "env:// cannot rendezvous again; destroy the group and initialise anew"
+_NOT_AGAIN = "env:// cannot rendezvous again; destroy the group, then initialize a new one"
 
 
 def address_rendezvous(original: Handler, url: str, timeout: timedelta, **kwargs: Any) -> Iterator[StoreAndRank]:
@@ -287,8 +287,8 @@ def _fetch_from_agent(path: str) -> str:
     if fd is None:
         raise PhalanxError(
             f"init_process_group under phalanx run: the job's store, {path}, cannot be opened, and the agent does not "
-            "send it.\nThis rank is in another pid namespace (a container, unshare) and another network namespace "
-            "than `phalanx run`: start `phalanx run` inside, or let the container use the host's network."
+            "send it.\nThis rank shares neither the pid namespace nor the network namespace of `phalanx run` (a "
+            "container, unshare): start `phalanx run` inside, or let the container use the host's network."
         )
     _open_files.append(fd)
     return f"/proc/self/fd/{fd}"
@@ -344,8 +344,8 @@ def _check_world_size(launch: LaunchedProcess, environ: Mapping[str, str]) -> No
     size = environ.get("WORLD_SIZE", "")
     if size not in ("", str(launch.world_size)):
         raise ValueError(
-            f"init_process_group: {launch.launcher} started {launch.world_size} processes, and WORLD_SIZE={size} in "
-            "the environment contradicts that.\nUnset WORLD_SIZE, or set RANK for each process as well."
+            f"init_process_group: {launch.launcher} started {launch.world_size} processes, but the environment has "
+            f"WORLD_SIZE={size}.\nUnset WORLD_SIZE, or set RANK for each process as well."
         )
 
 
@@ -364,7 +364,7 @@ def _open_at_rank_0(launch: LaunchedProcess, address: LocalAddress, deadline: De
     if not os.path.isdir("/proc/self/fd"):  # torch would search for the file for five minutes
         raise PhalanxError(
             f"init_process_group under {launch.launcher} on rank {launch.rank}: the job's store is in anonymous "
-            "memory, which ranks open through /proc, and there is no /proc here.\n"
+            "memory, which ranks open through /proc, but there is no /proc here.\n"
             "Mount /proc, or set MASTER_ADDR and MASTER_PORT."
         )
     if launch.rank == 0:
@@ -375,9 +375,9 @@ def _open_at_rank_0(launch: LaunchedProcess, address: LocalAddress, deadline: De
                 raise
             raise PhalanxError(
                 f"init_process_group under {launch.launcher} on rank 0 of {launch.world_size}: another rank 0 of the "
-                "same launch waits for its ranks on this host: two jobs were started at the same time.\n"
-                "Start the second job once the first has begun, or give each an address: MASTER_ADDR and MASTER_PORT, "
-                "or init_method='tcp://127.0.0.1:<a free port>'."
+                "same launch is waiting for its ranks on this host: two jobs were started at the same time.\n"
+                "Start the second job after the first has formed its group, or give each job its own address: "
+                "MASTER_ADDR and MASTER_PORT, or init_method='tcp://127.0.0.1:<a free port>'."
             ) from None
         with memory("phalanx-store", 0) as fd, server:
             _open_files.append(os.dup(fd))
@@ -402,7 +402,7 @@ def _open_at_first_host(launch: LaunchedProcess, deadline: Deadline) -> Any:
         socket.getaddrinfo(host, port)
     except OSError as error:
         raise PhalanxError(
-            f"{here}: the ranks are on several hosts, and the name of the first, {host!r}, does not resolve here "
+            f"{here}: the ranks are on several hosts, but the name of the first host, {host!r}, does not resolve here "
             f"({error.strerror}).\nSet MASTER_ADDR to an address of that host, for all ranks (and MASTER_PORT, if port "
             f"{port} is not free there): srun --export=ALL,MASTER_ADDR=…"
         ) from None
@@ -439,7 +439,7 @@ def _open_across_hosts(launch: LaunchedProcess, deadline: Deadline) -> Any:
     address = reachable(addresses, port, deadline)
     if not address:
         raise PhalanxError(
-            f"{here}: rank 0 serves the job's store at port {port} of {', '.join(addresses)}, and none answers.\n"
+            f"{here}: rank 0 serves the job's store at port {port} of {', '.join(addresses)}, but no address answers.\n"
             "Check that the hosts can reach each other (firewall), or set MASTER_ADDR and MASTER_PORT."
         )
     return TCPStore(address, port, is_master=False, timeout=timedelta(seconds=min(deadline.left_s + 1.0, 1e6)))

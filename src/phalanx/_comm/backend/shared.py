@@ -26,8 +26,8 @@ def require_member(group: Any, caller: str, argument: str = "process_group") -> 
     """
     if group is dist.GroupMember.NON_GROUP_MEMBER:  # an integer, which torch's stubs type as a group
         raise ValueError(
-            f"{caller}: this rank is not in {argument}: dist.new_group returns no group on ranks that it leaves "
-            "out. Give each rank a group that it is in, as dist.new_subgroups does"
+            f"{caller}: this rank is not in {argument}: dist.new_group returns no group on ranks outside the group. "
+            "Pass each rank a group that contains the rank, as dist.new_subgroups does"
         )
 
 
@@ -115,7 +115,7 @@ def shared_empty(
             )
         return torch.empty(shape, dtype=dtype, device="cpu")
     if owner is not None and not 0 <= owner < group.size():
-        raise ValueError(f"shared_empty: owner={owner} is not a rank of the group, which has {group.size()}")
+        raise ValueError(f"shared_empty: owner={owner} is not a rank of the group, which has {group.size()} ranks")
     if count == 0:
         return torch.empty(shape, dtype=dtype, device="cpu")
     return ours.allocate_symmetric(shape, dtype, calling_site(), owner=owner)

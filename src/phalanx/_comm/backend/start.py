@@ -47,8 +47,8 @@ def refuse_unknown_backend(backend: object, called: str = "init_process_group") 
             meant = f" Did you mean {near[0]!r}?" if near else ""
             names = ", ".join(repr(one) for one in sorted(known) if one != dist.Backend.UNDEFINED)
             raise ValueError(
-                f"{called}: there is no backend {name!r}.{meant} torch knows {names}; a backend of another "
-                "package is known once that package is imported."
+                f"{called}: unknown backend {name!r}.{meant} torch knows {names}; another package registers its "
+                "backend when the package is imported."
             )
 
 
@@ -81,11 +81,11 @@ def explain_unlaunched(missing: Sequence[str], argv: Sequence[str], torch_error:
     script = os.path.basename(argv[0]) if argv and argv[0].endswith(".py") else "train.py"
     are = "is" if len(missing) == 1 else "are"
     return (
-        f"init_process_group with backend 'phalanx': no launcher has started this process: {', '.join(missing)} "
+        f"init_process_group with backend 'phalanx': no launcher started this process: {', '.join(missing)} "
         f"{are} not set.\n"
         f"torch said: {torch_error}\n"
-        f"Start it with `phalanx run --nproc-per-node 2 {script}` (torchrun and mpiexec work, too). If it must also "
-        "run alone, call phalanx.init() instead of init_process_group: without a launcher that is a job of one rank."
+        f"Start it with `phalanx run --nproc-per-node 2 {script}` (torchrun and mpiexec work, too). To run it "
+        "without a launcher too, call phalanx.init() instead of init_process_group: it then forms a job of one rank."
     )
 
 

@@ -205,9 +205,9 @@ def explain(address: StoreAddress, seen: str, torch_error: str) -> str:
             f"{address.caller}: the job's store cannot be opened at {place}"
             f"{f': {seen}' if seen else ''}.\n"
             f"{_quote(torch_error)}"
-            "Check that MASTER_ADDR names this host, on which rank 0 runs, and that MASTER_PORT is permitted."
+            "Check that MASTER_ADDR names this host, on which rank 0 runs, and that this user may open MASTER_PORT."
         )
-    fact = seen or "a program answers there that is not a store"
+    fact = seen or "the program that answers there is not a store"
     return (
         f"{address.caller}: rank 0 did not answer at {place} {span}: {fact}.\n"
         f"{_quote(torch_error)}"
@@ -222,7 +222,7 @@ def _quote(torch_error: str) -> str:
 
 def _explain_port_in_use(address: StoreAddress, contested: str, torch_error: str) -> str:
     """Return the message for a rank 0 whose port is in use; `contested` is the error of the ranks that wait there."""
-    fact = f"\n{contested}" if contested else " That process is another program, or a job that already runs."
+    fact = f"\n{contested}" if contested else " That process is another program, or a job that is still running."
     return (
         f"{address.caller}: port {address.port} is in use by another process of this host, "
         f"so rank 0 cannot serve the job's store there.{fact}\n"

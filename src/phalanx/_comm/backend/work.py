@@ -109,7 +109,7 @@ class PhalanxWork(dist.Work):
         """
         if self._process != process.number:
             raise ClosedError(
-                "wait: the operation was called before this process was forked, and runs in its parent.\n"
+                "wait: the operation was called before this process was forked, and runs in the parent process.\n"
                 "Wait for it in the parent, or start processes that communicate with spawn."
             )
         executor = self.executor

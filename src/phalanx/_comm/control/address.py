@@ -58,7 +58,7 @@ def listen(address: Address, backlog: int) -> socket.socket:
         try:
             found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         except UnicodeError as error:
-            raise OSError(f"{address.host!r} is not the name of a host ({error})") from None
+            raise OSError(f"{address.host!r} is not a host name ({error})") from None
         candidates = [(family, place) for family, _, _, _, place in found]
     problem: OSError | None = None
     for family, place in candidates:

@@ -117,7 +117,7 @@ class Client(MemberConnection):
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
         if len(keys) != len(values):
-            raise ValueError(f"multi_set: {len(keys)} keys, and {len(values)} values")
+            raise ValueError(f"multi_set: got {len(keys)} keys and {len(values)} values")
         fields = [part for key, value in zip(keys, values, strict=True) for part in (_name(key), _bytes(value))]
         for part in _parts(fields, 2):
             self._call(Op.MULTI_SET, *part)
@@ -245,7 +245,7 @@ class PendingGet:
 
 def _name(key: str) -> bytes:
     if not isinstance(key, str):
-        raise TypeError(f"a key is a str, got {type(key).__name__}")
+        raise TypeError(f"a key must be a str, got {type(key).__name__}")
     return key.encode()
 
 
@@ -253,7 +253,7 @@ def _bytes(value: str | bytes) -> bytes:
     if isinstance(value, str):
         return value.encode()
     if not isinstance(value, bytes | bytearray | memoryview):
-        raise TypeError(f"a value is a str or bytes, got {type(value).__name__}")
+        raise TypeError(f"a value must be a str or bytes, got {type(value).__name__}")
     return bytes(value)
 
 

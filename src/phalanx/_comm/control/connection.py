@@ -131,7 +131,8 @@ class Connection:
             endpoint = self._route.address.endpoint
         elif not os.path.exists(self.address.path):
             raise CoordinationError(
-                f"there is no coordinator at {self.address.path}: it has ended, or never began.", reason="unreachable"
+                f"there is no coordinator at {self.address.path}: it has ended, or was never started.",
+                reason="unreachable",
             )
         self._context = self._given_context or zmq.Context(io_threads=1)
         dealer = self._socket = open_dealer(self._context, None if self.address.path else self.key, self._heartbeat_s)
@@ -147,7 +148,7 @@ class Connection:
             raise CoordinationError(f"{self._where}: {error}.", reason="stranger") from None
         job = said.decode()
         if self.job and job and self.job != job:
-            raise CoordinationError(f"{self._where} is that of job {job!r}, not of {self.job!r}.", reason="another job")
+            raise CoordinationError(f"{self._where} belongs to job {job!r}, not to {self.job!r}.", reason="another job")
         self.job = self.job or job
         self._lost_after_s = float(lost_after)
         self._beat_s = heartbeat_s(self._lost_after_s)
@@ -648,9 +649,9 @@ def explain_refusal(
     answer, refuses = who_answers(route.address, timeout_s, lambda deadline: _hangs_up(route, key, deadline))
     if refuses:
         return AuthenticationError(
-            f"the coordinator at {address} ({route.address}) does not accept our key (fingerprint "
-            f"{key.fingerprint}): it has a different one.\nCompare with `phalanx key --fingerprint` on its host, and "
-            "copy the key from there."
+            f"the coordinator at {address} ({route.address}) does not accept this host's key (fingerprint "
+            f"{key.fingerprint}): its own key differs.\nCompare with `phalanx key --fingerprint` on the coordinator's "
+            "host, and copy the key from there."
         )
     if answer in ("", "coordinator"):
         return None
@@ -684,8 +685,8 @@ def _hangs_up(route: Route, key: Key, deadline: Deadline) -> bool:
 def without_key(address: Address) -> AuthenticationError:
     """Return the error for a client that has no key."""
     return AuthenticationError(
-        f"the coordinator at {address} accepts only clients that have the job's key, and there is no key here.\n"
-        "Give the key of the host where it runs: a file (PHALANX_KEY_FILE, or ~/.config/phalanx/key), or "
+        f"the coordinator at {address} accepts only clients that have the job's key, but there is no key here.\n"
+        "Provide the key of the coordinator's host in a file (PHALANX_KEY_FILE, or ~/.config/phalanx/key) or in "
         "PHALANX_KEY."
     )
 
@@ -694,7 +695,7 @@ def unreachable(address: Address, tried: NoRouteError) -> CoordinationError:
     """Return the error for an address at which this host cannot reach a coordinator."""
     return CoordinationError(
         f"the coordinator at {address} cannot be reached from {os.uname().nodename}. Tried {tried}.\n"
-        "Check that it runs there, that this host can route to it, and that no firewall is in between.",
+        "Check that the coordinator runs there, that this host has a route to it, and that no firewall blocks it.",
         reason="unreachable",
     )
 
@@ -702,8 +703,9 @@ def unreachable(address: Address, tried: NoRouteError) -> CoordinationError:
 def cut_off(where: str, for_s: float) -> CoordinationError:
     """Return the error for a connection that was cut and could not be restored."""
     return CoordinationError(
-        f"{where} cannot be reached any more: the connection was cut {for_s:.0f} s ago, and nobody answers there.\n"
-        "Either it has ended (read the output of its host first), or the network between the hosts is down.",
+        f"{where} can no longer be reached: the connection was cut {for_s:.0f} s ago, and nothing answers there.\n"
+        "Either the coordinator has ended (read the output of its host first), or the network between the hosts is "
+        "down.",
         reason="lost",
     )
 
@@ -711,15 +713,16 @@ def cut_off(where: str, for_s: float) -> CoordinationError:
 def started_again(where: str) -> CoordinationError:
     """Return the error for a coordinator that was restarted and no longer has the job's state."""
     return CoordinationError(
-        f"{where} is not the same as before: it was restarted, and the job's keys, members and queues are gone.\n"
-        "Start the job again.",
+        f"{where} was restarted, so the job's keys, members and queues are lost.\nStart the job again.",
         reason="lost",
     )
 
 
 def ended(where: str) -> CoordinationError:
     """Return the error for a coordinator that has ended while its host still runs."""
-    return CoordinationError(f"{where} has ended: its host answers, and nothing listens there any more", reason="lost")
+    return CoordinationError(
+        f"{where} has ended: its host answers, but nothing listens there any longer", reason="lost"
+    )
 
 
 def late(where: str, timeout_s: float, keys: Sequence[str], silent_s: float, *, is_cut: bool) -> DeadlineError:

@@ -206,11 +206,11 @@ class ConnectionGuard:
         while self._unauthenticated and (
             len(self._unauthenticated) > self._max_unauthenticated or len(self._peers) > self._max_open
         ):
-            why = f"{self._max_unauthenticated} newer ones are not authenticated either"
+            why = f"{self._max_unauthenticated} newer connections are waiting to authenticate"
             if len(self._peers) > self._max_open:
                 why = (
-                    f"{self._max_open} connections are open, and a process may have no more. If it is a host of the "
-                    "job, raise the limit of open files (`ulimit -Hn`, LimitNOFILE= of a service)"
+                    f"{self._max_open} connections are open, the most that a process may have. If the peer is a host "
+                    "of the job, raise the limit on open files (`ulimit -Hn`, LimitNOFILE= of a service)"
                 )
             fd = next(iter(self._unauthenticated))
             del self._unauthenticated[fd]
@@ -240,7 +240,7 @@ class ConnectionGuard:
     def _refuse(self, host: str) -> None:
         if not host and self._now - self._read_at >= _READ_S:
             self._read_at, host = self._now, recent_peers(self._port)
-        host = (host or "an address that was gone before it could be seen").removeprefix("::ffff:")
+        host = (host or "an address that disconnected before it could be read").removeprefix("::ffff:")
         self._log.report_refusal(host, "it does not know the job's key, or uses another protocol", self._now)
 
 

@@ -51,7 +51,7 @@ class Key:
         """
         text = text.strip()
         if not text.startswith(_PREFIX):
-            raise ValueError(f"a key starts with {_PREFIX!r}, and this does not; `phalanx key` makes one")
+            raise ValueError(f"a key starts with {_PREFIX!r}, but this text does not; `phalanx key` creates a key")
         try:
             data = base64.urlsafe_b64decode(text[len(_PREFIX) :].encode("ascii"))
         except (binascii.Error, UnicodeEncodeError):
@@ -59,7 +59,7 @@ class Key:
         raw, checksum = data[:_BYTES], data[_BYTES:]
         if len(data) != _BYTES + _CHECKSUM_BYTES or not hmac.compare_digest(checksum, _checksum(raw)):
             raise ValueError(
-                f"the key is damaged: it has {len(text)} of {len(str(cls(bytes(_BYTES))))} characters, or a wrong one; "
+                f"the key is damaged: it has {len(text)} of {len(str(cls(bytes(_BYTES))))} characters, or a wrong character; "
                 "copy it again"
             )
         return cls(raw)

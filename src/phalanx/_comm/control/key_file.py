@@ -75,7 +75,7 @@ def read_key(path: str | os.PathLike[str]) -> Key:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # do not block on a FIFO
     except OSError as error:
         raise AuthenticationError(
-            f"the key file {os.fspath(path)}: {error.strerror}.\n`phalanx key {os.fspath(path)}` makes one."
+            f"the key file {os.fspath(path)}: {error.strerror}.\n`phalanx key {os.fspath(path)}` creates it."
         ) from None
     try:
         status = os.fstat(fd)
@@ -84,13 +84,13 @@ def read_key(path: str | os.PathLike[str]) -> Key:
         if status.st_uid not in (os.geteuid(), 0):
             raise AuthenticationError(
                 f"the key file {os.fspath(path)} belongs to another user (uid {status.st_uid}), who knows the key and "
-                "can change it.\nMake one of your own: phalanx key"
+                "can change it.\nCreate your own key: phalanx key"
             )
         if status.st_mode & 0o077:
             raise AuthenticationError(
                 f"the key file {os.fspath(path)} can be read or changed by other users of this host (mode "
-                f"{stat.S_IMODE(status.st_mode):04o}), and so the key may be known to them.\n"
-                f"chmod 600 {os.fspath(path)}   (or, to be sure, make a new one: rm {os.fspath(path)}; phalanx key)"
+                f"{stat.S_IMODE(status.st_mode):04o}), so they may know the key.\n"
+                f"chmod 600 {os.fspath(path)}   (or, to be safe, create a new key: rm {os.fspath(path)}; phalanx key)"
             )
         text = os.read(fd, _MAX_BYTES)
     finally:
@@ -114,7 +114,7 @@ def make_key(path: str | os.PathLike[str]) -> tuple[Key, bool]:
     if path.parts[:1] == ("~",):  # the default path, without a home; a shell expands the `~` that a user types
         raise AuthenticationError(
             "there is no folder for the key: HOME is not set, and this user is not in the user database (getent "
-            f"passwd).\nMake one in a file of your choice, and name the file in {FILE_VARIABLE}: phalanx key FILE"
+            f"passwd).\nCreate the key in another file (phalanx key FILE), and name that file in {FILE_VARIABLE}."
         )
     if os.path.exists(path):
         return _read_when_whole(path), False

@@ -91,5 +91,5 @@ def pack_calls(requests: Sequence[Request], first: int) -> list[PendingCall]:
     ]
     size = sum(len(call.message) for call in calls)
     if size > MAX_FRAME_BYTES:
-        raise ValueError(f"a request of {size} bytes; the longest may have {MAX_FRAME_BYTES}")
+        raise ValueError(f"a request has {size} bytes, but at most {MAX_FRAME_BYTES} are allowed")
     return calls

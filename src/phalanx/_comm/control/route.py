@@ -70,7 +70,7 @@ def find_route(place: Address, deadline: Deadline) -> Route:
                         problem.tried[str(_numeric(ready.data))] = _words(code)
         finally:
             for ready in list(selector.get_map().values()):
-                problem.tried[str(_numeric(ready.data))] = "no answer (a firewall, or a host that is not there)"
+                problem.tried[str(_numeric(ready.data))] = "no answer (a firewall, or no host at this address)"
                 ready.fileobj.close()  # type: ignore[union-attr]
     raise problem
 

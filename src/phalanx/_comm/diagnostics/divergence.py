@@ -8,11 +8,11 @@ from phalanx._comm.diagnostics.flight_recorder import Record
 from phalanx._comm.diagnostics.rank_list import name_ranks
 
 DIVERGENCE_ADVICE = (
-    "A call under `if rank == 0`, or another condition that not every rank meets, is one that only some ranks ever "
-    "reach.\nTake it out of there, or give those ranks a group of their own (dist.new_group)."
+    "Only some ranks reach a call under `if rank == 0`, or under another condition that not every rank meets.\n"
+    "Move the call out of the condition, or give those ranks their own group (dist.new_group)."
 )
 
-EVEN_ADVICE = "Give every rank the same number of batches: phalanx.DistributedSampler does, and drop_last=True"
+EVEN_ADVICE = "Give every rank the same number of batches, with phalanx.DistributedSampler or drop_last=True"
 """The advice if ranks run out of data and the others cannot continue without them."""
 
 JOIN_ADVICE = f"{EVEN_ADVICE}; or train inside `with torch.distributed.algorithms.Join([model]):`."
@@ -67,7 +67,7 @@ def describe_earlier_divergence(records: Sequence[Sequence[Record]], before: int
             where = ", ".join(
                 f"rank {rank} at {call.call_site}" for rank, call in enumerate(calls[:8]) if call.call_site
             )
-            return f"They had called {calls[0].label} from different lines, too: {where}."
+            return f"Before that, they called {calls[0].label} from different lines: {where}."
     return ""
 
 

@@ -20,10 +20,10 @@ from phalanx.errors import ClosedError, DeadlineError, InternalError, MismatchEr
 OVER = "The group can no longer be used."
 MISMATCH_ADVICE = "Make every rank call the same operation with the same dtype, size and options, in the same order."
 THREAD_ADVICE = (
-    "A thread of a library calls collectives of this group while the program does: each rank may have them in another "
-    "order.\nGive the library a group of its own, as in dcp.async_save(..., process_group=dist.new_group())."
+    "A thread of a library calls collectives of this group at the same time as the program, so their order may differ "
+    "between ranks.\nGive the library its own group, as in dcp.async_save(..., process_group=dist.new_group())."
 )
-ORDER_ADVICE = "If every rank makes these calls, give them one order: a loop over a set has none."
+ORDER_ADVICE = "If every rank makes these calls, make them in the same order: a loop over a set has no fixed order."
 MESSAGE_ADVICE = "Make the receiver's tensor as large as the sender's, with the same dtype."
 LATE_ADVICE = "Read the log of the missing rank first; if it is only slow, raise the timeout of the group."
 SILENT = "does not answer: it hangs, is stopped, or is cut off"
@@ -91,7 +91,7 @@ class FailureReport:
             "lost": lambda: self._lost(operation),
             "interrupted": self._interrupted,
             "late": self._late,
-            "no memory": lambda: [f"{self._who()} had no memory for a message that came before its receive."],
+            "no memory": lambda: [f"{self._who()} had no memory for a message that arrived before its receive."],
             "broken": lambda: [f"{self.reason}."],
             "internal": lambda: [f"{self.reason}. Please report this with the program that shows it."],
         }
@@ -129,9 +129,9 @@ class FailureReport:
         is_early = any(call.text.startswith("broadcast_buffers") for call in self.calls.values())
         changed = "no tensor was changed"
         if in_round:
-            changed = "some gradients may be averaged already"
+            changed = "some gradients may already be averaged"
         elif is_early:
-            changed = "some buffers may be the root's already"
+            changed = "some buffers may already hold the root's values"
         known = all(call.operation or call.text == NOTHING_CALLED.text for call in self.calls.values())
         divergence = describe_divergence({rank: call.operation for rank, call in self.calls.items()}) if known else ""
         advice = self._advice(is_divergence=bool(divergence))
@@ -139,7 +139,7 @@ class FailureReport:
         averages = divergence and all(call.text.startswith("all_reduce") for call in self.calls.values())
         may_have_no_data = (in_round or averages) and not self.remarks and advice != THREAD_ADVICE
         return [
-            f"the ranks called different things; {changed}.",
+            f"the ranks' calls do not match; {changed}.",
             self._called(),
             *self.remarks,
             divergence,
@@ -155,7 +155,7 @@ class FailureReport:
 
     def _message_mismatch(self) -> list[str]:
         changed = next(iter(self.remarks), "the tensor was not changed")
-        return [f"the message does not fit; {changed}.", self._called(), MESSAGE_ADVICE]
+        return [f"send and recv do not match; {changed}.", self._called(), MESSAGE_ADVICE]
 
     def _lost(self, operation: FailedOperation | str) -> list[str]:
         position = self.positions.get(self.ranks[0])
@@ -169,12 +169,12 @@ class FailureReport:
                 return [
                     f"{self._who()} ended its loop at {operation.call_site} after {before}; this rank is in "
                     f"{operation.label}.",
-                    f"Its data has probably ended. {JOIN_ADVICE}",
+                    f"It has probably run out of data. {JOIN_ADVICE}",
                 ]
             return [
-                f"{self._who()} is gone: {self.reason}, after {before}, in the line that this rank is in.",
-                f"If its data has ended: {JOIN_ADVICE}",
-                "Else read its log first.",
+                f"{self._who()} is gone: {self.reason}, after {before}, on the line that this rank has reached.",
+                f"If it ran out of data: {JOIN_ADVICE}",
+                "Otherwise read its log first.",
             ]
         last = f"It {position}. " if position is not None else ""
         alone = (*self.remarks, DIVERGENCE_ADVICE) if self.remarks else ()
@@ -198,7 +198,7 @@ class FailureReport:
             span = f"; rank {self.waiter} gave up waiting" if self.waiter >= 0 else ""
         if not self.ranks:
             advice = "A rank or the network is too slow: raise the timeout of the group."
-            return [f"time ran out{span}; every rank has arrived since.", advice]
+            return [f"the operation did not complete{span}; every rank has arrived since.", advice]
         lines = [f"R{self._who(r)[1:]} {self.positions.get(r, SILENT)}." for r in self.ranks]
         advice = DIVERGENCE_ADVICE if self.is_collective else ""
         return [f"no answer from {name_ranks(self.ranks)}{span}.", *lines, *self.remarks, LATE_ADVICE, advice]
@@ -248,7 +248,7 @@ def describe_interruption(
     `processes` are the missing ranks' processes; `positions` is None if their positions were not requested.
     """
     awaited = f"waiting for {name_ranks(list(processes))}" if processes else "under way"
-    lines = [f"{operation}: interrupted ({type(error).__name__}); it was {awaited}."]
+    lines = [f"{operation}: interrupted ({type(error).__name__}) while {awaited}."]
     if positions is not None:
         lines += [f"Rank {r} ({process}) {positions.get(r, SILENT)}." for r, process in processes.items()]
     return "\n".join([*lines, OVER])
@@ -257,17 +257,17 @@ def describe_interruption(
 def nested(what: str) -> PhalanxError:
     """Return the error for a call in a signal handler that interrupted an operation of the same group."""
     return PhalanxError(
-        f"{what}: called in a signal handler that interrupted an operation of the same group, which cannot finish "
-        "before the handler returns.\nLet the handler set a flag, and check the flag between two steps, on every rank."
+        f"{what}: called in a signal handler that interrupted an operation of the same group. That operation cannot "
+        "finish before the handler returns.\nLet the handler set a flag, and check the flag between two steps, on every rank."
     )
 
 
 def occupied(group: str, rank: int, timeout_s: float) -> DeadlineError:
     """Return the error for a collective that could not begin in time because of another thread's collective."""
     return DeadlineError(
-        f"group {group!r} on rank {rank}: another thread's collective was still under way after {timeout_s:.1f} s, so "
-        "this one could not begin.\nLet one thread call the collectives of a group, or give each thread a group of its "
-        "own."
+        f"group {group!r} on rank {rank}: another thread's collective was still running after {timeout_s:.1f} s, so "
+        "this collective could not start.\nCall the collectives of a group from one thread, or give each thread its "
+        "own group."
     )
 
 

@@ -45,16 +45,16 @@ class RankPosition:
     elsewhere: str = ""  # the operation of another group in which it now waits
 
     def __str__(self) -> str:
-        """Return one clause: 'is in all_reduce #42 (train.py:88) for 3.1 s'."""
+        """Return one clause: 'has been in all_reduce #42 (train.py:88) for 3.1 s'."""
         if not self.operation:
             here = "has called nothing yet"
         elif self.inside:
-            here = f"is in {self.operation} for {self.seconds:.1f} s"
+            here = f"has been in {self.operation} for {self.seconds:.1f} s"
         elif self.failed:
             here = f"was in {self.operation}, which failed"
         else:
             here = f"last finished {self.operation}"
-        return f"{here}; it is in {self.elsewhere}" if self.elsewhere else here
+        return f"{here}; it has been in {self.elsewhere}" if self.elsewhere else here
 
 
 @dataclass(frozen=True)

@@ -122,7 +122,7 @@ class StepRecorder:
     def phase(self, name: str) -> Iterator[None]:
         """Count the block as one of the `PHASES`, in a loop that times its own phases."""
         if name not in PHASES:
-            raise ValueError(f"phase: {name!r} is none of {', '.join(PHASES)}")
+            raise ValueError(f"phase: name must be one of {', '.join(PHASES)}, got {name!r}")
         if name in _BEGIN_OF:
             self.mark(_BEGIN_OF[name])
         else:
@@ -280,7 +280,7 @@ class StepRecorder:
         self.log.close()
         with SuppressedErrors():  # there may be no stderr
             why = f"{type(error).__name__}: {error}"
-            print(f"phalanx: the run's report will lack what could not be recorded: {why}", file=sys.stderr)
+            print(f"phalanx: recording stopped, so the run's report will be incomplete: {why}", file=sys.stderr)
 
     def _process_events(self) -> None:
         """Turn new events into records."""

@@ -34,7 +34,7 @@ from phalanx._comm.rendezvous.torch_store import base_of
 
 c10d: Any = dist.distributed_c10d  # its stubs lack names used here
 _Options: Any = find(
-    "torch.distributed.ProcessGroupGloo._Options", loses="ranks of several hosts do not reach each other through Gloo"
+    "torch.distributed.ProcessGroupGloo._Options", loses="ranks on several hosts cannot connect through Gloo"
 )
 
 # No rank sends with this tag, so a receive with this tag can only fail. See `GlooEngine.close`.
@@ -419,7 +419,7 @@ def _socket_of(descriptor: int, inode: int) -> Iterator[socket.socket]:
         OSError: the descriptor is closed, or belongs to another file by now.
     """
     if os.fstat(descriptor).st_ino != inode:
-        raise OSError("the descriptor is another file's by now")
+        raise OSError("the descriptor now belongs to another file")
     same = socket.socket(fileno=descriptor)
     try:
         yield same

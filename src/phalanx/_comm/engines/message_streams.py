@@ -242,7 +242,7 @@ class MessageStreams:
         self._read(peer, self._prefix, deadline)
         (length,) = _LENGTH.unpack(self._prefix)
         if length > len(buffer):
-            raise StreamBroken(peer, f"a message of {length} bytes arrived, and at most {len(buffer)} were expected")
+            raise StreamBroken(peer, f"a message of {length} bytes arrived, but at most {len(buffer)} were expected")
         self._read(peer, buffer[:length], deadline)
         return int(length)
 

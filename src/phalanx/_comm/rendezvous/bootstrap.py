@@ -286,7 +286,7 @@ class Bootstrap:
             return
         first = self._arrivals.first
         text = (
-            f"all ranks have joined, but rank {first.rank} ({first.info}) did not publish their list within "
+            f"all ranks have joined, but rank {first.rank} ({first.info}) did not publish the list of ranks within "
             f"{self._deadline.timeout_s:.1f} s: it hangs, or is stopped.\nLook at that process first."
         )
         self._publish(FormationFailure("missing", text, {first.rank: str(first.info)}))
@@ -294,13 +294,13 @@ class Bootstrap:
     def _advice(self) -> str:
         if self._is_further:
             return (
-                "These ranks have a group already. So the missing ranks have not made this one, or have made another "
-                "one first.\nAll ranks must make all groups in the same order, including groups that they are not in. "
-                "Look for a new_group that only some ranks call, and read the log of a missing rank."
+                "These ranks already have a group. So the missing ranks have not created this group, or have created "
+                "another group first.\nAll ranks must create all groups in the same order, including groups that they "
+                "are not in. Look for a new_group that only some ranks call, and read the log of a missing rank."
             )
         return (
             f"Check that {self._me.world_size} processes were started and that each reached init_process_group; "
-            "the log of a missing rank comes first."
+            "read the log of a missing rank first."
         )
 
     def _publish(self, failure: FormationFailure) -> None:
@@ -391,8 +391,8 @@ def exchange(
         raise
     except RuntimeError as error:  # DistNetworkError: the process that serves the store has ended
         raise PeerLostError(
-            f"init_process_group of group {group!r} on rank {rank}: the job's store is gone, and with it the process "
-            f"that served it: rank 0, or the launcher.\ntorch said: {str(error).splitlines()[0]}\nRead its log first.",
+            f"init_process_group of group {group!r} on rank {rank}: the process that served the job's store has ended: "
+            f"rank 0, or the launcher.\ntorch said: {str(error).splitlines()[0]}\nRead its log first.",
             ranks=() if rank == 0 else (0,),
         ) from None
     return bootstrap
@@ -595,7 +595,7 @@ class Arrivals:
         if self._in_file and (dead := find_dead(list(self.read_all().values()), self.me.info)):
             # A file outlives its job: these processes ended in an earlier job, and will never answer.
             who = ", ".join(f"rank {r} ({info})" for r, info in dead.ranks.items())
-            return f"an earlier start was left behind in {self._in_file}: {who} has ended"
+            return f"an earlier start left data in {self._in_file}, but {who} has ended"
         return ""
 
     # -- arrivals ------------------------------------------------------------------------------------------------

@@ -166,7 +166,7 @@ def find_problem(arrivals: Sequence[RankArrival]) -> FormationFailure | None:
             return _twice(one, str(first))
     for one in arrivals:
         if one.is_contested:
-            return _twice(one, "the one that serves the store at that port")
+            return _twice(one, "the process that serves the store at that port")
     return None
 
 
@@ -186,7 +186,7 @@ def find_dead(arrivals: Sequence[RankArrival], mine: RankInfo) -> FormationFailu
         if one.info.has_ended(mine):
             return FormationFailure(
                 "lost",
-                f"rank {one.rank} ({one.info}) joined, and ended before all ranks had joined.\nRead its log first.",
+                f"rank {one.rank} ({one.info}) joined, but ended before all ranks had joined.\nRead its log first.",
                 {one.rank: str(one.info)},
             )
     return None
@@ -224,7 +224,7 @@ def host_identity() -> str:
     except (FileNotFoundError, PermissionError) as error:
         warn_once(
             _logger,
-            f"backend 'phalanx': {error.filename} cannot be read, so no rank knows which others are on its host: "
-            "this rank shares memory with none. Mount /proc.",
+            f"backend 'phalanx': {error.filename} cannot be read, so ranks cannot find out which ranks are on their "
+            "host. This rank shares memory with no other rank. Mount /proc.",
         )
         return f"pid-{os.getpid()}-{os.urandom(8).hex()}"

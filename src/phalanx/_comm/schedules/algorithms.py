@@ -122,13 +122,13 @@ def build(name: str, operation: Operation, topology: Topology, root: int = 0) ->
     able = offering(operation)
     if algorithm not in able:
         others = ", ".join(other.name for other in able)
-        raise ValueError(f"algorithm {algorithm.name!r} has no {operation}; these have: {others}")
+        raise ValueError(f"algorithm {algorithm.name!r} does not support {operation}; these do: {others}")
     if root and operation not in ("broadcast", "reduce"):
         raise ValueError(f"{operation} has no root, got root={root}")
     if algorithm.one_host and not fits(algorithm, topology):
         raise ValueError(
             f"algorithm {algorithm.name!r} needs all ranks on one host, at most {_MOST_DIRECT}; "
-            f"these {topology.world_size} are on {len(topology.hosts)}. "
+            f"these {topology.world_size} ranks are on {len(topology.hosts)} hosts. "
             "Choose 'hierarchical', which uses memory inside hosts and the network between them"
         )
     return algorithm.operations[operation](topology, root)

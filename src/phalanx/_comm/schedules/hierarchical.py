@@ -139,5 +139,5 @@ def all_reduce(topology: Topology, across: Schedule) -> Schedule:
             *(_across(phase, slices) for phase in across.phases),
             _inside("inside hosts: all-gather", slices, "copy"),
         ),
-        order=f"each host's ranks in their order; then, of hosts: {across.order}",
+        order=f"each host's ranks in rank order; then, across hosts: {across.order}",
     )

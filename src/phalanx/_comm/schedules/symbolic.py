@@ -140,7 +140,9 @@ def _refuse_impossible(schedule: Schedule, phase: SchedulePhase, transfers: tupl
             raise ValueError(f"{_words(t)}: chunks must be a non-empty part of 0..{schedule.num_chunks - 1}")
     for (src, dst), times in Counter((t.src, t.dst) for t in transfers).items():
         if times > phase.per_link:
-            raise ValueError(f"{times} transfers go from rank {src} to rank {dst}, {phase.per_link} declared")
+            raise ValueError(
+                f"{times} transfers go from rank {src} to rank {dst}, but the phase declares {phase.per_link}"
+            )
 
 
 def _apply(step: Step, state: list[list[Value | None]], trees: _Trees, transfers: tuple[Transfer, ...]) -> None:
@@ -187,7 +189,7 @@ def _check_alike(place: str, phase: SchedulePhase) -> None:
         return
     shapes = [sorted((t.src, t.dst, t.width, t.kind) for t in phase.transfers(step)) for step in range(phase.num_steps)]
     if any(shape != shapes[0] for shape in shapes):
-        raise ValueError(f"{place}: phase {phase.name!r} says that its steps are alike, and they are not")
+        raise ValueError(f"{place}: phase {phase.name!r} declares that its steps are alike, but they differ")
 
 
 def _words(t: Transfer) -> str:

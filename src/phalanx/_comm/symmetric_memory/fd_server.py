@@ -154,7 +154,7 @@ def receive_fds(
         if channel.has_lost_fds:
             soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
             raise PhalanxError(
-                f"this process may have {soft} open files, and {count} more are needed for the memory of this host "
+                f"this process may have at most {soft} open files, but the memory of this host needs {count} more "
                 "(ulimit -n)"
             )
         raise PhalanxError(

@@ -126,7 +126,7 @@ def _warn_where(folder: str, problems: Sequence[str]) -> None:
     # imported here, because the agent must start in a few milliseconds
     from phalanx._base.log import get_logger, warn_once
 
-    text = f"shared memory lies in files without a name in {folder}, because {'; '.join(problems)}"
+    text = f"shared memory is in unnamed files in {folder}, because {'; '.join(problems)}"
     warn_once(get_logger(__name__), text)
 
 

@@ -95,7 +95,7 @@ def _how_to_get_addresses() -> str:
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
     if soft != resource.RLIM_INFINITY:
         return f"Raise the limit on address space (ulimit -v), now {soft // 1024} KiB, the same on every rank."
-    return "Destroy groups that are no longer needed: the addresses of this process, or its mappings, are used up."
+    return "Destroy groups that are no longer needed: this process has no addresses or mappings left."
 
 
 def _address_space_used() -> int:
@@ -211,12 +211,12 @@ class SymmetricMemory:
         index, offset, *leaders = _BLOCK.unpack(message.raw)
         if index == _DISK_FULL:
             raise PhalanxError(
-                f"shared_empty of {nbytes} bytes: the file system in which the group's memory lies is full.\n"
-                "Make room there, or allow memfd_create (a seccomp profile forbids it), which needs no file system."
+                f"shared_empty of {nbytes} bytes: the file system that holds the group's memory is full.\n"
+                "Free space there, or allow memfd_create (a seccomp profile forbids it), which needs no file system."
             )
         if index < 0:
             raise PhalanxError(
-                f"shared_empty of {nbytes} bytes: the group's heap of {self._heap_bytes} bytes per rank has no room, "
+                f"shared_empty of {nbytes} bytes: the group's heap of {self._heap_bytes} bytes per rank is full, "
                 f"or {_core.BLOCKS} blocks are in use.\nRelease tensors that you no longer need."
             )
         if leaders != [nbytes, piece]:

@@ -51,8 +51,8 @@ class SharedPool:
         self._is_active = False
         warn_once(
             _logger,
-            f"torch's allocator can't be given the memory that ranks share ({why.strerror or why}): autograd writes "
-            "large gradients elsewhere, and they are copied. Results are the same, steps a little slower.",
+            f"torch's allocator cannot use the memory that ranks share ({why.strerror or why}), so large gradients "
+            "are copied there. Results are the same; steps are slightly slower.",
         )
 
     def enter(self) -> bool:

@@ -71,7 +71,7 @@ def compare_splits(sizes: Sequence[Sequence[Sequence[int]]]) -> dict[int, RankCa
         for peer, (_, awaited) in enumerate(sizes):
             if sent[peer] != awaited[r]:
                 calls.setdefault(r, f"all_to_all that sends {sent[peer]} bytes to rank {peer}")
-                calls.setdefault(peer, f"all_to_all that awaits {awaited[r]} bytes from rank {r}")
+                calls.setdefault(peer, f"all_to_all that expects {awaited[r]} bytes from rank {r}")
     return {rank: RankCall(text) for rank, text in calls.items()}
 
 

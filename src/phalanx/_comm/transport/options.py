@@ -58,9 +58,9 @@ class Options:
         if self.error_feedback and self.wire_dtype is None:
             problems.append("error_feedback has no effect without wire_dtype, which rounds the tensors")
         if self.engine == "nccl":
-            problems.append(f"engine is for CPU tensors: {', '.join(ENGINES)}; CUDA tensors use NCCL in any case")
+            problems.append(f"engine applies to CPU tensors: {', '.join(ENGINES)}; CUDA tensors always use NCCL")
         elif self.engine not in ENGINES:
-            problems.append(f"engine {self.engine!r} is unknown; there is: {', '.join(ENGINES)}")
+            problems.append(f"engine {self.engine!r} is unknown; valid: {', '.join(ENGINES)}")
         if problems:
             raise ValueError("phalanx.Options: " + "; ".join(problems))
 

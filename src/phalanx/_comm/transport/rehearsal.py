@@ -71,16 +71,16 @@ class RehearsalTransport(Transport):
         if call is None:
             return
         place = f"{call.function} at {short(call.file)}:{call.line} in group {self.group!r} on rank {self.rank}"
-        text = f"{place}: this process replaces a rank that was lost, and meets the others in `phalanx.elastic.run`"
+        text = f"{place}: this process replaces a lost rank, and joins the other ranks in `phalanx.elastic.run`"
         if call.function.endswith("object_list"):
             raise PhalanxError(
-                f"{text}; before it no other rank sends.\nCall it inside the function that `run` decorates, once, and "
-                "keep the result in State."
+                f"{text}; no other rank sends before that.\nMake this call once, inside the function that `run` "
+                "decorates, and keep the result in State."
             )
         warn_once(
             _logger,
-            f"{text}. Until then it uses its own data for theirs. Unless State has the result, which then comes from a "
-            "survivor, call it inside the function that `run` decorates.",
+            f"{text}. Until then, the call uses this rank's data in place of theirs. Make this call inside the "
+            "function that `run` decorates, unless State has the result, which then comes from a survivor.",
         )
 
     def all_reduce(self, tensor: Tensor, redop: int, ctx: CallContext, *, root: int = -1, factor: Any = None) -> None:
@@ -162,9 +162,9 @@ class RehearsalTransport(Transport):
             PhalanxError: always.
         """
         raise PhalanxError(
-            f"recv in group {self.group!r} on rank {self.rank}: this process replaces a rank that was lost, and meets "
-            "the others in `phalanx.elastic.run`; before it nobody sends.\nReceive messages inside the function that "
-            "`run` is given."
+            f"recv in group {self.group!r} on rank {self.rank}: this process replaces a lost rank, and joins the other "
+            "ranks in `phalanx.elastic.run`; no other rank sends before that.\nReceive messages inside the function "
+            "that `run` decorates."
         )
 
 

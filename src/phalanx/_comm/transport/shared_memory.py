@@ -315,9 +315,9 @@ class SharedMemoryTransport(Transport):
         if tensor.numel() and any(at in addresses for addresses in list(self.symm_mem.owned_blocks.values())):
             raise ValueError(
                 f"all_reduce in group {self.group!r} on rank {self.symm_mem.rank}: the tensor of shape "
-                f"{tuple(tensor.shape)} lies in one memory for all ranks (a parameter of ZeroRedundancyOptimizer, or "
-                "shared_empty(owner=...)): each would read what others have already written.\nIt holds the same on "
-                "every rank; to reduce another value of each rank, reduce a clone."
+                f"{tuple(tensor.shape)} is the same memory on all ranks (a parameter of ZeroRedundancyOptimizer, or "
+                "shared_empty(owner=...)), so ranks would read values that other ranks have already overwritten.\n"
+                "The tensor holds the same values on every rank; to reduce different values, reduce a clone."
             )
 
     def broadcast(self, tensor: Tensor, root: int, ctx: CallContext) -> None:

@@ -134,8 +134,8 @@ def allreduce(
 def _all_reduce_several(group: PhalanxProcessGroup, tensors: list[Tensor], code: int, factor: Any, opts: Any) -> Work:
     if not can_combine(code):
         raise ArgumentError(
-            f"all_reduce: {opts.reduceOp} of {len(tensors)} tensors per rank: the mean over ranks, or over all "
-            "tensors?\nSum them, then divide."
+            f"all_reduce: {opts.reduceOp} of {len(tensors)} tensors per rank is ambiguous: the mean over ranks, "
+            "or over all tensors?\nReduce with SUM, then divide."
         )
 
     def run(ctx: CallContext) -> None:
@@ -289,8 +289,8 @@ def gather(group: PhalanxProcessGroup, output_tensors: Any, input_tensors: Any, 
         outputs = check_list(output_tensors[0], group.members.size, tensor, "gather", "gather_list", written=True)
     elif output_tensors:
         raise ArgumentError(
-            f"gather: requires empty output on non-root: only rank {root} (dst) takes outputs, rank "
-            f"{group.members.rank} gave some"
+            f"gather: requires empty output on non-root: only rank {root} (dst) takes outputs, but "
+            f"rank {group.members.rank} passed some"
         )
     apart = check_apart([tensor], outputs, "gather", "gather_list")
 
@@ -326,8 +326,8 @@ def scatter(group: PhalanxProcessGroup, output_tensors: Any, input_tensors: Any,
         inputs = check_list(input_tensors[0], group.members.size, output, "scatter", "scatter_list")
     elif input_tensors:
         raise ArgumentError(
-            f"scatter: requires empty input on non-root: only rank {root} (src) gives inputs, rank "
-            f"{group.members.rank} gave some"
+            f"scatter: requires empty input on non-root: only rank {root} (src) takes inputs, but "
+            f"rank {group.members.rank} passed some"
         )
 
     def run(ctx: CallContext) -> None:
@@ -410,7 +410,7 @@ def all_to_all_single(
     if not splits and output.numel() != tensor.numel():
         raise ArgumentError(
             f"all_to_all_single: the output has {output.numel()} elements, the input {tensor.numel()}; "
-            "give split sizes when they differ"
+            "pass split sizes if they differ"
         )
     rows = tensor.shape[0] if tensor.dim() else 1
     if not splits and rows % group.members.size == 0 and is_plain(tensor) and is_plain(output):
@@ -498,7 +498,7 @@ def allgather_coalesced(
     for rank, outputs in enumerate(output_lists):
         if len(outputs) != len(input_list):
             raise ArgumentError(
-                f"all_gather_coalesced: output_lists[{rank}] has {len(outputs)} tensors, and there are "
+                f"all_gather_coalesced: output_lists[{rank}] has {len(outputs)} tensors, but there are "
                 f"{len(input_list)} input tensors"
             )
     by_tensor = [

@@ -176,8 +176,8 @@ class RoutedProcessGroup(PhalanxProcessGroup):
                 warn_once(
                     _logger,
                     f"group {self.group_name!r}: {obstacle}\nTensors on {device.type} go through memory that these "
-                    "ranks share. If this is not intended, call torch.cuda.set_device(local_rank) first, or start at "
-                    "most one rank for each GPU. If it is, pass --ranks-per-gpu to `phalanx run`.",
+                    "ranks share. If ranks should not share a GPU, call torch.cuda.set_device(local_rank) first, or "
+                    "start at most one rank per GPU. If they should, pass --ranks-per-gpu to `phalanx run`.",
                 )
             self._staging.open_host_memory(self, device.type)
             self._staged.add(device.type)

@@ -233,8 +233,8 @@ class PhalanxProcessGroup(TorchGroup):
     def _require_reconfiguration(self) -> Reconfiguration:
         if self.reconfiguration is None:
             raise PhalanxError(
-                f"group {self._name!r} keeps its members: it was made without enable_reconfigure.\n"
-                "Start it with init_process_group('phalanx', enable_reconfigure=True)."
+                f"group {self._name!r} cannot change its members: it was created without enable_reconfigure.\n"
+                "Create it with init_process_group('phalanx', enable_reconfigure=True)."
             )
         return self.reconfiguration
 
@@ -369,7 +369,7 @@ class PhalanxProcessGroup(TorchGroup):
             MismatchError, PeerLostError, DeadlineError, ClosedError: in the first call, as for collectives.
         """
         if not self.supports_tensor_alloc(device):
-            raise RuntimeError(f"group {self._name!r} allocates no tensors on {device}")
+            raise RuntimeError(f"group {self._name!r} cannot allocate tensors on {device}")
         if self._scratch is None:
             heap_bytes, site = self.symm_mem.heap_bytes, calling_site()
             self._scratch = open_scratch(heap_bytes, lambda n: self.allocate_symmetric((n,), torch.uint8, site))

@@ -29,8 +29,8 @@ from phalanx._base.torch_names import find
 c10d: Any = dist.distributed_c10d  # its stubs lack names used here
 
 _library_of: Any = torch.library.Library
-_UNSEEN = "PyTorch's tools (modes of the dispatcher, make_fx, torch.func) do not see our operations"
-_UNPROFILED = "a profile does not show our operations"
+_UNSEEN = "PyTorch's tools (dispatch modes, make_fx, torch.func) do not see Phalanx's operations"
+_UNPROFILED = "a profile does not show Phalanx's operations"
 num_modes: Any = find("torch._C._len_torch_dispatch_stack", loses=_UNSEEN, instead=int)
 # The level of torch.func: functionalize, grad, vmap.
 transform: Any = find("torch._C._functorch.maybe_current_level", loses=_UNSEEN, instead=lambda: None)
@@ -227,7 +227,9 @@ def _unboxed(boxed: Any) -> Any:
     if kind != kinds.PREMUL_SUM:
         return dist.ReduceOp(kind)
     if (asked := getattr(_this_thread, "reduce_op", None)) is None:
-        raise ValueError("PREMUL_SUM in a graph: torch keeps its factor from Python. Scale, then reduce with SUM.")
+        raise ValueError(
+            "PREMUL_SUM in a graph: torch hides the factor from Python. Scale the tensor, then reduce with SUM."
+        )
     return asked
 
 

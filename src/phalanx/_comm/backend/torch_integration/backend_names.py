@@ -118,7 +118,7 @@ def _enable_backend(plugin: Any) -> None:
         names = importlib.import_module("phalanx._base.torch_names")
         names.report_loss(
             "has no torch.distributed.Backend._plugins",
-            'a group "cpu:gloo" is given a name that libraries do not take for Gloo\'s',
+            'libraries do not recognize a group "cpu:gloo" as Gloo',
         )
     patch_agent_rendezvous()
     patch_launcher_rendezvous()

@@ -30,7 +30,7 @@ def observe_loaders(
 @patch(
     "torch.utils.data.DataLoader.__iter__(self)",
     "torch.utils.data.dataloader._BaseDataLoaderIter",
-    loses="batches that workers of a DataLoader have read ahead count as used: in elastic jobs, and of a saved sampler",
+    loses="batches that DataLoader workers have prefetched count as used, in elastic jobs and in a saved sampler",
 )
 def _observe_loaders() -> None:
     from torch.utils.data import DataLoader
@@ -61,7 +61,7 @@ def _observe_kind(kind: Any) -> None:
 
 @patch(
     "torch.utils.data._utils.fetch._MapDatasetFetcher.fetch(self, possibly_batched_index)",
-    loses="the random numbers of a DataLoader's workers are those of the worker, and differ when the job has shrunk",
+    loses="random numbers in a DataLoader's workers depend on the worker, and differ after the job has shrunk",
 )
 def call_before_fetch(function: Callable[[Any], None]) -> None:
     """Call `function(indices)` in this process, a DataLoader's worker, before a batch of them is read."""

@@ -19,7 +19,7 @@ _collectors: list[tuple[Callable[[Any], bool], Callable[[Any], Any]]] = []
 
 @patch(
     "torch._C._collect_all",
-    loses="torch.futures.collect_all and wait_all wait for all calls of phalanx.rpc, also when one has failed",
+    loses="torch.futures.collect_all and wait_all wait for all calls of phalanx.rpc, even after one has failed",
 )
 def _collect_calls() -> None:
     import torch

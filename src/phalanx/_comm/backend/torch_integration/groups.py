@@ -127,7 +127,7 @@ def _listed() -> dict[Any, Any]:
     return known
 
 
-_NO_LIST = "groups cannot be registered again by name or rank: phalanx.elastic does not work"
+_NO_LIST = "groups cannot be registered again by name or rank, so phalanx.elastic does not work"
 _register_again: Any = find("torch._C._distributed_c10d._register_process_group", loses=_NO_LIST)
 
 
@@ -143,7 +143,7 @@ def _world() -> Any:
 # backend forwards calls from C++ (`torch.ops.c10d`, and methods of the group that Python cannot override for C++) to
 # our group.
 
-_torch: Any = find("torch._C._distributed_c10d", loses="hooks of our groups are not called")
+_torch: Any = find("torch._C._distributed_c10d", loses="hooks of Phalanx groups are not called")
 
 _NEEDS = (
     "torch._C._distributed_c10d.Backend",
@@ -226,7 +226,7 @@ def _forwarding(name: str) -> Callable[..., Any]:
     def forward(self: Any, *args: Any) -> Any:
         group = self._group()
         if group is None:
-            raise RuntimeError(f"{name}: the process group is gone")
+            raise RuntimeError(f"{name}: the process group no longer exists")
         return carry_out(group, name, args)
 
     forward.__name__ = name

@@ -139,7 +139,7 @@ def patch_group_hooks() -> None:
         _patch_recorder()
 
 
-_NO_NAN_CHECK = "TORCH_DIST_NAN_CHECK=1 does not check our groups' operations"
+_NO_NAN_CHECK = "TORCH_DIST_NAN_CHECK=1 does not check operations of Phalanx groups"
 
 
 @patch("torch.distributed.distributed_c10d.NanCheckHook.attach", loses=_NO_NAN_CHECK)
@@ -167,7 +167,7 @@ def _patch_recorder() -> None:
 
     @functools.wraps(theirs)
     def attach(pg: Any, *args: Any) -> Any:
-        return _attach("FlightRecorderHook", theirs, pg, *args, loses="hooks of our groups are not called")
+        return _attach("FlightRecorderHook", theirs, pg, *args, loses="hooks of Phalanx groups are not called")
 
     hook.attach = staticmethod(attach)
 
@@ -184,7 +184,7 @@ def _attach(name: str, theirs: Callable[..., Any], group: Any, *args: Any, loses
         try:
             return theirs(group, *args)
         except RuntimeError as error:
-            problem = f"cannot attach its {name} to our groups ({error})"
+            problem = f"cannot attach its {name} to Phalanx groups ({error})"
     report_loss(problem, loses)
     return None
 

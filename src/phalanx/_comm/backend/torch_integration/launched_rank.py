@@ -25,7 +25,7 @@ def patch_launched_rank() -> None:
 @patch(
     "torch.distributed.distributed_c10d.init_process_group(backend)",
     "torch.distributed.device_mesh.init_process_group",
-    loses="init_process_group without a backend's name does not select 'phalanx' under `phalanx run`; name the backend",
+    loses="init_process_group without a backend does not select 'phalanx' under `phalanx run`; pass backend='phalanx'",
 )
 def _extend_start() -> None:
     c10d = distributed_c10d()

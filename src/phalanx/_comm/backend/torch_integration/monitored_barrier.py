@@ -14,7 +14,7 @@ from phalanx._comm.backend.torch_integration.patch import distributed_c10d, patc
 
 @patch(
     "torch.distributed.distributed_c10d.monitored_barrier(group, timeout, wait_all_ranks)",
-    loses="torch.distributed.monitored_barrier refuses our groups; call the group's own, group.monitored_barrier()",
+    loses="torch.distributed.monitored_barrier refuses Phalanx groups; call group.monitored_barrier() instead",
 )
 def extend_monitored_barrier() -> None:
     """Make torch's function, which compares a backend's name, accept our groups; needed until torch calls the group.

@@ -40,8 +40,8 @@ def patch_mpi() -> None:
             return helper(*args, **kwargs)
         if str(arguments["backend"]) != "mpi":
             raise ValueError(
-                f'backend {arguments["backend"]!r}: "mpi" cannot be joined with other backends in one group.\n'
-                'Use "mpi" alone, and make a group of its own for other devices.'
+                f'backend {arguments["backend"]!r}: "mpi" cannot be combined with other backends in one group.\n'
+                'Use "mpi" alone, and create another group for other devices.'
             )
         if not arguments["global_ranks_in_group"]:  # in torch, MPI determines the ranks
             arguments["store"], arguments["group_rank"], arguments["group_size"] = mpi_rendezvous(arguments["timeout"])

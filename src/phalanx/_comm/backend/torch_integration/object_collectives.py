@@ -30,7 +30,7 @@ _COLLECTIVES = {
     "recv_object_list": "object_list, src, group, group_src",
 }
 _C10D = "torch.distributed.distributed_c10d"
-_REPLAYED = "objects that collectives send between hosts may be replayed as other objects of such collectives"
+_REPLAYED = "objects that collectives send between hosts may be replayed in place of other objects"
 _UNKNOWN_CALL = PickleStream("object of an unknown call", 0)
 
 

@@ -149,10 +149,9 @@ class _Transfer:
                 if hashed == _hash(data[end:]):
                     return data[end:]
         raise PhalanxError(
-            f"PGTransport.recv_checkpoint: the metadata from rank {self.src_rank} came with a wrong MAC, or none; "
-            "nothing of it was read.\n"
-            "Its bytes were changed on the way, or somebody without the group's key has sent it (see "
-            "`phalanx docs security`)."
+            f"PGTransport.recv_checkpoint: the metadata from rank {self.src_rank} has a wrong MAC, or none. It was "
+            "not unpickled.\n"
+            "Its bytes were changed in transit, or somebody without the group's key sent it (`phalanx docs security`)."
         )
 
 

@@ -25,7 +25,7 @@ def patch_agent_rendezvous() -> None:
 @patch(
     *_HANDLERS,
     "torch.distributed.distributed_c10d.init_process_group(backend)",
-    loses="file:// may wait for ever in a file that no store has written, and env:// and tcp:// do not know ranks of "
+    loses="file:// may wait forever for a file that no store wrote, and env:// and tcp:// do not find the ranks of "
     "mpiexec and Slurm; set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT",
 )
 def patch_launcher_rendezvous() -> None:

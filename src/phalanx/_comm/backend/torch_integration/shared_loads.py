@@ -13,8 +13,8 @@ from phalanx._comm.backend.torch_integration.patch import patch
 
 @patch(
     "torch.nn.Module.load_state_dict(state_dict, strict, assign)",
-    loses="load_state_dict into parameters that ranks share does not wait for ranks that read them: call "
-    "torch.distributed.barrier() before it",
+    loses="load_state_dict does not wait for other ranks that still read the shared parameters: call "
+    "torch.distributed.barrier() first",
 )
 def wait_before_loads() -> None:
     """Make a module's `load_state_dict` wait until no other rank reads its parameters, if ranks share them."""

@@ -70,7 +70,7 @@ def patch_file_store() -> None:
     "torch.distributed.PrefixStore.queue_pop",
     "torch.distributed.PrefixStore.queue_len",
     "torch.distributed.PrefixStore.list_keys",
-    loses="a PrefixStore around a store of ours has no queues and no list of keys",
+    loses="a PrefixStore around a Phalanx store has no queues and cannot list keys",
 )
 def patch_prefix_store() -> None:
     """Add queues and the list of keys to a PrefixStore around one of our stores (a store with `name_through`).

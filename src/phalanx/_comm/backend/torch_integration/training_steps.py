@@ -88,7 +88,7 @@ def _observe_batches() -> None:
     iterators.__next__ = __next__
 
 
-@patch("torch.autograd.backward(tensors)", loses="a run report lacks backwards and losses")
+@patch("torch.autograd.backward(tensors)", loses="a run report lacks backward passes and losses")
 def _observe_backward() -> None:
     """Notify the recorder of backward passes and losses. The code is short, as in `_observe_batches`."""
     import torch
@@ -176,7 +176,7 @@ def _is_plain_list(part: Any) -> bool:
 _has_scaled = [False]  # whether a GradScaler has scaled since the last backward
 
 
-@patch("torch.amp.GradScaler.scale(outputs)", loses="a run report shows the losses of a GradScaler as scaled")
+@patch("torch.amp.GradScaler.scale(outputs)", loses="a run report shows losses as a GradScaler has scaled them")
 def _observe_scaler() -> None:
     """Attach the unscaled loss to the result of `GradScaler.scale`, because `backward` receives the scaled loss.
 

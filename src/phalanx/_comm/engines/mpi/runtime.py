@@ -146,7 +146,7 @@ def why_not(launcher: Launcher | None) -> str:
     except PhalanxError as error:
         return str(error)
     if mpi.Is_finalized():
-        return "MPI: it was finalized in this process, and cannot be started again.\nStart a new process."
+        return "MPI was finalized in this process, and cannot be started again.\nStart a new process."
     if launcher is None or mpi.Is_initialized():
         return ""
     vendor = _vendor(mpi)
@@ -169,7 +169,7 @@ def _load() -> Any:
         mpi4py = importlib.import_module("mpi4py")
     except ModuleNotFoundError:
         raise PhalanxError(
-            "MPI: the package mpi4py is not installed.\nInstall it, and an MPI unless there is one: "
+            "MPI: the package mpi4py is not installed.\nInstall it, and an MPI library if there is none: "
             "pip install mpi4py mpich"
         ) from None
     mpi4py.rc.initialize = False
@@ -194,7 +194,7 @@ def _start(mpi: Any) -> Runtime:
     vendor = _vendor(mpi)
     if mpi.Query_thread() < mpi.THREAD_MULTIPLE:
         raise PhalanxError(
-            f"MPI: {vendor} runs with less than MPI_THREAD_MULTIPLE, and Phalanx calls it from several threads.\n"
+            f"MPI: {vendor} runs with less than MPI_THREAD_MULTIPLE, but Phalanx calls MPI from several threads.\n"
             "Leave mpi4py.rc.threads and mpi4py.rc.thread_level as they are, or let Phalanx start MPI."
         )
     world = mpi.COMM_WORLD
@@ -212,8 +212,8 @@ def _explain_size_mismatch(launcher: Launcher, vendor: str, size: int) -> str:
             "Start them with the mpiexec of the MPI that mpi4py loads, or name another library in MPI4PY_LIBMPI."
         )
     return (
-        f"MPI: {launcher.name} started {launcher.world_size} processes, but {vendor} sees {size}: MPI joins only what "
-        "mpiexec starts.\nStart the job with mpiexec, or use backend 'phalanx' with engine 'gloo'."
+        f"MPI: {launcher.name} started {launcher.world_size} processes, but {vendor} sees {size}: MPI connects only "
+        "processes that mpiexec started.\nStart the job with mpiexec, or use backend 'phalanx' with engine 'gloo'."
     )
 
 

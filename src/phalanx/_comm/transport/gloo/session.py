@@ -256,7 +256,7 @@ class GlooSession:
             time.sleep(_PAUSE_S)
         answers = self.reports.store.collect_positions()
         if fate := self.reports.store.server_state():
-            return self.reports.report_lost(fate[0], "the job's store, which it served, does not answer", peer)
+            return self.reports.report_lost(fate[0], "it served the job's store, which does not answer", peer)
         silent = next((r for r in self.reports.others() if r not in answers), None)
         if silent is None:
             return self.reports.store.report() or FailureReport("broken", reason=f"Gloo failed: {cause}")

@@ -130,7 +130,7 @@ class FailureReports(GroupReports):
             return None
         who, what = fate
         if what == "ended":
-            return self._lost(who, "the job's store, which it served, is gone with it (killed, or crashed)", None)
+            return self._lost(who, "it served the job's store, which has ended (killed, or crashed)", None)
         return FailureReport(
             "late",
             (who,),

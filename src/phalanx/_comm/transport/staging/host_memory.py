@@ -71,8 +71,8 @@ class HostMemory:
         if error:
             warn_once(
                 _logger,
-                f"memory for staging could not be page-locked (CUDA error {error}); copies from and to the GPU are "
-                "slower. A limit on locked memory (ulimit -l) may be the reason.",
+                f"memory for staging could not be page-locked (CUDA error {error}), so copies to and from the GPU are "
+                "slower. The limit on locked memory (ulimit -l) may be too low.",
             )
         self._page_locked[at] = error
 
