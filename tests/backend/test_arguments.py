@@ -59,7 +59,7 @@ WRONG = {
     ),
     "a whole that is no multiple": (
         lambda g: dist.all_gather_single(ones(5), ones(3)),
-        "invalid tensor size: the output has 5 elements; for 2 ranks and the input of 3 it must have 6",
+        "invalid tensor size: the output has 5 elements, but 2 ranks with 3 elements each (the input) need 6",
     ),
     "a whole of another dtype": (
         lambda g: g.all_gather_single(ones(6).double(), ones(3)),
@@ -67,7 +67,7 @@ WRONG = {
     ),
     "an input that cannot be shared": (
         lambda g: dist.reduce_scatter_single(ones(3), ones(5)),
-        "invalid tensor size: the input has 5 elements; for 2 ranks and the output of 3 it must have 6",
+        "invalid tensor size: the input has 5 elements, but 2 ranks with 3 elements each (the output) need 6",
     ),
     "an input of another size": (
         lambda g: dist.reduce_scatter(ones(3), [ones(2), ones(3)]),
@@ -87,7 +87,7 @@ WRONG = {
     ),
     "a list elsewhere": (
         lambda g: g.gather([[ones(1), ones(1)]], [ones(1)], gather_options(1)),
-        "gather: requires empty output on non-root: only rank 1 (dst) takes outputs, rank 0 gave some",
+        "gather: requires empty output on non-root: only rank 1 (dst) takes outputs, but rank 0 passed some",
     ),
     "parts of different sizes": (
         lambda g: dist.scatter(ones(3), [ones(3), ones(2)], 0),
@@ -100,7 +100,7 @@ WRONG = {
     ),
     "splits that do not add up": (
         lambda g: g.all_to_all_single(ones(4), ones(4), [2, 2], [1, 2]),
-        "all_to_all_single: split sizes [1, 2] for the input, which has 4 rows",
+        "all_to_all_single: split sizes [1, 2] do not fit the input, which has 4 rows",
     ),
     "too many splits": (
         lambda g: g.all_to_all_single(ones(4), ones(4), [2, 1, 1], [2, 2]),
@@ -173,7 +173,7 @@ def test_rows_are_views_and_sizes_may_be_zero():
     parts = split_rows(tensor, [0, 3, 0], 3, "op", "it")
     assert [tuple(p.shape) for p in parts] == [(0, 2), (3, 2), (0, 2)]
     assert parts[1].data_ptr() == tensor.data_ptr()
-    with pytest.raises(ValueError, match=r"op: split sizes \[-1, 4, 0\] for it, which has 3 rows"):
+    with pytest.raises(ValueError, match=r"op: split sizes \[-1, 4, 0\] do not fit it, which has 3 rows"):
         split_rows(tensor, [-1, 4, 0], 3, "op", "it")
 
 

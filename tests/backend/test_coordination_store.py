@@ -124,9 +124,9 @@ def test_errors_are_those_that_torchs_callers_catch():
             ours.queue_pop("q", block=False)
         with pytest.raises(ValueError, match="add: the value of 'word' is not a number"):
             ours.set("word", "x") or ours.add("word", 1)
-        with pytest.raises(TypeError, match="a value is a str or bytes, got int"):
+        with pytest.raises(TypeError, match="a value must be a str or bytes, got int"):
             ours.set("a", 5)
-        with pytest.raises(TypeError, match="a key is a str, got int"):
+        with pytest.raises(TypeError, match="a key must be a str, got int"):
             ours.get(5)
         with pytest.raises(ValueError, match="are allowed"):
             ours.set("big", b"x" * (9 << 20))

@@ -12,7 +12,7 @@ RANK = RankInfo("host", "node1", "", ProcessId.of_self(), frozenset({0}), 0, add
 
 def test_a_public_address_among_private_ones_is_named_with_its_host_and_what_to_do():
     said = _public_address_problem([RANK, replace(RANK, hostname="node2", address="8.8.8.8")], Options())
-    assert said.startswith("tensors would be sent to and from 8.8.8.8 on node2: a public address, which everybody")
+    assert said.startswith("tensors would be sent to and from 8.8.8.8 on node2: a public address, which anyone")
     assert "WireGuard" in said
     assert "PHALANX_ALLOW_PUBLIC_ADDRESS=1" in said
 

@@ -36,7 +36,7 @@ def test_a_process_without_a_free_descriptor_is_told_the_limit(tmp_path):
 
     limit, text = run_ranks(check, 1, init=False)[0]
     assert "init_process_group of group '0' on rank 0: Too many open files" in text
-    assert f"This process may have {limit} open files" in text
+    assert f"This process may have at most {limit} open files" in text
     assert "ulimit -n" in text
 
 

@@ -52,7 +52,10 @@ def test_ranks_below_the_launcher_of_another_mpi_say_so():
     outcome = mpi_job(mpi_checks.start_mpi, 2, variables={"MPI4PY_LIBMPI": str(OPEN_MPI / "lib" / "libmpi.so.40")})
     for said in outcome.results():
         assert said.startswith("PhalanxError: init_process_group of group '0' on rank ")
-        assert "no MPI on ranks 0, 1 of 2.\nMPI: this process was started by the mpiexec of MPICH, but" in said
+        assert (
+            "MPI is not available on ranks 0, 1 of 2.\nMPI: this process was started by the mpiexec of MPICH, but"
+            in said
+        )
         assert "Start it with the mpiexec of Open MPI, or name the library of MPICH in MPI4PY_LIBMPI." in said
 
 

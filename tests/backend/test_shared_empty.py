@@ -118,7 +118,7 @@ def test_a_huge_tensor_costs_nothing_until_it_is_touched(rank):
 
 @on_ranks(2)
 def test_a_heap_without_room_says_so_on_every_rank_and_works_on():
-    with pytest.raises(PhalanxError, match=r"shared_empty of \d+ bytes: .* has no room") as caught:
+    with pytest.raises(PhalanxError, match=r"shared_empty of \d+ bytes: .* is full") as caught:
         phalanx.shared_empty(1 << 50)
     assert "Release tensors" in str(caught.value)
     tensor = phalanx.shared_empty(5000)

@@ -262,7 +262,7 @@ def test_a_folder_that_cannot_be_synchronised_is_an_error_only_if_the_disk_faile
 
     monkeypatch.setattr(os, "fsync", fsync)
     if code == errno.EIO:
-        with pytest.raises(CheckpointError, match="The new checkpoint is in place, but a power cut may remove it"):
+        with pytest.raises(CheckpointError, match="The new checkpoint is in place, but a power failure may destroy it"):
             save_checkpoint(tmp_path / "file", {})
     else:
         save_checkpoint(tmp_path / "file", {})

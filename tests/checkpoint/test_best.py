@@ -65,10 +65,10 @@ def test_that_there_is_no_best_is_said(tmp_path):
     manager = CheckpointManager(tmp_path, keep_best=("accuracy", "max", 2))
     assert (manager.best(), manager.load(best=True)) == (None, None)
     manager.save(3, {"a": 1}, metrics={"loss": 1.0})
-    with pytest.raises(CheckpointError, match=r"was saved with the metric 'accuracy'; there are those of steps 3\."):
+    with pytest.raises(CheckpointError, match=r"was saved with the metric 'accuracy'; available steps: 3\."):
         manager.load(best=True)
     with pytest.raises(
-        ValueError, match=r"CheckpointManager.load: the manager has no metric for the best; create it with keep_"
+        ValueError, match=r"CheckpointManager.load: the manager has no metric to choose the best checkpoint; create"
     ):
         CheckpointManager(tmp_path).load(best=True)
 
@@ -90,9 +90,7 @@ def test_metrics_without_that_of_keep_best_are_a_warning_once(tmp_path):
     "wrong", ["accuracy", ("accuracy", "max"), ("accuracy", "up", 3), ("a", "max", 0), ("", "max", 1)]
 )
 def test_what_makes_no_sense_is_an_error(tmp_path, wrong):
-    with pytest.raises(
-        ValueError, match=r"CheckpointManager: keep_best must be a metric, 'min' or 'max', and how many"
-    ):
+    with pytest.raises(ValueError, match=r"CheckpointManager: keep_best must be \(metric, 'min' or 'max', count\)"):
         CheckpointManager(tmp_path, keep_best=wrong)
 
 

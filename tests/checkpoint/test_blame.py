@@ -77,7 +77,7 @@ def test_the_refusal_says_it_and_leaves_the_old_checkpoint(tmp_path):
         save_checkpoint(path, {"weights": {"w": torch.ones(2)}, "history": [{"loss": 0.5}, {"loss": np.float32(0.25)}]})
     assert str(caught.value).startswith(f"save_checkpoint to {path} on rank 0: the state holds objects of numpy.")
     assert str(caught.value).endswith(
-        ", which load_checkpoint would refuse to open: state['history'][1]['loss'] is a numpy.float32. The checkpoint "
-        "that was there before is unchanged. Save state['history'][1]['loss'].item() instead."
+        ", which load_checkpoint would refuse to open: state['history'][1]['loss'] is a numpy.float32. The previous "
+        "checkpoint is unchanged. Save state['history'][1]['loss'].item() instead."
     )
     assert load_checkpoint(path) == {"epoch": 1}

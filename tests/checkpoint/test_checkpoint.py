@@ -97,7 +97,7 @@ def test_a_place_that_cannot_be_a_file_is_named_with_what_to_do(tmp_path):
     for path, told in (
         ("no/run.pt", r"no/run.pt on rank 0: No such file.*Nothing was written. Create the folder"),
         ("", r"on rank 0: Is a directory.*Give the checkpoint a file name"),
-        ("file/run.pt", r"Not a directory.*whose folders are folders"),
+        ("file/run.pt", r"Not a directory.*A part of the path is a file"),
     ):
         with pytest.raises(CheckpointError, match=told):
             save_checkpoint(tmp_path / path, STATE)
@@ -115,7 +115,7 @@ def test_a_state_that_could_not_be_read_again_is_refused_now(tmp_path, value, me
     save_checkpoint(tmp_path / "run.pt", STATE)
     with pytest.raises(CheckpointError, match=message) as caught:
         save_checkpoint(tmp_path / "run.pt", {"value": value})
-    assert "The checkpoint that was there before is unchanged." in str(caught.value)
+    assert "The previous checkpoint is unchanged." in str(caught.value)
     assert_same(load_checkpoint(tmp_path / "run.pt"), STATE)
     assert os.listdir(tmp_path) == ["run.pt"]
 
@@ -134,7 +134,7 @@ def with_full_disk(action):
 def test_a_full_disk_leaves_the_old_checkpoint(tmp_path, numbers):
     save_checkpoint(tmp_path / "run.pt", STATE)
     with pytest.raises(
-        CheckpointError, match=r"File too large\. The checkpoint that .* unchanged\. Make room"
+        CheckpointError, match=r"File too large\. The previous checkpoint is unchanged\. Free space"
     ) as caught:
         with_full_disk(lambda: save_checkpoint(tmp_path / "run.pt", {"weight": torch.zeros(numbers)}))
     assert caught.value.__cause__ is not None
@@ -216,7 +216,7 @@ def test_a_call_on_rank_0_alone_is_told_as_one(tmp_path):
         assert "test_checkpoint.py:" in message
         assert (name, calls) == ("MismatchError", [0, 1])
     assert messages[0][0].endswith(
-        "\nThis was save_checkpoint, which is collective: every rank calls it, at the same step. Call it on every "
+        "\nsave_checkpoint is collective: every rank must call it, at the same step. Call it on every "
         "rank, not under `if rank == 0`."
     )
     assert load_checkpoint(tmp_path / "run.pt") == {"epoch": 1}
@@ -228,7 +228,7 @@ def test_a_call_on_rank_0_alone_is_told_as_one(tmp_path):
 def test_a_missing_file_and_a_folder_are_named(tmp_path):
     with pytest.raises(CheckpointError, match=r"load_checkpoint: .*run.pt could not be read: No such file"):
         load_checkpoint(tmp_path / "run.pt")
-    with pytest.raises(CheckpointError, match="is a directory, and there is no checkpoint in it"):
+    with pytest.raises(CheckpointError, match="is a directory without a checkpoint"):
         load_checkpoint(tmp_path)
 
 

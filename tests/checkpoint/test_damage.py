@@ -134,8 +134,8 @@ def test_what_a_checkpoint_lacks_is_said(tmp_path):
         "starts from scratch."
     ]
     assert some == [
-        "'optimizer' has no state for 2 of 4 parameters ('1.weight', '1.bias'), which start anew: they had no "
-        "gradient until then, or their state was left out."
+        "'optimizer' has no state for 2 of 4 parameters ('1.weight', '1.bias'), which start from scratch: they had no "
+        "gradient before the save, or their state was left out."
     ]
     assert lacking == (
         f"load_checkpoint: {tmp_path}/run.pt has no state for 'optimizer'; it has 'model'. Nothing was loaded. Leave "
@@ -168,5 +168,5 @@ def test_optimizers_that_keep_one_state_or_none_in_a_group_lack_nothing(tmp_path
 def test_a_manifest_that_names_a_file_elsewhere_is_refused(name):
     """Downloading a stranger's checkpoint wrote the file there."""
     manifest = Manifest("whole", 1, 1, "", torch.__version__, {name: FileRecord(4, 0)})
-    with pytest.raises(ValueError, match="is not the name of a file in the checkpoint"):
+    with pytest.raises(ValueError, match="is not a valid file name in a checkpoint"):
         Manifest.decode(manifest.encode())

@@ -86,7 +86,7 @@ def test_a_full_disk_is_told_on_every_rank_and_the_job_goes_on(tmp_path):
     for step, text in zip((2, 3, 2, 3), first, strict=True):
         assert f"step {step} to " in text
         assert ": No space left on device. Earlier checkpoints are unchanged, and so are" in text
-        assert "Make room, or save to another disk." in text
+        assert "Free space, or save to another disk." in text
 
 
 def test_what_another_rank_writes_while_a_failed_save_is_removed_is_removed_too(tmp_path):
@@ -141,4 +141,4 @@ def test_a_folder_that_a_rank_may_not_write_to_or_enter_is_told_on_every_rank():
     assert first == second
     assert all("on rank 0: Permission denied. Earlier checkpoints" in text for text in first[:2])
     assert "Save to a folder that this user may write to." in first[0]
-    assert all("rank 1 on " in text and " may not write into " in text for text in first[2:])
+    assert all("rank 1 on " in text and " may not write to " in text for text in first[2:])

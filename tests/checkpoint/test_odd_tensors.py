@@ -139,7 +139,7 @@ def _hold_itself(dice):
     else:
         key = len(value)
         value.append(target)
-    return state, f"{path}[{key!r}] is {target_path} itself, so the state has no end"
+    return state, f"{path}[{key!r}] is {target_path} itself, so the state contains a cycle"
 
 
 @pytest.mark.slow

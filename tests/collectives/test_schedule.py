@@ -77,7 +77,9 @@ def test_an_unknown_algorithm_gets_a_suggestion_and_the_valid_names() -> None:
 
 
 def test_an_operation_that_an_algorithm_lacks_names_those_that_have_it() -> None:
-    with pytest.raises(ValueError, match="'tree' has no all_gather; these have: direct, ring, halving_doubling"):
+    with pytest.raises(
+        ValueError, match="'tree' does not support all_gather; these do: direct, ring, halving_doubling"
+    ):
         build("tree", "all_gather", Topology.flat(2))
 
 

@@ -106,7 +106,7 @@ def copy(src: int, dst: int, start: int = 0, stop: int = 1) -> Transfer:
         ),
         pytest.param(
             by_hand([reduce(0, 1, 0, 1), reduce(0, 1, 1, 2)], world_size=2, num_chunks=2),
-            "2 transfers go from rank 0 to rank 1, 1 declared",
+            "2 transfers go from rank 0 to rank 1, but the phase declares 1",
             id="undeclared second message",
         ),
         pytest.param(by_hand([reduce(0, 0)], world_size=2), "must be two different ranks", id="to itself"),

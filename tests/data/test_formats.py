@@ -323,7 +323,7 @@ def test_samples_of_a_streamed_dataset_are_those_of_datasets(tmp_path):
 def test_what_is_no_split_is_refused():
     datasets = pytest.importorskip("datasets")
     table = datasets.Dataset.from_dict({"number": [1]})
-    with pytest.raises(TypeError, match=r"got a DatasetDict: give one split, dataset\['train'\]"):
+    with pytest.raises(TypeError, match=r"got a DatasetDict: pass one split, dataset\['train'\]"):
         from_datasets(datasets.DatasetDict(train=table))
     with pytest.raises(TypeError, match="got a list"):
         from_datasets([1])

@@ -34,7 +34,7 @@ def test_every_index_comes_exactly_once() -> None:
 def test_an_empty_range_has_an_empty_permutation() -> None:
     assert len(Permutation(0, "key")) == 0
     assert whole(0, "key").size == 0
-    with pytest.raises(IndexError, match="position 0 is outside of a permutation of 0"):
+    with pytest.raises(IndexError, match="position 0 is outside a permutation of length 0"):
         Permutation(0, "key")[0]
 
 
@@ -54,7 +54,7 @@ def test_one_position_is_what_the_whole_order_has_there() -> None:
     permutation = Permutation(1000, "key")
     order = whole(1000, "key")
     assert [permutation[i] for i in (0, 1, 999, -1, -1000)] == [order[i] for i in (0, 1, 999, -1, -1000)]
-    with pytest.raises(IndexError, match="position 1000 is outside of a permutation of 1000"):
+    with pytest.raises(IndexError, match="position 1000 is outside a permutation of length 1000"):
         permutation[1000]
 
 

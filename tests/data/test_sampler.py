@@ -346,7 +346,7 @@ def test_the_process_group_says_who_we_are_unless_the_caller_does():
 
 @pytest.mark.parametrize(("given", "missing"), [({"num_replicas": 2}, "rank"), ({"rank": 1}, "num_replicas")])
 def test_half_a_place_without_a_process_group_is_refused(given, missing):
-    with pytest.raises(ValueError, match=f"no process group that determines {missing}"):
+    with pytest.raises(ValueError, match=f"no process group to determine {missing}"):
         DistributedSampler(range(10), **given)
 
 

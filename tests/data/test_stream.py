@@ -72,7 +72,7 @@ def test_samples_are_those_of_their_numbers_whatever_order_they_are_asked_for_in
     assert list(DataLoader(stream, batch_size=None, sampler=order, num_workers=workers)) == order
     assert stream[-1] == 14
     assert stream.__getitems__([3, 3, 12, 0]) == [3, 3, 12, 0]
-    with pytest.raises(IndexError, match="sample 15 was requested, and the samples are 0 to 14"):
+    with pytest.raises(IndexError, match="sample 15 was requested, but the samples are 0 to 14"):
         stream[15]
 
 
@@ -205,7 +205,7 @@ def test_a_read_that_goes_on_failing_ends_when_its_time_is_over():
         raise TimeoutError("no answer")
 
     stream = Stream(["a"], read, lengths=6, retry_s=0.0)
-    with pytest.raises(DataError, match=r"cannot be read: TimeoutError: no answer\. It was tried again for 0 s\."):
+    with pytest.raises(DataError, match=r"cannot be read: TimeoutError: no answer\. Retries went on for 0 s\."):
         stream[0]
 
 

@@ -185,10 +185,10 @@ def test_hooks_that_cannot_work_are_refused_with_what_to_use_instead():
         (mixed_precision_hooks._reducer_allreduce_and_upcast_hook, r"mixed_precision.*Use torch\.autocast"),
         (optimizer_overlap_hooks._hook_then_optimizer(default_hooks.allreduce_hook, fused), r"step\(\) after"),
         (_applying_optim_in_backward(), r"step\(\) after"),
-        (ddp_zero_hook._hook_with_zero_step_setup, "Use phalanx.ZeroRedundancyOptimizer without it"),
+        (ddp_zero_hook._hook_with_zero_step_setup, "Use phalanx.ZeroRedundancyOptimizer without a hook"),
         (
             quantization_hooks.quantization_pertensor_hook,
-            r"the future of NCCL's all_gather.*Use bf16_compress_hook on Gloo.*phalanx\.Options\(wire_dtype",
+            r"the future of NCCL's all_gather.*On Gloo, use bf16_compress_hook.*phalanx\.Options\(wire_dtype",
         ),
         (quantization_hooks.quantization_perchannel_hook, "the future of NCCL's all_gather"),
         (powerSGD_hook.batched_powerSGD_hook, "it resizes the bucket.*Use powerSGD_hook"),

@@ -152,7 +152,7 @@ def test_zero_redundancy_is_refused_by_name():
 
     with pytest.raises(RankFailed) as caught:
         run_ranks(fn, 2)
-    assert "every rank updates a part of the parameters" in str(caught.value.errors[0])
+    assert "only one rank can update each part of the parameters" in str(caught.value.errors[0])
 
 
 def test_the_join_state_tells_who_trains_and_whose_buffers_serve_all():

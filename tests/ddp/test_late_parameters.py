@@ -57,7 +57,7 @@ def test_a_newcomer_is_named_at_the_next_forward_on_every_rank(rank, backend, ch
         ddp(torch.ones(1, 2))
     message = str(caught.value)
     assert message.startswith(f"DistributedDataParallel on rank {rank}: {CHANGES[change]} needs a gradient, but was")
-    assert "wrap it anew, model = DistributedDataParallel(model.module)" in message
+    assert "wrap it again, model = DistributedDataParallel(model.module)" in message
 
 
 @pytest.mark.slow(but=("_add_module",))

@@ -164,7 +164,7 @@ def test_modes_and_attributes_reach_the_wrapped_module_and_others_are_not_forwar
 def test_copies_and_pickles_are_refused_and_those_of_the_module_are_not(act):
     ddp = DistributedDataParallel(nn.Linear(2, 2))
     ddp(torch.ones(1, 2)).sum().backward()
-    with pytest.raises(TypeError, match=r"can't be pickled or copied.*Save ddp\.state_dict\(\)"):
+    with pytest.raises(TypeError, match=r"cannot be pickled or copied.*Save ddp\.state_dict\(\)"):
         act(ddp)
     act(ddp.module)
 
@@ -285,7 +285,7 @@ def test_a_lazy_module_is_refused_by_its_parameters_name():
 
 @alone
 def test_a_module_on_several_devices_is_refused():
-    with pytest.raises(ValueError, match="one device, this one is on cpu, meta"):
+    with pytest.raises(ValueError, match="one device, but this module is on cpu, meta"):
         DistributedDataParallel(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1, device="meta")), init_sync=False)
 
 

@@ -48,7 +48,7 @@ def test_the_first_difference_is_named_on_every_rank(backend):
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        (lambda tensor, rank: tensor.fill_(float("nan") if rank else 1.0), "one of the two has a NaN"),
+        (lambda tensor, rank: tensor.fill_(float("nan") if rank else 1.0), "one of the two tensors has a NaN"),
         (lambda tensor, rank: tensor.fill_(-0.0 if rank else 0.0), "differs from rank 0 in bits only"),
         (lambda tensor, rank: tensor.fill_(100.0 * rank), "rank 1 differs from rank 0 by up to 100"),
     ],
@@ -119,7 +119,7 @@ def test_of_sparse_tensors_what_they_store_is_compared(rank, layout):
     graph = torch.sparse_coo_tensor(positions, torch.ones(2), (300_000, 300_000), check_invariants=True)
     model.register_buffer("graph", graph if layout is torch.sparse_coo else graph.to_sparse_csr())
     message = _message(lambda: check_replicas(model))
-    assert "buffer 'graph' (shape (300000, 300000), float32): rank 2 stores other elements than rank 0." in message
+    assert "buffer 'graph' (shape (300000, 300000), float32): rank 2 stores different elements than rank 0." in message
 
 
 @on_ranks(3)

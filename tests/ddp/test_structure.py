@@ -22,8 +22,8 @@ def _differences(build, world_size, backend):
 def test_another_shape_on_one_rank_is_told_on_all(backend):
     message = _differences(lambda rank: nn.Sequential(nn.Linear(3 if rank == 1 else 4, 4)), 3, backend)
     assert (
-        "rank 1 has parameter '0.weight' with shape (4, 3), float32, requires_grad; "
-        "rank 0 has it with shape (4, 4), float32, requires_grad" in message
+        "rank 1 has parameter '0.weight' with shape (4, 3), float32, requires_grad, "
+        "but rank 0 has shape (4, 4), float32, requires_grad" in message
     )
     assert "rank 2" not in message
     assert message.startswith("DistributedDataParallel: the ranks' models differ.")
@@ -31,7 +31,7 @@ def test_another_shape_on_one_rank_is_told_on_all(backend):
 
 def test_a_missing_and_an_extra_parameter_are_told_by_name(backend):
     message = _differences(lambda rank: nn.Sequential(nn.Linear(2, 2, bias=rank == 1)), 2, backend)
-    assert "rank 1 has parameter '0.bias' (shape (2,), float32, requires_grad), rank 0 has none of that name" in message
+    assert "rank 1 has parameter '0.bias' (shape (2,), float32, requires_grad), but rank 0 has no such name" in message
     message = _differences(lambda rank: nn.Sequential(nn.Linear(2, 2, bias=rank == 0)), 2, backend)
     assert "rank 1 lacks parameter '0.bias'" in message
 
@@ -48,8 +48,8 @@ def test_each_kind_of_difference_is_told(rank):
             _double_and_frozen,
             {},
             (
-                "'0.weight' with shape (2, 2), float64, requires_grad; rank 0 has it with shape (2, 2), float32",
-                "'1.weight' with shape (2, 2), float32; rank 0 has it with shape (2, 2), float32, requires_grad",
+                "'0.weight' with shape (2, 2), float64, requires_grad, but rank 0 has shape (2, 2), float32",
+                "'1.weight' with shape (2, 2), float32, but rank 0 has shape (2, 2), float32, requires_grad",
             ),
         ),
         (lambda rank: nn.Linear(2, 2).requires_grad_(rank == 0), {}, ("rank 1 has parameter 'weight'",)),

@@ -152,11 +152,11 @@ def test_gradients_and_buffers_may_have_changed_before_a_mismatch_is_seen():
 
 def test_an_interrupted_wait_says_for_whom_it_was():
     assert describe_interruption(HERE, KeyboardInterrupt(), {1: "pid 17"}, {1: DONE}) == (
-        "all_reduce #42 in group 'dp' on rank 3: interrupted (KeyboardInterrupt); it was waiting for rank 1.\n"
+        "all_reduce #42 in group 'dp' on rank 3: interrupted (KeyboardInterrupt) while waiting for rank 1.\n"
         f"Rank 1 (pid 17) last finished broadcast #41 (train.py:80).\n{OVER}"
     )
     assert describe_interruption(HERE, KeyboardInterrupt(), {}, None) == (
-        f"all_reduce #42 in group 'dp' on rank 3: interrupted (KeyboardInterrupt); it was under way.\n{OVER}"
+        f"all_reduce #42 in group 'dp' on rank 3: interrupted (KeyboardInterrupt) while under way.\n{OVER}"
     )
 
 

@@ -67,7 +67,7 @@ def test_an_agent_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(channel, "SILENT_AGENT_S", 0.2)
     with agent() as (line, _), pytest.raises(DeadlineError) as raised:
         line.next_generation(4, 0.1)
-    assert f"(pid {os.getpid()}), which begins the next one, has not answered within 0.2 s" in str(raised.value)
+    assert f"(pid {os.getpid()}), which starts the next generation, has not answered within 0.2 s" in str(raised.value)
     assert f"after generation 4: this rank has left its group, and `phalanx run` on {socket.gethostname()}" in str(
         raised.value
     )

@@ -76,7 +76,7 @@ def test_an_elastic_function_inside_of_another_is_refused_by_name(tmp_path: Path
     ended = SmallAgent(train_inside, 2, folder=tmp_path).run()
     for said, steps in ended.results:
         assert said.startswith(
-            "phalanx.elastic: tune is decorated by elastic.run, and was called inside another such function"
+            "phalanx.elastic: tune is decorated by elastic.run, but was called inside another such function"
         )
         assert "call tune without elastic.run" in said
         assert steps == 0
@@ -93,7 +93,7 @@ def test_run_without_a_state_is_refused_by_name() -> None:
         def fit(self, state: Any) -> int:
             return int(state.step)
 
-    with pytest.raises(TypeError, match=r"fit is a method, and `self` would receive the state"):
+    with pytest.raises(TypeError, match=r"fit is a method, so `self` would receive the state"):
         elastic.run(state)(Fit.fit)  # type: ignore[arg-type]
     assert elastic.run(state)(Fit().fit)(state) == 0
 

@@ -191,20 +191,20 @@ def test_a_commit_counts_the_samples_that_it_is_told_and_refuses_what_cannot_be(
     assert state.state_dict()["position"]["consumed"] == 4
     state.commit(samples=4)
     assert state.state_dict()["position"]["consumed"] == 8
-    with pytest.raises(ValueError, match=r"commit\(samples=8\): that makes 16 samples .* has yielded 12.*of this rank"):
+    with pytest.raises(ValueError, match=r"commit\(samples=8\): this makes 16 samples .* has yielded 12.*of this rank"):
         state.commit(samples=8)
     for wrong in (-1, 2.0, True):
         with pytest.raises(ValueError, match="pass how many samples"):
             state.commit(samples=wrong)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="samples= was passed before in this epoch"):
+    with pytest.raises(ValueError, match="samples= was passed earlier in this epoch"):
         state.commit()
     batches = iter(loader)  # the next epoch
     next(batches)
     state.commit()
     next(batches)
-    with pytest.raises(ValueError, match="the epoch's first commit had none"):
+    with pytest.raises(ValueError, match="the epoch's first commit had no samples="):
         state.commit(samples=4)
-    with pytest.raises(ValueError, match="no sampler in State"):
+    with pytest.raises(ValueError, match="State has no sampler"):
         elastic.State(best=0.0).commit(samples=4)
 
 
@@ -236,7 +236,7 @@ def test_a_prefetcher_that_crosses_the_end_of_an_epoch_is_told_to_end_with_it() 
     state.commit(samples=4)
     state.commit(samples=4)
     next(ahead)
-    with pytest.raises(ValueError, match=r"begun the next epoch before .* 8 of 16 samples .* End the prefetcher"):
+    with pytest.raises(ValueError, match=r"began the next epoch after .* 8 of 16 samples .* Stop the prefetcher"):
         state.commit(samples=4)
 
 
@@ -261,7 +261,9 @@ def test_a_loop_that_reads_ahead_and_does_not_say_so_is_told(caplog: pytest.LogC
     for _ in state.epochs(2):
         for _ in read_ahead(loader, 2):
             state.commit()
-    told = [one.getMessage() for one in caplog.records if "without a sample of its own" in one.getMessage()]
+    told = [
+        one.getMessage() for one in caplog.records if "yielded no sample since the previous step" in one.getMessage()
+    ]
     assert len(told) == 1
     assert "state.commit(samples=len(batch))" in told[0]
     caplog.clear()

@@ -96,9 +96,9 @@ def test_a_group_whose_ranks_have_other_numbers_is_refused_by_name(tmp_path: Pat
     assert len(ended.results) == 3
     for summed, said in ended.results:
         assert summed == 111.0
-        assert "was made before elastic.run, for a job of 4 ranks, and is used" in said
-        assert "after a loss. The job has 3 ranks now" in said
-        assert "Make the group in the function that elastic.run calls" in said
+        assert "was created before elastic.run, for a job of 4 ranks, but is used" in said
+        assert "after a loss. The job now has 3 ranks" in said
+        assert "Create the group in the function that elastic.run" in said
 
 
 @pytest.mark.slow(but=("phalanx",))

@@ -80,7 +80,7 @@ def test_a_pipeline_inside_of_another_module_is_refused_at_the_door(monkeypatch:
         def __init__(self) -> None:
             nn.Module.__init__(self)
 
-    with pytest.raises(TypeError, match="'model' has a Pipeline inside; give State the Pipeline itself"):
+    with pytest.raises(TypeError, match="'model' contains a Pipeline; pass the Pipeline itself to State"):
         elastic.State(model=nn.Sequential(Hidden()))
 
 

@@ -168,7 +168,7 @@ def test_an_optimizer_that_steps_and_that_state_does_not_have_is_warned_of(caplo
     watch.remove()
     torch.optim.AdamW(net.parameters()).step()
     (said,) = caplog.messages
-    assert said.startswith("phalanx.elastic: Adam updates parameters of 'net', and State does not have this optimizer.")
+    assert said.startswith("phalanx.elastic: Adam updates parameters of 'net', but State does not have this optimizer.")
 
 
 def _train_sharded() -> None:

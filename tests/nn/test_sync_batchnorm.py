@@ -177,7 +177,7 @@ def test_one_value_per_channel_on_all_ranks_together_is_refused_everywhere():
     def fn(rank, world_size):
         layer = SyncBatchNorm(CHANNELS)
         with pytest.raises(
-            ValueError, match="all ranks together have 1, on this one the input has the shape"
+            ValueError, match="all ranks together have 1; on this rank the input has the shape"
         ) as caught:
             layer(torch.randn(1 - rank, CHANNELS))
         return str(caught.value)
@@ -281,7 +281,7 @@ def test_a_layer_with_a_forward_of_its_own_is_left_and_named(caplog):
     model = nn.Sequential(nn.BatchNorm2d(3), _WithActivation(3))
     SyncBatchNorm.convert_sync_batchnorm(model)
     assert [type(layer) for layer in model] == [SyncBatchNorm, _WithActivation]
-    assert "leaves layer '1': its class _WithActivation has a forward of its own" in caplog.text
+    assert "keeps layer '1': its class _WithActivation overrides forward" in caplog.text
 
 
 def test_a_lazy_layer_is_refused_until_it_knows_its_shape():

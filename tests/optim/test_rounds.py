@@ -97,14 +97,16 @@ def test_outer_parameters_are_the_model_of_the_last_round(rank):
 def test_what_already_keeps_the_same_ranks_together_is_refused():
     def fn(rank, world_size):
         model = phalanx.DistributedDataParallel(Replica())
-        with pytest.raises(ValueError, match=r"LocalSGD: DistributedDataParallel already keeps ranks \[0, 1, 2, 3\]"):
+        with pytest.raises(
+            ValueError, match=r"LocalSGD: DistributedDataParallel already synchronizes ranks \[0, 1, 2, 3\]"
+        ):
             _local(model, inner_of(model))
         model = nn.parallel.DistributedDataParallel(Replica())
-        with pytest.raises(ValueError, match="DiLoCo: DistributedDataParallel already keeps ranks"):
+        with pytest.raises(ValueError, match="DiLoCo: DistributedDataParallel already synchronizes ranks"):
             _diloco(model, inner_of(model))
         model = Replica()
         sharded = phalanx.ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
-        with pytest.raises(ValueError, match="LocalSGD: ZeroRedundancyOptimizer already keeps ranks"):
+        with pytest.raises(ValueError, match="LocalSGD: ZeroRedundancyOptimizer already synchronizes ranks"):
             _local(model, sharded)
         # Within a pair at every step, between pairs every third: the groups have one rank in common.
         pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
@@ -141,7 +143,7 @@ def test_wrong_arguments_are_refused():
     with pytest.raises(ValueError, match="DiLoCo: the inner and the outer optimizer must be two"):
         phalanx.DiLoCo(model, inner, inner, sync_every=2)
     for make in (_local, _diloco):
-        with pytest.raises(ValueError, match="SGD holds no parameter of this model, which would never change"):
+        with pytest.raises(ValueError, match="SGD holds no parameter of this model, so the model would never change"):
             make(model, inner_of(nn.Linear(3, 2)))
     for words, make in (
         (r"LocalSGD: model must be a torch\.nn\.Module, got SGD", lambda: _local(inner, model)),
@@ -154,8 +156,8 @@ def test_wrong_arguments_are_refused():
         with pytest.raises(TypeError, match=words):
             make()
     for outer, words in (  # at the first round these ended in a TypeError
-        (torch.optim.LBFGS(model.parameters()), "LBFGS cannot be the outer optimizer: its step computes the l"),
-        (torch.optim.SparseAdam(model.parameters()), "SparseAdam cannot be .* it takes sparse gradients only"),
+        (torch.optim.LBFGS(model.parameters()), "LBFGS cannot be the outer optimizer: its step needs a closure"),
+        (torch.optim.SparseAdam(model.parameters()), "SparseAdam cannot be .* it takes only sparse gradients"),
         (
             torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(7))], lr=1.0),
             r"the outer optimizer holds a parameter of shape \(7,\) that is not the model",

@@ -117,10 +117,10 @@ def test_state_dict_says_which_call_is_missing_and_is_not_given_stale(rank):
     if rank == 1:
         assert optimizer.state_dict()["state"]
     else:
-        with pytest.raises(RuntimeError, match=r"Call consolidate_state_dict\(to=0\) on all ranks"):
+        with pytest.raises(RuntimeError, match=r"First call consolidate_state_dict\(to=0\) on all ranks"):
             optimizer.state_dict()
     train(ddp, optimizer, rank, 1, first=1)
-    with pytest.raises(RuntimeError, match=r"each rank has the state of its own slices"):
+    with pytest.raises(RuntimeError, match=r"each rank has only the state of its slices"):
         optimizer.state_dict()
     with pytest.raises(ValueError, match="to=2 is not a rank of the group, which has 2"):
         optimizer.consolidate_state_dict(to=2)
@@ -140,7 +140,9 @@ def test_shards_that_do_not_make_a_whole_are_refused():
     shards = _shards()
     with pytest.raises(ValueError, match="needs the shard of every rank, got none"):
         merge_state_dicts([])
-    with pytest.raises(ValueError, match=r"of parameter 4 with 10332 elements there is state for 0 to \d+. Pass the"):
+    with pytest.raises(
+        ValueError, match=r"parameter 4 has 10332 elements, but the shards have state for 0 to \d+. Pass the"
+    ):
         merge_state_dicts(shards[:1])
     with pytest.raises(ValueError, match="of different models"):
         merge_state_dicts([shards[0], {**shards[1], "layout": {}}])

@@ -237,7 +237,7 @@ def test_what_one_rank_has_decided_holds_for_those_who_pass_the_sync_as_well():
         optimizer.step()
         undone.append(optimizer._undo)
         old = copy_parameters(ddp)
-        with pytest.raises(PeerLostError, match="rank 0 saw it fail and undid it"):
+        with pytest.raises(PeerLostError, match="rank 0 undid this step after a failure"):
             optimizer.step()
         store = dist.group.WORLD.get_group_store()
         store.set(f"settled {rank}", "")

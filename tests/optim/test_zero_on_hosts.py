@@ -144,7 +144,7 @@ def test_a_rank_that_runs_out_of_data_is_refused_by_name(offload):
     """
     with pytest.raises(RankFailed) as caught:
         on_hosts((2, 2), _joins, offload)
-    assert "every rank updates a part of the parameters" in str(caught.value.errors[3])
+    assert "only one rank can update each part of the parameters" in str(caught.value.errors[3])
 
 
 def _offloads(rank, world_size, machines):

@@ -196,7 +196,7 @@ def test_a_pipeline_warns_of_an_attribute_that_is_set_after_it_was_made(change):
         model.steps = 5  # forward does not read it
         pipe.step(x, target=x)
         model.alpha = 0.0
-        words = r"Pipeline: self.alpha has changed since the model was cut, .* with 1.0. Make it a buffer"
+        words = r"Pipeline: self.alpha has changed since the model was cut. .* with 1.0. Make the attribute a buffer"
         run = functools.partial(pipe.step, target=x) if change == "step" else pipe
         with pytest.warns(UserWarning, match=words):
             run(x)

@@ -43,7 +43,7 @@ def test_when_the_time_is_over_the_last_failure_is_raised_and_told(caplog):
     function = Failing(*(TimeoutError(f"late {number}") for number in range(100)))
     with pytest.raises(TimeoutError, match="late 9"):
         retry(function, "writing x", Deadline.after(20.0, clock), pause=clock.turn)
-    assert caplog.messages[1:] == ["writing x: given up after 10 failures in 20 s."]
+    assert caplog.messages[1:] == ["writing x: gave up after 10 failures in 20 s."]
     assert function.calls == 10  # after 0.1, 0.3, 0.7, 1.5, 3.1, 6.3, 11.3, 16.3, 20 seconds
 
 

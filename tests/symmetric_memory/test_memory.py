@@ -97,7 +97,7 @@ def test_blocks_are_zeroed_let_go_with_their_buffer_and_used_anew(symm_mem):
     buffer = allocate(5000)
     assert ctypes.addressof(buffer) == at
     assert buffer[:3] == b"\0\0\0"
-    with pytest.raises(PhalanxError, match="has no room"):
+    with pytest.raises(PhalanxError, match="is full"):
         allocate(1 << 60)
     symm_mem.close()
     buffer[:3] = b"abc"  # still ours

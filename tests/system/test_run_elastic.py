@@ -269,6 +269,6 @@ def test_a_rank_that_is_lost_in_the_second_run_ends_the_job_with_the_advice_to_m
     said = finished.out + finished.err
     assert finished.code != 0
     assert "First failure: rank 1 of 2" in finished.err
-    assert "second is the second elastic.run of this script, and the loss of a rank in it ends the job" in said
-    assert "Put the runs into one function" in said
+    assert "second is the second elastic.run of this script, so the loss of a rank in it ends the job" in said
+    assert "Put both runs into one function" in said
     assert "second 4" not in finished.out

@@ -146,7 +146,7 @@ def test_what_makes_no_sense_is_said(tmp_path):
         ({"save_every": "day"}, "save_every must be 1 or more updates, 'epoch', or epochs as in"),
         ({"save_every": ("epochs", 0)}, "save_every must be 1 or more"),
         ({"save_every": True}, "save_every must be 1 or more"),
-        ({"keep_best": "accuracy"}, "keep_best must be a metric, 'min' or 'max', and how many"),
+        ({"keep_best": "accuracy"}, "keep_best must be \\(metric, 'min' or 'max', count\\)"),
         ({"keep_best": ("accuracy", "max", 2), "checkpoint": None}, "keep_best needs checkpoint"),
         ({"save_every": "epoch", "checkpoint": None}, "save_every needs checkpoint"),
     ):
@@ -162,7 +162,7 @@ def test_what_makes_no_sense_is_said(tmp_path):
         make().fit(loader, resume="newest")
     with pytest.raises(ValueError, match="resume='best': there is no checkpoint yet"):
         make(checkpoint=tmp_path / "new", keep_best=("loss", "min", 1)).fit(loader, loader, resume="best")
-    with pytest.raises(ValueError, match="the manager has no metric for the best"):
+    with pytest.raises(ValueError, match="the manager has no metric to choose the best"):
         make(checkpoint=tmp_path / "new").fit(loader, loader, resume="best")
 
 

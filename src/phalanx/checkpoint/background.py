@@ -153,7 +153,7 @@ def wait_together(
             warned_s = waited_s
             get_logger(__name__).warning(
                 "%s: training waits for the checkpoint of step %d, which %s still writes, for %.0f s so far. The disk "
-                "is slow: save less often, or to another one.",
+                "is slow: save less often, or to another disk.",
                 peers.what,
                 saving.step,
                 name_ranks(writing),

@@ -34,7 +34,7 @@ class Best:
         is_count = isinstance(count, int) and not isinstance(count, bool) and count >= 1
         if not (isinstance(metric, str) and metric and mode in ("min", "max") and is_count):
             raise ValueError(
-                f"keep_best must be a metric, 'min' or 'max', and how many: ('accuracy', 'max', 3), got {keep_best!r}"
+                f"keep_best must be (metric, 'min' or 'max', count), such as ('accuracy', 'max', 3), got {keep_best!r}"
             )
         return cls(metric, mode, count)
 

@@ -54,7 +54,7 @@ def explain_renamed(path: Path, manifest: Manifest) -> str | None:
         return None
     return (
         f"{path} is named for step {int(named[2])}, but is the checkpoint of step {manifest.step}: it was renamed. "
-        "Restore its name, or choose one without a step"
+        "Restore its name, or choose a name without a step"
     )
 
 

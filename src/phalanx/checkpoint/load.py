@@ -107,7 +107,7 @@ def _read_folder(path: Path, map_location: str | torch.device) -> tuple[dict[str
     found = find_latest(path)
     if found is None:
         raise CheckpointError(
-            f"load_checkpoint: {path} is a directory, and there is no checkpoint in it. Give the path of a file that "
+            f"load_checkpoint: {path} is a directory without a checkpoint. Give the path of a file that "
             "save_checkpoint wrote, or of a folder of a CheckpointManager."
         )
     return read_moved(Peers.alone("load_checkpoint"), found, map_location)
@@ -151,7 +151,7 @@ def _require_stateful(into: object) -> None:
 def _load_into(path: Path, state: object, notes: OptimizerNotes, into: Mapping[str, Stateful]) -> None:
     if not isinstance(state, dict):
         raise CheckpointError(
-            f"load_checkpoint: {path} holds a {type(state).__name__}, not states by name, so nothing was loaded."
+            f"load_checkpoint: {path} holds a {type(state).__name__}, not a dict of states by name. Nothing was loaded."
         )
     if missing := [name for name in into if name not in state]:
         raise CheckpointError(
@@ -182,7 +182,7 @@ def find_wrong_form(path: Path, file: BinaryIO) -> str:
     if not zipfile.is_zipfile(file):
         return (
             f"{path} is cut off after {path.stat().st_size} bytes: its table of contents, which comes last, is "
-            "missing. Copy it again or load an older checkpoint; save_checkpoint leaves no such file."
+            "missing. Copy it again or load an older checkpoint; save_checkpoint never leaves a partial file."
         )
     return ""
 
@@ -190,7 +190,8 @@ def find_wrong_form(path: Path, file: BinaryIO) -> str:
 def _explain(path: Path, error: Exception) -> str:
     if isinstance(error, zipfile.BadZipFile):
         return (
-            f"load_checkpoint: {path} is damaged: its table of contents: {error}. Copy it again or load an older one."
+            f"load_checkpoint: {path} is damaged: its table of contents: {error}. Copy it again or load an older "
+            "checkpoint."
         )
     if isinstance(error, pickle.UnpicklingError):
         reason = _first_line(error)
@@ -198,12 +199,12 @@ def _explain(path: Path, error: Exception) -> str:
         reason = "it is a zip archive without the data.pkl that torch.save writes"
     else:
         return (
-            f"load_checkpoint: {path} cannot be loaded: {type(error).__name__}: {_first_line(error)}. By its form it "
-            "is a checkpoint; torch.load says more, if you trust who made it."
+            f"load_checkpoint: {path} cannot be loaded: {type(error).__name__}: {_first_line(error)}. It has the "
+            "form of a checkpoint; if you trust its author, torch.load reports more."
         )
     return (
         f"load_checkpoint: {path} is not a checkpoint that can be opened safely: {reason}. "
-        "Save it with save_checkpoint, or open it with torch.load if you trust who made it."
+        "Save it with save_checkpoint, or open it with torch.load if you trust its author."
     )
 
 

@@ -77,7 +77,7 @@ class Manifest:
             files = {name: FileRecord(**record) for name, record in content["files"].items()}
             for name in files:
                 if name in ("", ".", "..") or os.path.basename(name) != name:  # a download would write it elsewhere
-                    raise ValueError(f"{name!r} is not the name of a file in the checkpoint")
+                    raise ValueError(f"{name!r} is not a valid file name in a checkpoint")
             notes = {name: content.get(name, {}) for name in _NOTES}
             manifest = cls(**{name: content[name] for name in names}, files=files, **notes)
         except (KeyError, TypeError, AttributeError, UnicodeDecodeError, json.JSONDecodeError) as error:
@@ -112,7 +112,7 @@ def find_damaged_file(folder: Path, name: str, record: FileRecord) -> str:
     path = folder / name
     try:
         if (size := path.stat().st_size) != record.nbytes:
-            return f"{path} has {size:,} bytes, and {record.nbytes:,} were written"
+            return f"{path} has {size:,} bytes, but {record.nbytes:,} were written"
         crc = checksum_of(path)
     except OSError as error:
         return f"{path} could not be read: {error.strerror or error}"

@@ -89,10 +89,10 @@ def find_misfits(name: str, optimizer: torch.optim.Optimizer, saved: Any) -> lis
     """Return why `optimizer` cannot load the state `saved`, as sentences; an empty list if it can."""
     groups = saved.get("param_groups") if isinstance(saved, Mapping) else None
     if not isinstance(groups, list):
-        return [f"{name}: no state of an optimizer in the checkpoint"]
+        return [f"{name}: the checkpoint's state is not an optimizer's"]
     there, here = [len(g["params"]) for g in groups], [len(g["params"]) for g in optimizer.param_groups]
     if there != here:
-        return [f"{name}: groups of {there} parameters in the checkpoint, {here} here"]
+        return [f"{name}: parameter groups of {there} parameters in the checkpoint, {here} here"]
     if problem := _compare_options(groups, optimizer.param_groups):
         return [f"{name}: {problem} (here a {type(optimizer).__name__})"]
     # Another library's step may keep states of other shapes, such as the smaller moments of a low-rank optimizer.
@@ -163,8 +163,8 @@ def describe_missing_state(optimizer: torch.optim.Optimizer, saved: Mapping[str,
         )
     shown = ", ".join(map(repr, missing[:_SHOWN])) + (", …" if len(missing) > _SHOWN else "")
     return (
-        f"has no state for {len(missing)} of {len(trained)} parameters ({shown}), which start anew: they had no "
-        "gradient until then, or their state was left out."
+        f"has no state for {len(missing)} of {len(trained)} parameters ({shown}), which start from scratch: "
+        "they had no gradient before the save, or their state was left out."
     )
 
 

@@ -50,7 +50,7 @@ class MismatchReport:
 
     def __str__(self) -> str:
         kinds = (
-            ("missing in the checkpoint", self.missing),
+            ("missing from the checkpoint", self.missing),
             ("in the checkpoint and unexpected", self.unexpected),
             ("that does not fit" if len(self.misshapen) == 1 else "that do not fit", self.misshapen),
         )
@@ -153,7 +153,7 @@ def fit_stages(
             if isinstance(state[name], Mapping) and isinstance(state[name].get("param_groups"), list):
                 found[name] = owner.fit_optimizer_state(part, state[name], layout)
             else:
-                found[name] = {}, ["no state of an optimizer in the checkpoint"]
+                found[name] = {}, ["the checkpoint's state is not an optimizer's"]
     return found
 
 
@@ -187,7 +187,7 @@ def describe_misfits(
 
 def _compare_module(name: str, module: nn.Module, saved: Any, report: MismatchReport) -> None:
     if not isinstance(saved, Mapping):
-        report.misshapen.append(f"{name}: a {type(saved).__name__} in the checkpoint, a state of a module here")
+        report.misshapen.append(f"{name}: a {type(saved).__name__} in the checkpoint, a module's state here")
         return
     mine = module_state(module)
     prefixes = wrapper_prefixes(module)

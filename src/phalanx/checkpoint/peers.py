@@ -16,8 +16,7 @@ from phalanx.errors import CheckpointError, PhalanxError
 T = TypeVar("T")
 
 _COLLECTIVE = (
-    "This was {what}, which is collective: every rank calls it, at the same step. Call it on every rank, not under "
-    "`if rank == 0`."
+    "{what} is collective: every rank must call it, at the same step. Call it on every rank, not under `if rank == 0`."
 )
 
 
@@ -49,7 +48,7 @@ class Peers:
         self.group = group
         self.rank = dist.get_rank(group) if group is not None else 0
         if self.rank < 0:
-            raise ValueError(f"{what}: this rank is not a member of the process group; only members call it")
+            raise ValueError(f"{what}: this rank is not a member of the process group; only members may call it")
         self.world_size = dist.get_world_size(group) if group is not None else 1
 
     @classmethod
@@ -124,7 +123,7 @@ class Peers:
         """
         problems = [(rank, text) for rank, text in enumerate(self.all_gather(problem)) if text is not None]
         if problems:
-            also = f" Other ranks have a problem, too: {len(problems) - 1}." if len(problems) > 1 else ""
+            also = f" Other ranks that also have a problem: {len(problems) - 1}." if len(problems) > 1 else ""
             raise kind(problems[0][1] + also) from cause
 
     @property

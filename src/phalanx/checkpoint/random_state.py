@@ -45,7 +45,9 @@ class RandomState:
         """
         ranks = state_dict.get("ranks") if isinstance(state_dict, Mapping) else None
         if not isinstance(ranks, list) or not ranks:
-            raise CheckpointError("RandomState.load_state_dict: this is not a state of RandomState.state_dict.")
+            raise CheckpointError(
+                "RandomState.load_state_dict: the argument is not a result of RandomState.state_dict."
+            )
         rank = Peers(self.process_group).rank
         if rank < len(ranks):
             set_local_state(ranks[rank])
@@ -64,8 +66,8 @@ def local_state() -> dict[str, Any]:
         words = numpy.random.get_state(legacy=False)
         if (name := words["bit_generator"]) != "MT19937":
             raise CheckpointError(
-                f"RandomState: numpy.random.set_bit_generator has chosen a {name}; only the state of NumPy's default, "
-                "MT19937, is saved. Use a generator of your own instead (numpy.random.default_rng)."
+                f"RandomState: numpy.random.set_bit_generator selected {name}, but only the state of NumPy's default, "
+                "MT19937, can be saved. Use your own generator instead (numpy.random.default_rng)."
             )
         keys = torch.from_numpy(words["state"]["key"].astype("int64"))
         rest = int(words["state"]["pos"]), int(words["has_gauss"]), float(words["gauss"])

@@ -64,7 +64,9 @@ def restore(
     require_device(map_location, peers.what)
     parts = {} if parts is None else parts
     if not isinstance(parts, Mapping):
-        raise TypeError(f"{peers.what}: parts must be a dict of objects to load, by name, got a {type(parts).__name__}")
+        raise TypeError(
+            f"{peers.what}: parts must be a dict of the objects to load, by name, got a {type(parts).__name__}"
+        )
     stateful = {name: part for name, part in parts.items() if hasattr(part, "load_state_dict")}
     for number, name in enumerate(names):
         path = history.shown(name)
@@ -150,7 +152,7 @@ def require_device(map_location: object, what: str) -> None:
         raise ValueError(
             f"{what}: map_location={str(map_location)!r} cannot be used in this process: "
             f"{first_line.partition('. ')[0]}. Load to the CPU (map_location='cpu', the default), or to a "
-            "device that is here."
+            "device of this process."
         ) from error
 
 

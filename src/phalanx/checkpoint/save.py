@@ -75,7 +75,7 @@ def _write(state: Mapping[str, Any], file: BinaryIO) -> None:
 
 def _explain(path: Path | str, state: Mapping[str, Any], error: Exception) -> str:
     was_there = isinstance(path, str) or os.path.isfile(path)
-    kept = "The checkpoint that was there before is unchanged." if was_there else "Nothing was written."
+    kept = "The previous checkpoint is unchanged." if was_there else "Nothing was written."
     advice = ""
     if isinstance(error, UnreadableError):
         fact = f"the state holds objects of {error.names}, which load_checkpoint would refuse to open"
@@ -84,7 +84,7 @@ def _explain(path: Path | str, state: Mapping[str, Any], error: Exception) -> st
         advice = advice or "Save the numbers, strings and tensors in them instead."
     elif isinstance(error, NotDurableError):
         fact = error.strerror or str(error)
-        kept, advice = "The new checkpoint is in place, but a power cut may remove it.", "Check the disk."
+        kept, advice = "The new checkpoint is in place, but a power failure may destroy it.", "Check the disk."
     elif (disk := describe_disk_error(error))[0]:
         fact, advice = disk
     else:
@@ -92,6 +92,7 @@ def _explain(path: Path | str, state: Mapping[str, Any], error: Exception) -> st
         value, advice = describe_unsafe_value(state)
         fact += value and f" ({value})"
         advice = (
-            advice or "Save only what torch.save can: tensors, numbers, strings, and dicts, lists and tuples of them."
+            advice
+            or "Save only what torch.save can write: tensors, numbers, strings, and dicts, lists and tuples of these."
         )
     return f"save_checkpoint to {path} on rank 0: {fact}. {kept} {advice}"

@@ -258,17 +258,19 @@ class CheckpointManager:
     ) -> Saving | None:
         """Return a save that is ready to start; None if rank 0 could not create it and `max_failures` allows that."""
         if isinstance(step, bool) or not hasattr(step, "__index__") or operator.index(step) < 0:
-            raise ValueError(f"{peers.what}: step must be a number from 0 on, got {step!r}")
+            raise ValueError(f"{peers.what}: step must be an integer of 0 or more, got {step!r}")
         if not isinstance(parts, Mapping):
-            raise TypeError(f"{peers.what}: parts must be a dict of what to save by name, got a {type(parts).__name__}")
+            raise TypeError(
+                f"{peers.what}: parts must be a dict of the objects to save, by name, got a {type(parts).__name__}"
+            )
         if wrong := [name for name in parts if not isinstance(name, str)]:
-            raise TypeError(f"{peers.what}: parts are saved by name, and {wrong[0]!r} is not a string")
+            raise TypeError(f"{peers.what}: the names of parts must be strings, got {wrong[0]!r}")
         best = self._history.best
         if metrics and best is not None and best.metric not in metrics and peers.is_first:
             warn_once(
                 _logger,
                 f"{peers.what}: metrics has {', '.join(map(repr, metrics))}, but not {best.metric!r}, the metric of "
-                "keep_best. A checkpoint without it is not among the best, and is removed as others become newer.",
+                "keep_best. A checkpoint without this metric is never among the best, and is removed as it ages.",
             )
         step = operator.index(step)  # NumPy's integers have `__index__`, too
         measured = {name: float(value) for name, value in (metrics or {}).items() if math.isfinite(value)}
@@ -483,8 +485,8 @@ def require_best(history: History | RemoteHistory, what: str) -> Best:
     """
     if history.best is None:
         raise ValueError(
-            f"{what}: the manager has no metric for the best; create it with keep_best, for example "
-            "keep_best=('accuracy', 'max', 3)"
+            f"{what}: the manager has no metric to choose the best checkpoint; create the manager with keep_best, "
+            "for example keep_best=('accuracy', 'max', 3)"
         )
     return history.best
 
@@ -524,19 +526,20 @@ def choose(peers: Peers, history: History | RemoteHistory, place: object, step: 
     if best and not names and (steps := peers.broadcast([entry.step for entry in mine])):
         raise CheckpointError(
             f"{peers.what}: no checkpoint in {place} was saved with the metric "
-            f"{require_best(history, peers.what).metric!r}; there are those of steps "
+            f"{require_best(history, peers.what).metric!r}; available steps: "
             f"{', '.join(map(str, sorted(set(steps))))}."
         )
     elsewhere = [rank for rank, (_, theirs) in enumerate(gathered) if theirs]
     if not names and elsewhere:
         raise CheckpointError(
-            f"{peers.what}: rank {elsewhere[0]} sees checkpoints in {place}, and rank 0, which reads them, "
-            "does not: the hosts do not share this folder. Mount it on rank 0's host, or start the job there."
+            f"{peers.what}: rank {elsewhere[0]} sees checkpoints in {place}, but rank 0, which reads them, "
+            "does not: the hosts do not share this folder. Mount the folder on rank 0's host, or run rank 0 on the "
+            "host that has it."
         )
     if not names and step is not None:
         steps = peers.broadcast(sorted({entry.step for entry in mine}))
         raise CheckpointError(
-            f"{peers.what}: there is no checkpoint of step {step} in {place}; there are those of steps "
+            f"{peers.what}: there is no checkpoint of step {step} in {place}; available steps: "
             f"{', '.join(map(str, steps)) or 'none'}."
         )
     return names
@@ -587,8 +590,8 @@ def collect(peers: Peers, parts: Mapping[str, Any], *, sharded: bool | None) -> 
         has_dtensor = any(is_dtensor(leaf) for leaf in leaves.values())
         if has_dtensor and sharded is False and peers.world_size > 1:
             problem = (
-                f"{peers.what}: the state holds tensors that are sharded over ranks (DTensor), of which rank 0 "
-                "writes its own shard only. Leave out sharded=False."
+                f"{peers.what}: the state holds tensors that are sharded over ranks (DTensor), but with sharded=False "
+                "only rank 0's shard would be written. Remove sharded=False."
             )
         is_sharded = is_sharded or (has_dtensor and sharded is None)
         if peers.is_first and not is_plain(state):
@@ -599,7 +602,7 @@ def collect(peers: Peers, parts: Mapping[str, Any], *, sharded: bool | None) -> 
         without_values = next((name for name, leaf in leaves.items() if _has_no_values(leaf, name, pinned, peers)), "")
     except NestingError as error:
         problem, cause = (
-            f"{peers.what} on rank {peers.rank}: {error}. Nothing was written. Save a state without it.",
+            f"{peers.what} on rank {peers.rank}: {error}. Nothing was written. Save a state without such nesting.",
             error,
         )
     except Exception as error:
@@ -615,14 +618,14 @@ def collect(peers: Peers, parts: Mapping[str, Any], *, sharded: bool | None) -> 
         rank, name = empty[0]
         raise CheckpointError(
             f"{peers.what}: {name!r} is on the meta device on rank {rank}, and has no values to write. Nothing was "
-            "written. Give it values first (to_empty and its initialization), or leave it out of what is saved."
+            "written. Give it values first (to_empty, then initialization), or leave it out of the parts."
         )
     differing = [name for name, part in parts.items() if getattr(part, "ranks_differ", False)]
     if kind == "sharded" and differing and peers.world_size > 1:
         raise CheckpointError(
-            f"{peers.what}: with {differing[0]!r} ranks train separate models, and a sharded checkpoint would mix "
-            "them. Save with sharded=False and a CheckpointManager for each rank (a process_group of one rank, and a "
-            "folder of its own); or call finish() first, and leave it out of the parts."
+            f"{peers.what}: with {differing[0]!r}, ranks train separate models, which a sharded checkpoint would mix. "
+            "Save with sharded=False and a CheckpointManager for each rank (with its own process_group of one rank, "
+            f"and its own folder); or call finish() first, and leave {differing[0]!r} out of the parts."
         )
     return CollectedState(state, kind, pinned)
 
@@ -683,8 +686,8 @@ class FailedSaves:
             raise CheckpointError(last)
 
     def _describe_outlook(self, count: int) -> str:
-        so_far = "" if count == 1 else f", after {count - 1} that failed before it"
+        so_far = "" if count == 1 else f" (earlier failed saves: {count - 1})"
         return (
-            f"Training continues, and the next save is attempted as usual{so_far}; {self.allowed} in a row may fail "
-            "(max_failures)."
+            f"Training continues, and the next save is attempted as usual{so_far}; up to {self.allowed} saves in a row "
+            "may fail (max_failures)."
         )

@@ -21,13 +21,13 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from phalanx._base.torch_names import find
 
-_LOSES = "phalanx.checkpoint does not read sharded checkpoints that hold it"
+_LOSES = "phalanx.checkpoint does not read sharded checkpoints that contain this class"
 _STORED = (
     find("torch.distributed.checkpoint.filesystem._StorageInfo", loses=_LOSES, instead=None),
     find("torch.distributed.checkpoint.filesystem._StoragePrefix", loses=_LOSES, instead=None),
 )
 _get_layout: Any = find(
-    "torch.serialization._get_layout", loses="sharded checkpoints with tensors of a layout are not read"
+    "torch.serialization._get_layout", loses="sharded checkpoints that record a tensor layout are not read"
 )
 
 

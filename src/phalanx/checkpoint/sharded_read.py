@@ -62,7 +62,7 @@ class PieceReader:
         where = self._metadata.storage_data[MetadataIndex(name, chunk.offsets)]
         path = self._folder / where.relative_path
         if path.parent != self._folder:
-            raise pickle.UnpicklingError(f"it names {where.relative_path}, outside of the checkpoint")
+            raise pickle.UnpicklingError(f"it names {where.relative_path}, which is outside the checkpoint")
         with path.open("rb") as file:
             part = cast(Any, FileRange(file, where.offset, where.length))
             piece: Tensor = torch.load(part, map_location="cpu", weights_only=True)

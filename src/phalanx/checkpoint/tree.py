@@ -219,7 +219,7 @@ def _describe_nesting(state: object) -> str:
         _, value, inside = stack[-1]
         for key, item in inside:
             if id(item) in depths:
-                return f"{name(len(stack))}[{key!r}] is {name(depths[id(item)])} itself, so the state has no end"
+                return f"{name(len(stack))}[{key!r}] is {name(depths[id(item)])} itself, so the state contains a cycle"
             if id(item) not in done and isinstance(item, (dict, list, tuple)):
                 depths[id(item)] = len(stack)
                 stack.append((key, item, _inside(item)))

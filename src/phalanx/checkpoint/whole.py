@@ -96,7 +96,7 @@ def _open(path: Path, record: FileRecord) -> tuple[BinaryIO | None, str | None]:
     size = os.fstat(file.fileno()).st_size
     if size == record.nbytes:
         return file, None
-    return file, f"{path} has {size:,} bytes, and {record.nbytes:,} were written"
+    return file, f"{path} has {size:,} bytes, but {record.nbytes:,} were written"
 
 
 def _compare_together(peers: Peers, path: Path, record: FileRecord, file: BinaryIO) -> str | None:

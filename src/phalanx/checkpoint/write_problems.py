@@ -36,8 +36,8 @@ def explain_unseen(peers: Peers, folder: Path) -> str:
         is_there = error.errno in (errno.EACCES, errno.EPERM)
     if is_there:
         return (
-            f"{peers.what}: rank {peers.rank} on {host} may not write into {folder.parent}. Nothing was written. Save "
-            "to a folder into which the user of every rank may write."
+            f"{peers.what}: rank {peers.rank} on {host} may not write to {folder.parent}. Nothing was written. Save "
+            "to a folder that the user of every rank may write to."
         )
     return (
         f"{peers.what}: rank {peers.rank} on {host} does not see the files of rank 0 in {folder.parent}: the hosts do "
@@ -67,7 +67,7 @@ def explain_unwritten(
         kept += f" The newest is {str(newest).rpartition('/')[2]}."
     fact, advice = describe_disk_error(error)
     if isinstance(error, NotDurableError):
-        kept, advice = "The new checkpoint is in place, but a power cut may remove it.", "Check the disk."
+        kept, advice = "The new checkpoint is in place, but a power failure may destroy it.", "Check the disk."
     elif not fact:
         fact = (
             str(error) if isinstance(error, (AbandonedError, UnreadableError)) else f"{type(error).__name__}: {error}"
@@ -87,14 +87,14 @@ def explain_optimizers_apart(what: str, optimizers_by_rank: Sequence[Mapping[str
         for name in optimizers_by_rank[0]:
             if name not in theirs:
                 return (
-                    f"{what}: rank {rank} has no optimizer {name!r} in its parts, and rank 0 has. Nothing was written. "
+                    f"{what}: rank {rank} has no optimizer {name!r} in its parts, but rank 0 has. Nothing was written. "
                     "Pass the same parts on every rank."
                 )
             if theirs[name] != optimizers_by_rank[0][name]:
                 return (
-                    f"{what}: {name!r} updates other parameters on rank {rank} than on rank 0, whose state alone would "
-                    "be saved (the stages of a pipeline, say). Nothing was written. Save the model here, and the "
-                    f"optimizer of each rank in a file of its own: torch.save({name}.state_dict(), '{name}-{rank}.pt')."
+                    f"{what}: {name!r} updates different parameters on rank {rank} than on rank 0 (as with pipeline "
+                    "stages), but only rank 0's state would be saved. Nothing was written. Save the model here, and "
+                    f"each rank's optimizer in its own file: torch.save({name}.state_dict(), '{name}-{rank}.pt')."
                 )
     return ""
 
@@ -117,13 +117,13 @@ def _disk_error(error: BaseException | None) -> OSError | None:
 _ADVICE = {
     errno.ENOENT: "Create the folder first.",
     errno.EEXIST: "Pass the path of a folder, not of a file.",
-    errno.ENOTDIR: "Save to a path whose folders are folders.",
+    errno.ENOTDIR: "A part of the path is a file: save to another path.",
     errno.EISDIR: "Give the checkpoint a file name.",
     errno.ELOOP: "Fix the symbolic links, or save to another path.",
     errno.ENAMETOOLONG: "Give the checkpoint a shorter file name.",
     errno.EPIPE: "The reader of the pipe has ended; start it again, or save to a file.",
     **dict.fromkeys((errno.ENOTBLK, errno.ENXIO), "Give the checkpoint a file name."),
-    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "Make room, or save to another disk."),
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "Free space, or save to another disk."),
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "Save to a folder that this user may write to."),
 }
 

@@ -33,10 +33,8 @@ def from_datasets(dataset: Any, *, rows_per_shard: int = 1000, **options: Any) -
     if isinstance(dataset, datasets.IterableDataset):
         return Stream(list(range(dataset.num_shards)), _IterableShardReader(dataset), **options)
     if not isinstance(dataset, datasets.Dataset):
-        advice = ": give one split, dataset['train']" if isinstance(dataset, dict) else ""
-        raise TypeError(
-            f"from_datasets: it takes a Dataset or an IterableDataset, got a {type(dataset).__name__}{advice}"
-        )
+        advice = ": pass one split, dataset['train']" if isinstance(dataset, dict) else ""
+        raise TypeError(f"from_datasets takes a Dataset or an IterableDataset, got a {type(dataset).__name__}{advice}")
     rows = len(dataset)
     sizes = [min(rows_per_shard, rows - begin) for begin in range(0, rows, rows_per_shard)]
     begins = range(0, rows, rows_per_shard)

@@ -169,7 +169,7 @@ class OpenShards:
         except DataError:
             raise
         except Exception as error:
-            again = f" It was tried again for {self._retry_s:g} s." if is_transient(error) else ""
+            again = f" Retries went on for {self._retry_s:g} s." if is_transient(error) else ""
             raise DataError(
                 f"Stream: samples {min(numbers)} to {max(numbers)} of shard {shard}, {_name(self._shards[shard])}, "
                 f"cannot be read: {summary_of(error)}.{again}"
@@ -210,9 +210,9 @@ class OpenShards:
         if jumps >= _FEW_JUMPS and 4 * jumps > self._num_samples:
             self._num_jumps = -(1 << 60)
             _logger.warning(
-                "Stream: samples are requested in an order for which shards without an index can't be read in "
-                "sequence: %d of %d needed a shard to be read again from its beginning. Pass the DataLoader "
-                "sampler=phalanx.DistributedSampler(stream), which requests them in the stream's own order.",
+                "Stream: samples are not requested in the stream's own order, so shards without an index are read from "
+                "their beginning again and again: for %d of %d samples so far. Pass the DataLoader "
+                "sampler=phalanx.DistributedSampler(stream), which requests samples in that order.",
                 jumps,
                 self._num_samples,
             )
@@ -232,8 +232,8 @@ class OpenShards:
 def _wrong_length(name: str, found: int | str, given: int) -> str:
     return (
         f"Stream: shard {name} has {found} samples, but its length was given as {given}, so samples would be lost or "
-        "repeated. Correct `lengths`, or remove the index file, so that they are counted again. (An iterable that "
-        "divides itself among a DataLoader's workers returns a part to each: `read` must return all samples.)"
+        "repeated. Correct `lengths`, or remove the index file, so that samples are counted again. (`read` must return "
+        "all samples: an iterable that divides itself among a DataLoader's workers returns only a part.)"
     )
 
 

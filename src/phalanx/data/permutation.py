@@ -66,7 +66,7 @@ class Permutation:
     def __getitem__(self, position: int) -> int:
         """Return the index at `position` of the shuffled order; negative positions count from its end."""
         if not -self.length <= position < self.length:
-            raise IndexError(f"position {position} is outside of a permutation of {self.length}")
+            raise IndexError(f"position {position} is outside a permutation of length {self.length}")
         return int(self.take(np.array([position % self.length], dtype=np.uint64))[0])
 
     def take(self, positions: Indices) -> Indices:

@@ -224,15 +224,15 @@ def _place(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
     if num_replicas is None and rank is None:
         if dist.is_available() and dist.is_torchelastic_launched():
             raise ValueError(
-                "DistributedSampler: this process was started as a rank of a job, but there is no process group yet, "
+                "DistributedSampler: this process was started as a rank of a job, but has no process group yet, "
                 "so every rank would read all of the data. Start the group first (phalanx.init())."
             )
         return 1, 0
     if num_replicas is None or rank is None:
         missing = "num_replicas" if num_replicas is None else "rank"
         raise ValueError(
-            f"DistributedSampler(num_replicas={num_replicas}, rank={rank}): there is no process group that "
-            f"determines {missing}. Pass both, or start the group first (phalanx.init())."
+            f"DistributedSampler(num_replicas={num_replicas}, rank={rank}): there is no process group to "
+            f"determine {missing}. Pass both, or start the group first (phalanx.init())."
         )
     return num_replicas, rank
 
@@ -353,8 +353,8 @@ class LoaderPass:
         if self.batch_size is None:
             raise CheckpointError(
                 f"the workers of {self.loader} have read indices ahead of the loop, so the number of samples that the "
-                "loop has used is unknown. Save sampler.state_dict(consumed=...) as the part, or the loader instead of "
-                "the sampler if it has a state_dict; or give its batch_sampler the attributes `sampler` and "
+                "loop has used is unknown. Save sampler.state_dict(consumed=...) as the part, or save the loader "
+                "instead, if it has a state_dict; or give the loader's batch_sampler the attributes `sampler` and "
                 "`batch_size`."
             )
         count = self.stream.partition.count

@@ -119,7 +119,7 @@ class Stream(OrderedDataset):
         wanted = np.asarray(indices, dtype=np.int64)
         wanted = np.where(wanted < 0, wanted + len(self), wanted)
         if (wrong := wanted[(wanted < 0) | (wanted >= len(self))]).size:
-            raise IndexError(f"Stream: sample {wrong[0]} was requested, and the samples are 0 to {len(self) - 1}")
+            raise IndexError(f"Stream: sample {wrong[0]} was requested, but the samples are 0 to {len(self) - 1}")
         shards = np.searchsorted(self._ends, wanted.astype(np.uint64), side="right")
         samples: list[Any] = [None] * len(wanted)
         for shard in dict.fromkeys(shards.tolist()):
@@ -196,7 +196,7 @@ def name_of(shard: Any) -> str:
     kind: Any = type(shard)
     if (kind.__str__, kind.__repr__) == (object.__str__, object.__repr__):
         raise ValueError(
-            f"Stream: a shard is a {kind.__name__}, and its text is only its memory address, which does not "
+            f"Stream: a shard is a {kind.__name__}, whose repr has only its memory address, which does not "
             "identify it in another process. Give the class a __repr__ that names the shard."
         )
     return str(shard)
@@ -217,7 +217,7 @@ def find_lengths(
     if lengths is not None:
         return _check(shards, [lengths] * len(shards) if isinstance(lengths, int) else list(lengths))
     if index is None:
-        return _check(shards, _count_all(shards, count, "give `index=`, a file to keep the lengths in"))
+        return _check(shards, _count_all(shards, count, "pass `index=`, a file that stores the lengths"))
     name = os.fspath(index)
     known = _read_index(name)
     if any(name_of(shard) not in known for shard in shards):
@@ -234,7 +234,7 @@ def find_lengths(
 
 def _check(shards: Sequence[Any], lengths: Sequence[Any]) -> Indices:
     if len(lengths) != len(shards):
-        raise ValueError(f"Stream: {len(lengths)} lengths for {len(shards)} shards: give one for each")
+        raise ValueError(f"Stream: {len(lengths)} lengths for {len(shards)} shards: pass one length for each")
     wrong = [(shard, n) for shard, n in zip(shards, lengths, strict=True) if not _is_length(n)]
     if wrong:
         raise ValueError(f"Stream: the length of shard {wrong[0][0]} must be 0 samples or more, got {wrong[0][1]!r}")
@@ -281,7 +281,7 @@ def _read_index(name: str) -> dict[str, int]:
     shards = content.get("shards") if isinstance(content, Mapping) else None
     if not isinstance(shards, Mapping) or content.get("phalanx_index") != _VERSION:
         raise DataError(
-            f"Stream: {name} is not an index file of this version: remove it, and the shards are counted again"
+            f"Stream: {name} is not an index file of this version: remove the file to count the shards again"
         )
     return dict(shards)
 
@@ -323,7 +323,7 @@ def list_shards(called: str, what: str, shards: Iterable[Any]) -> list[Any]:
     if isinstance(shards, str | bytes | os.PathLike):
         pattern = glob.has_magic(os.fspath(shards))
         advice = f"sorted(glob.glob({os.fspath(shards)!r}))" if pattern else f"[{shards!r}]"
-        raise TypeError(f"{called}: {what} must be a list, got the {type(shards).__name__} {shards!r}: give {advice}")
+        raise TypeError(f"{called}: {what} must be a list, got the {type(shards).__name__} {shards!r}: pass {advice}")
     return list(shards)
 
 

@@ -81,7 +81,7 @@ def sync_if_small(module: nn.Module, inputs: Iterable[Tensor], group: dist.Proce
             group.size(),
         )
     else:
-        shown = "can't be seen in forward's arguments" if smallest == _UNKNOWN else f"is {smallest}"
+        shown = "cannot be determined from forward's arguments" if smallest == _UNKNOWN else f"is {smallest}"
         _logger.info(
             'sync_batchnorm="auto": the smallest batch of a rank %s, so the BatchNorm layers (%d) stay as they are.',
             shown,

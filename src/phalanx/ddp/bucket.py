@@ -144,7 +144,7 @@ def check_gradient(grad: Tensor, parameter: Tensor, plan: Bucket, slot: Slot) ->
     if grad.requires_grad:
         raise RuntimeError(
             f"Gradient of {slot.name!r}: backward(create_graph=True) under DistributedDataParallel is refused, "
-            "because the mean over ranks can't be differentiated. Use torch.autograd.grad(..., create_graph=True), "
+            "because the mean over ranks cannot be differentiated. Use torch.autograd.grad(..., create_graph=True), "
             "or call `ddp.module` instead of `ddp` for this step."
         )
     if grad.is_sparse:
@@ -294,9 +294,9 @@ class DenseBucket:
         slot, parameter = self.plan.slots[position], self.parameters[position]
         if self.needed is not None and self.needed.is_mean(grad):
             raise RuntimeError(
-                f"Gradient of {slot.name!r} still holds the mean of the previous backward, of a slice only, because "
-                "the optimizer was built with gather_gradients=False. Call optimizer.zero_grad() before each backward, "
-                "with set_to_none=True as it is by default; accumulate under no_sync(), or leave out "
+                f"Gradient of {slot.name!r} still holds the mean of the previous backward, only in a slice, because "
+                "the optimizer was built with gather_gradients=False. Call optimizer.zero_grad(), whose default is "
+                "set_to_none=True, before each backward. To accumulate gradients, use no_sync(), or remove "
                 "gather_gradients=False."
             )
         check_gradient(grad, parameter, self.plan, slot)

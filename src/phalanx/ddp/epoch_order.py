@@ -77,9 +77,9 @@ def explain_repetition(num_steps: int) -> str:
     """Return the warning, with advice, that the first batches were repeated at step `num_steps`."""
     return (
         f"steps {num_steps - NUM_BATCHES + 1} to {num_steps} were given the batches of steps 1 to {NUM_BATCHES} again, "
-        "in the same order, so every epoch shows the data in one order. With torch's DistributedSampler call "
+        "in the same order, so every epoch has the same order. With torch's DistributedSampler, call "
         "sampler.set_epoch(epoch) before each epoch; phalanx.DistributedSampler advances by itself. A Trainer or a "
-        "strategy shuffles where its loader does (shuffle=True). If one order is what you want, nothing is wrong"
+        "strategy shuffles if the loader does (shuffle=True). Ignore this warning if you want a fixed order"
     )
 
 

@@ -21,7 +21,7 @@ from phalanx._comm.transport.tensors import is_dense, is_zero_tensor
 
 _logger = get_logger("phalanx.ddp")
 
-_LOSES = "DistributedDataParallel does not watch for mistakes"
+_LOSES = "DistributedDataParallel does not check the first steps for mistakes"
 _functorch_level: Any = find("torch._C._functorch.maybe_current_level", loses=_LOSES, instead=lambda: 0)
 _tracing_state: Any = find("torch._C._get_tracing_state", loses=_LOSES, instead=lambda: 0)
 _dispatch_mode: Any = find("torch._C._get_dispatch_mode", loses=_LOSES, instead=lambda key: key)

@@ -98,7 +98,7 @@ def refuse_join_shadow(module: nn.Module, group: dist.ProcessGroup) -> None:
     here = f"Join on rank {group.rank()}"
     if any(isinstance(layer, (SyncBatchNorm, nn.SyncBatchNorm)) for layer in module.modules()):
         raise RuntimeError(
-            f"{here}: the model has SyncBatchNorm layers, whose collectives in forward need a batch of every "
+            f"{here}: the model has SyncBatchNorm layers, whose collectives in forward need a batch from every "
             "rank. Pass throw_on_early_termination=True, or give every rank the same number of batches."
         )
     sharing = sharing_group(group)  # ZeroRedundancyOptimizer moves parameters, or master parameters, into its memory
@@ -107,8 +107,8 @@ def refuse_join_shadow(module: nn.Module, group: dist.ProcessGroup) -> None:
         for parameter in module.parameters()
     ):
         raise RuntimeError(
-            f"{here}: with phalanx.ZeroRedundancyOptimizer every rank updates a part of the parameters, which no other "
-            f"rank can update. {EVEN_ADVICE}."
+            f"{here}: with phalanx.ZeroRedundancyOptimizer, only one rank can update each part of the parameters. "
+            f"{EVEN_ADVICE}."
         )
 
 

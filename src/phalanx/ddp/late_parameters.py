@@ -80,7 +80,7 @@ def explain_newcomers(names: Sequence[str], rank: int) -> str:
     return (
         f"DistributedDataParallel on rank {rank}: {names[0]!r}{more} needs a gradient, but was missing or frozen when "
         "the model was wrapped, so its gradient would not be averaged and ranks would drift apart. Add and "
-        "unfreeze parameters before the model is wrapped; or wrap it anew, model = "
+        "unfreeze parameters before the model is wrapped; or wrap it again, model = "
         "DistributedDataParallel(model.module), and build the optimizer after that."
     )
 

@@ -112,8 +112,8 @@ def _equal_draws(latest: StepObservations) -> Mistake | None:
         return None
     return Mistake(
         "equal draws",
-        f"{_list_groups(alike, len(latest))} draw the same random numbers in forward, so dropout (or whatever draws "
-        "them) does the same on each. After the model is built, seed by rank: "
+        f"{_list_groups(alike, len(latest))} draw the same random numbers in forward, so dropout and other random "
+        "layers do the same on each of them. After the model is built, seed by rank: "
         "torch.manual_seed(seed + torch.distributed.get_rank())",
     )
 
@@ -128,7 +128,7 @@ def _differing_parameters(
     return Mistake(
         DIFFERING_PARAMETERS,
         f"in step {number} parameter {names[differing[0]]!r}{more} had different values on {_ranks(others)} than on "
-        "rank 0: gradients are averaged, but each rank trains a different model. Change parameters in the same way on "
+        "rank 0: gradients are averaged, but the ranks train different models. Change parameters in the same way on "
         "every rank, and load checkpoints before wrapping the model. To see by how much they differ: "
         "phalanx.check_replicas(model)",
     )

@@ -36,7 +36,7 @@ from phalanx.nn.sync_batchnorm import find_batchnorms
 
 _backward_number: Any = find(
     "torch._C._current_graph_task_id",
-    loses="a forward inside of a backward (checkpointing), or after a failed backward, is not detected",
+    loses="a forward inside a backward (checkpointing), or after a failed backward, is not detected",
     instead=lambda: -1,
 )
 
@@ -159,7 +159,7 @@ class DistributedDataParallel(JoinInterface, TorchInterface):
         if not trained:
             raise RuntimeError(
                 "DistributedDataParallel is not needed when a module doesn't have any parameter that requires a "
-                "gradient: use the module as it is"
+                "gradient: use the module without it"
             )
         if sync_batchnorm is True:
             span_ranks(module, self.process_group)
@@ -363,7 +363,7 @@ class DistributedDataParallel(JoinInterface, TorchInterface):
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
-            "DistributedDataParallel can't be pickled or copied: it has a process group and memory shared with other "
+            "DistributedDataParallel cannot be pickled or copied: it has a process group and memory shared with other "
             "ranks. Save ddp.state_dict(), or pickle or copy ddp.module"
         )
 
@@ -391,8 +391,8 @@ def _restore_prefix(ddp: DistributedDataParallel, state_dict: dict[str, Any], pr
 
 
 _REFUSED = {
-    "delay_all_reduce_named_params": "it belongs to PyTorch's internal use; leave parameters out by freezing them",
-    "param_to_hook_all_reduce": "it belongs to PyTorch's internal use",
+    "delay_all_reduce_named_params": "it is internal to PyTorch; freeze the parameters to leave out",
+    "param_to_hook_all_reduce": "it is internal to PyTorch",
     "mixed_precision": "use torch.autocast around forward, and the hook bf16_compress_hook to send fewer bytes",
     "skip_all_reduce_unused_params": "whole buckets are sent; freeze parameters that are never used",
 }
@@ -402,18 +402,18 @@ _HOOKS = "torch.distributed.algorithms.ddp_comm_hooks."
 _REFUSED_HOOKS = {
     _HOOKS + "mixed_precision_hooks": "it is a part of PyTorch's own DistributedDataParallel(mixed_precision=...). "
     "Use torch.autocast around forward, and bf16_compress_hook to send fewer bytes",
-    _HOOKS + "ddp_zero_hook": "it uses PyTorch's reducer, to hide the time of a broadcast. Use "
-    "phalanx.ZeroRedundancyOptimizer without it: on one host it broadcasts nothing",
+    _HOOKS + "ddp_zero_hook": "it uses PyTorch's reducer to overlap a broadcast with backward. Use "
+    "phalanx.ZeroRedundancyOptimizer without a hook: on one host, that optimizer broadcasts nothing",
     _HOOKS + "optimizer_overlap_hooks": "it steps optimizers inside backward, through PyTorch's own reducer. Call the "
     "optimizer's step() after backward",
 }
 _NEEDS_NCCL = {
     _HOOKS + "quantization_hooks": "it expects the future of NCCL's all_gather, and fails on every other backend, "
-    "with PyTorch's DistributedDataParallel too. Use bf16_compress_hook on Gloo, and on 'phalanx' "
+    "also with PyTorch's DistributedDataParallel. On Gloo, use bf16_compress_hook; on 'phalanx', "
     "phalanx.Options(wire_dtype=torch.bfloat16)",
 }
 _RESIZES = {
-    "batched_powerSGD_hook": "it resizes the bucket, whose memory can't grow. Use powerSGD_hook",
+    "batched_powerSGD_hook": "it resizes the bucket, whose memory cannot grow. Use powerSGD_hook",
 }
 
 
@@ -474,10 +474,10 @@ def decide_group(process_group: dist.ProcessGroup | None, device_mesh: DeviceMes
         RuntimeError: neither is given, and there is no default group.
     """
     if process_group is not None and device_mesh is not None:
-        raise ValueError("DistributedDataParallel takes process_group or device_mesh, not both")
+        raise ValueError("DistributedDataParallel takes either process_group or device_mesh, not both")
     if device_mesh is not None:
         if device_mesh.ndim != 1:
-            raise ValueError(f"DistributedDataParallel takes a device_mesh of one axis, got one of {device_mesh.ndim}")
+            raise ValueError(f"DistributedDataParallel takes a device_mesh of one axis, got {device_mesh.ndim} axes")
         return device_mesh.get_group(0)
     return require_group(process_group, "DistributedDataParallel")
 
@@ -508,8 +508,8 @@ def decide_device(
     if len(devices) > 1:
         where = ", ".join(sorted(map(str, devices)))
         raise ValueError(
-            f"DistributedDataParallel takes a module on one device, this one is on {where}. Give each rank one "
-            "device; to split a model over several, use pipelining"
+            f"DistributedDataParallel takes a module on one device, but this module is on {where}. Give each "
+            "rank one device; to split a model over several devices, use pipelining"
         )
     (device,) = devices
     if not device_ids:
@@ -520,8 +520,8 @@ def decide_device(
         return None
     if device.type == "cpu" or len(device_ids) > 1:
         raise ValueError(
-            f"device_ids={list(device_ids)}: must be None for a module on the CPU, and else a list of the one "
-            f"device that the module is on, here {device}"
+            f"device_ids={list(device_ids)}: must be None for a module on the CPU, and otherwise a list of the "
+            f"module's one device, here {device}"
         )
     wanted = [torch.device(device.type, one) if isinstance(one, int) else torch.device(one) for one in device_ids]
     if output_device is not None:

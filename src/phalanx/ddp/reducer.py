@@ -555,27 +555,27 @@ def interrupted(rank: int, num_launched: int, num_buckets: int) -> RuntimeError:
     """Return the error for a forward after an exception ended a backward that had launched buckets."""
     return RuntimeError(
         f"{_here(rank)}: the backward before this forward was interrupted after {num_launched} of {num_buckets} "
-        "buckets had been sent, so ranks are out of step. Let the exception that interrupted it end the job, and "
-        "start again from a checkpoint."
+        "buckets had been sent, so the ranks are out of step. Let the exception that interrupted it end the job, "
+        "and start again from a checkpoint."
     )
 
 
 def another_gradient(rank: int, parameter: ParameterSpec) -> RuntimeError:
     """Return the error for a gradient that was written again after its bucket had been closed."""
     return RuntimeError(
-        f"{_here(rank)}: parameter {parameter} received another gradient in one backward, after its bucket was closed. "
-        "Reentrant checkpointing of a module that is used twice does that, and so do two backwards that each reach "
-        "only a part of the parameters. Pass static_graph=True if every iteration does the same, use "
-        "checkpoint(..., use_reentrant=False), or add the losses and call backward once. With static_graph=True it "
-        "says that this iteration is not like the first."
+        f"{_here(rank)}: parameter {parameter} received another gradient after its bucket was closed. The cause may be "
+        "reentrant checkpointing of a module that is used twice, or two backwards that each reach only a part of the "
+        "parameters. Pass static_graph=True if every iteration has the same graph, use checkpoint(..., "
+        "use_reentrant=False), or add the losses and call backward once. With static_graph=True, the graph of this "
+        "iteration differs from the first."
     )
 
 
 def no_batch_for_graph(rank: int) -> RuntimeError:
     """Return the error for a rank without data that must shadow the round in which the static graph is learnt."""
     return RuntimeError(
-        f"{_here(rank)}: static_graph=True learns the graph in the first step, and this rank has no batch for it. Give "
-        "every rank at least one batch."
+        f"{_here(rank)}: static_graph=True learns the graph in the first step, but this rank has no batch for that "
+        "step. Give every rank at least one batch."
     )
 
 
@@ -586,10 +586,10 @@ def missing_gradients(
     shown = ", ".join(map(str, missing[:_SHOWN]))
     more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
     advice = (
-        f"{frozen[0]} no longer requires a gradient: freeze parameters before wrapping the module, or wrap it anew."
+        f"{frozen[0]} no longer requires a gradient: freeze parameters before wrapping the module, or wrap it again."
         if frozen
-        else "Every parameter must take part in the loss, through the outputs of forward. If some are meant to be "
-        "left out, pass find_unused_parameters=True; parameters that are never used are better frozen."
+        else "Every parameter must take part in the loss, through the outputs of forward. To leave some out on "
+        "purpose, pass find_unused_parameters=True; freeze parameters that are never used."
     )
     return RuntimeError(
         f"{_here(rank)}: backward left {len(missing)} of {num_parameters} parameters without a gradient: {shown}{more}"

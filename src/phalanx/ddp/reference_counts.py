@@ -27,7 +27,7 @@ from torch import Tensor
 
 from phalanx._base.torch_names import find
 
-_LOSES = "phalanx.DistributedDataParallel does not know who holds a gradient"
+_LOSES = "phalanx.DistributedDataParallel cannot detect other references to a gradient"
 _use_count: Any = find("torch.Tensor._use_count", loses=_LOSES)  # torch.utils.swap_tensors uses it, too
 _storage_use_count: Any = find("torch._C._storage_Use_Count", loses=_LOSES)
 

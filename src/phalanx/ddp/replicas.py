@@ -68,7 +68,7 @@ def check_replicas(model: nn.Module, group: dist.ProcessGroup | None = None, *, 
         found = _compare_with_first(tensor, group)
     else:
         first = [row[differing[0]] for row in rows]
-        found = {rank: "stores other elements than rank 0" for rank, one in enumerate(first) if one != first[0]}
+        found = {rank: "stores different elements than rank 0" for rank, one in enumerate(first) if one != first[0]}
     shown = [f"rank {rank} {text}" for rank, text in list(found.items())[:_SHOWN]]
     if len(found) > _SHOWN:
         shown.append(f"and {len(found) - _SHOWN} more ranks")
@@ -120,7 +120,7 @@ def _compare_with_first(tensor: Tensor, group: dist.ProcessGroup) -> dict[int, s
 
 def _describe_distance(distance: float) -> str:
     if math.isnan(distance):
-        return "differs from rank 0, and one of the two has a NaN"
+        return "differs from rank 0, and one of the two tensors has a NaN"
     if distance == 0:
         return "differs from rank 0 in bits only, as 0.0 and -0.0 do"
     return f"differs from rank 0 by up to {distance:.3g}"

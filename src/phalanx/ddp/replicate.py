@@ -180,7 +180,7 @@ def _broadcast(tensors: list[Tensor], group: dist.ProcessGroup, src: int) -> Non
     if tensors[0].is_cpu:
         if not torch.equal(pieces[0], parts[0]):
             raise MismatchError(
-                f"DistributedDataParallel: the source's parameters or buffers have other dtypes or shapes than this "
+                f"DistributedDataParallel: the source's parameters or buffers differ in dtype or shape from this "
                 f"rank's, which are {', '.join(f'{dtype} {tuple(shape)}' for dtype, shape in forms[:_SHOWN])}"
                 f"{', ...' if len(forms) > _SHOWN else ''}.\nConvert and replace them in the same way on every rank."
             )

@@ -81,7 +81,7 @@ def _explain(names: Sequence[str], rank: int) -> str:
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     return (
         f"DistributedDataParallel on rank {rank}: the gradient of {names[0]!r}{more} was not averaged, because no "
-        "forward of the wrapper came before its backward; ranks would drift apart. Call the wrapper, model(inputs), "
+        "forward of the wrapper preceded its backward; ranks would drift apart. Call the wrapper, model(inputs), "
         "instead of a method of model.module, and let forward call that method. If each rank should step with its own "
         "gradients, run backward within model.no_sync()."
     )

@@ -36,7 +36,7 @@ class TensorEntry:
     def __str__(self) -> str:
         strides = "" if self.strides is None else f" and strides {self.strides}"
         requires_grad = ", requires_grad" if self.requires_grad else ""
-        beside = f", in the memory of {', '.join(map(repr, self.beside))}" if self.beside else ""
+        beside = f", sharing memory with {', '.join(map(repr, self.beside))}" if self.beside else ""
         return f"shape {self.shape}{strides}, {self.dtype}{requires_grad}{beside}"
 
 
@@ -108,9 +108,9 @@ def compare(mine: Structure, reference: Structure, rank: int) -> list[str]:
     for name, entry in mine.items():
         other = reference.get(name)
         if other is None:
-            differences.append(f"rank {rank} has {entry.kind} {name!r} ({entry}), rank 0 has none of that name")
+            differences.append(f"rank {rank} has {entry.kind} {name!r} ({entry}), but rank 0 has no such name")
         elif entry != other:
-            differences.append(f"rank {rank} has {entry.kind} {name!r} with {entry}; rank 0 has it with {other}")
+            differences.append(f"rank {rank} has {entry.kind} {name!r} with {entry}, but rank 0 has {other}")
     for name, entry in reference.items():
         if name not in mine:
             differences.append(f"rank {rank} lacks {entry.kind} {name!r} ({entry}), which rank 0 has")
@@ -192,7 +192,7 @@ def refuse_in_backward(named: Sequence[tuple[str, nn.Parameter]]) -> None:
     if stepped:  # these optimizers would step with this rank's gradient, or not at all
         raise RuntimeError(
             f"Parameter {stepped[0]!r} has an optimizer that steps inside backward (_apply_optimizer_in_backward), "
-            "before its gradient is averaged. Step an ordinary optimizer after backward"
+            "before its gradient is averaged. Use an ordinary optimizer, and step it after backward"
         )
 
 

@@ -207,7 +207,7 @@ class TorchInterface(nn.Module):
         """
         raise RuntimeError(
             "finalize_backward: require_manual_backward_finalization is False; gradients are averaged when backward "
-            "returns. Leave the call out."
+            "returns. Remove the call."
         )
 
     # -- refused -------------------------------------------------------------------------------------------------------
@@ -235,12 +235,14 @@ class TorchInterface(nn.Module):
         """Refuse, since backward returns only after all buckets are averaged."""
         raise _refused(
             "require_manual_backward_finalization",
-            "gradients are averaged when backward returns; put code that should overlap into a hook of a parameter",
+            "gradients are averaged when backward returns; put code that should overlap into a parameter's hook",
         )
 
     def _set_sparse_metadata(self, global_unique_ids: object) -> NoReturn:
         """Refuse, since ranks exchange the rows of sparse gradients in every step."""
-        raise _refused("_set_sparse_metadata", "the rows of sparse gradients are exchanged in every step; leave it out")
+        raise _refused(
+            "_set_sparse_metadata", "the rows of sparse gradients are exchanged in every step; remove the call"
+        )
 
 
 def _refused(name: str, advice: str) -> NotImplementedError:

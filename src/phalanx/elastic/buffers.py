@@ -108,7 +108,7 @@ class Buffers:
             if key not in self._layers:
                 raise JobEndedError(
                     f"the buffer {key}.{name} belongs to a layer that this rank does not have: layers that the loop "
-                    "adds or removes cannot be restored. Create them before elastic.State"
+                    "adds or removes cannot be restored. Create all layers before elastic.State"
                 )
         forms: dict[int, Any] = {form[0]: form for *_, form in entries if form is not None}
         made: dict[int, Tensor] = {}

@@ -145,8 +145,8 @@ class AgentChannel:
             elif deadline.passed:
                 raise DeadlineError(
                     f"phalanx.elastic, after generation {after}: this rank has left its group, and `phalanx run` on "
-                    f"{socket.gethostname()} (pid {self._agent_pid}), which begins the next one, has not answered "
-                    f"within {limit_s:g} s.\nCheck whether that process is stopped, or the host overloaded."
+                    f"{socket.gethostname()} (pid {self._agent_pid}), which starts the next generation, has not "
+                    f"answered within {limit_s:g} s.\nCheck whether that process is stopped, or the host is overloaded."
                 )
             else:
                 self._request_generation(after)
@@ -167,7 +167,7 @@ class AgentChannel:
             if message.get("kind") == "end":
                 raise JobEndedError(str(message.get("why", "")), exit_code=int(message.get("code", 75)))
             if message.get("kind") == "leave":
-                raise LeaveError("phalanx.elastic: the host of this rank leaves the job")
+                raise LeaveError("phalanx.elastic: the host of this rank is leaving the job")
             if message.get("kind") == "no generation":
                 raise NoGenerationError(f"phalanx.elastic: the group is not formed again: {message.get('why', '')}")
             if message.get("kind") == "generation" and int(message["generation"]) > after:

@@ -80,19 +80,21 @@ class Commits:
     def count_samples(self, samples: int) -> None:
         if self.position is None:
             raise ValueError(
-                f"State.commit(samples={samples}): there is no sampler in State, so nothing is counted. Leave it out."
+                f"State.commit(samples={samples}): State has no sampler, so nothing is counted. Remove samples=."
             )
         if self.objects.rounds or self.objects.sharded:
             # After a loss such a step may count as done without its commit, and only the commit knows its samples.
             names = ", ".join(sorted({type(thing).__name__ for thing in (*self.objects.rounds, *self.objects.sharded)}))
             raise ValueError(
-                f"State.commit(samples={samples}): there is {names} in State, whose updates cannot always be undone "
-                "after a loss, so a step may count although no commit has reported its samples. Leave it out, and "
-                "take from the loader only the batches that the step trains on (no prefetcher)."
+                f"State.commit(samples={samples}): State has {names}, whose updates cannot always be undone after a "
+                "loss, so a step may count although no commit has reported its samples. Remove samples=, and take "
+                "from the loader only the batches that the step trains on (no prefetcher)."
             )
         began = self.mark is not None and self.mark.is_in_pass_of(self.position.mark())
         if began and not self.position.is_counted:
-            raise ValueError(f"State.commit(samples={samples}): the epoch's first commit had none; pass it in each")
+            raise ValueError(
+                f"State.commit(samples={samples}): the epoch's first commit had no samples=; pass it in every commit"
+            )
         self.position.count(samples)
 
     def commit(self, *, is_step: bool) -> None:
@@ -128,11 +130,10 @@ class Commits:
         if mark.used and not self._has_warned_idle and last is not None and mark.is_at(last):
             self._has_warned_idle = True
             _logger.warning(
-                "phalanx.elastic: step %d was committed without a sample of its own: since the step before, the loader "
-                "has yielded none. If the loop takes batches ahead of those that it trains on (a prefetcher), a loss "
-                "of a rank skips the batches that it has not used: pass how many samples of this rank each step has "
-                "used, state.commit(samples=len(batch)). If it makes several steps with one batch, commit after the "
-                "last.",
+                "phalanx.elastic: step %d was committed, but the loader has yielded no sample since the previous step. "
+                "If the loop prefetches batches, the loss of a rank skips the prefetched batches that it has not used: "
+                "pass how many samples of this rank each step has used, state.commit(samples=len(batch)). If the loop "
+                "makes several steps with one batch, commit after the last step.",
                 self.values["step"] - 1,
             )
         return position.samples_between(last, mark)

@@ -73,9 +73,9 @@ class _Pickler(pickle.Pickler):
         if not isinstance(value, Tensor):
             if is_trained(value):
                 raise TypeError(
-                    f"it contains a {type(value).__name__}, which a plain value would replace by an untrained copy "
-                    "when a rank is lost. Pass each model, optimizer, scheduler, scaler and sampler to State as an "
-                    "argument of its own: State(net_a=net_a, net_b=net_b)"
+                    f"it contains a {type(value).__name__}, which, inside a plain value, would be replaced by an "
+                    "untrained copy when a rank is lost. Pass each model, optimizer, scheduler, scaler and sampler to "
+                    "State as its own argument: State(net_a=net_a, net_b=net_b)"
                 )
             return NotImplemented
         if self._names is None:

@@ -307,7 +307,7 @@ class ElasticGroup:
         elif is_lost:
             _logger.warning(
                 "phalanx.elastic: the record of rank %d at commit %d is lost (with its host, or because its buffers "
-                "grew too fast): it continues with the buffers and values of rank %d, and with other random numbers.",
+                "grew too fast). It continues with the buffers and values of rank %d, and with other random numbers.",
                 self.process_group.rank(),
                 number,
                 agreement.source,
@@ -315,8 +315,8 @@ class ElasticGroup:
         elif mine is not None and self.ranks_differ:
             _logger.warning(
                 "phalanx.elastic: rank %d was lost before it reached commit %d, in which ranks began to differ (in "
-                "values of State, extra states, averages, or random draws after a backward): its own values are lost, "
-                "and it continues with those of rank %d.",
+                "values of State, extra states, averages, or random draws after a backward). Its own values are lost; "
+                "it continues with the values of rank %d.",
                 self.process_group.rank(),
                 number,
                 agreement.source,
@@ -396,7 +396,7 @@ class ScriptGroups:
         if foreign:
             _logger.warning(
                 "phalanx.elastic: after a loss these groups cannot be used, as their backend is not 'phalanx': %s. "
-                "Make them in the function that elastic.run calls.",
+                "Create them in the function that elastic.run calls.",
                 ", ".join(foreign),
             )
 
@@ -445,9 +445,9 @@ def _refused(group: str, rank: int, ranks: Sequence[int], old_size: int, size: i
 
     def explain(where: str) -> str:
         return (
-            f"group {group!r} of ranks {list(ranks)} was made before elastic.run, for a job of {old_size} ranks, and "
-            f"is used{where} after a loss. The job has {size} ranks now, and these numbers mean other ranks.\n"
-            "Make the group in the function that elastic.run calls: torch.distributed.new_group(...)."
+            f"group {group!r} of ranks {list(ranks)} was created before elastic.run, for a job of {old_size} ranks, "
+            f"but is used{where} after a loss. The job now has {size} ranks, numbered differently.\n"
+            "Create the group in the function that elastic.run calls: torch.distributed.new_group(...)."
         )
 
     return RefusingTransport(group, rank, len(ranks), explain)

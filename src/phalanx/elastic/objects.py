@@ -52,12 +52,12 @@ class Objects:
         self.pipelines = [thing for thing in self.modules if isinstance(thing, Pipeline)]
         for name, thing in things.items():
             if isinstance(thing, nn.Module) and _hides_pipeline(thing):
-                raise TypeError(f"State: {name!r} has a Pipeline inside; give State the Pipeline itself")
+                raise TypeError(f"State: {name!r} contains a Pipeline; pass the Pipeline itself to State")
         self.schedulers = [thing for thing in kept if isinstance(thing, LRScheduler)]
         self.scalers = [thing for thing in kept if isinstance(thing, GradScaler)]
         samplers = [thing for thing in kept if isinstance(thing, DistributedSampler)]
         if len(samplers) > 1:
-            raise ValueError("State: only one sampler can define the job's position, and there are several")
+            raise ValueError("State: only one sampler can define the job's position, but there are several")
         self.sampler = samplers[0] if samplers else None
         optimized = {id(p) for o in self.optimizers for g in o.param_groups for p in g["params"]}
         known = (nn.Module, Optimizer, LRScheduler, GradScaler, Rounds, DistributedSampler)
@@ -104,8 +104,8 @@ class Objects:
                 over = "ranks that share no memory (several hosts)" if is_apart else "some ranks of the job"
                 raise ValueError(
                     f"phalanx.elastic: {name!r} is a ZeroRedundancyOptimizer over {over}. Only one rank has each part "
-                    "of its state, so no replacement could receive it. Use the optimizer itself, or restart the whole "
-                    "job (no elastic.run, --max-restarts)."
+                    "of its state, so no replacement could receive it. Use an unsharded optimizer, or restart the "
+                    "whole job (no elastic.run, --max-restarts)."
                 )
         outside = find_wrappers_outside(self.modules)
         for name, module in self.named_modules.items():
@@ -114,7 +114,7 @@ class Objects:
                 raise ValueError(
                     f"phalanx.elastic: {name!r} is wrapped by a {type(wrapper).__name__} that State does not have, so "
                     "the wrapper could not join the group that is formed after a loss. Pass the wrapper to State "
-                    "instead of the model, or make it in the function that elastic.run decorates."
+                    "instead of the model, or create it in the function that elastic.run decorates."
                 )
             for layer in averaging_modules([module]):
                 for hook, state in _comm_hooks(layer):
@@ -122,16 +122,16 @@ class Objects:
                         called = getattr(hook, "__name__", type(hook).__name__)
                         held = "a state of its own" if _is_constant(state) else f"a {type(state).__name__}"
                         raise ValueError(
-                            f"phalanx.elastic: {name!r} has the comm hook {called} with {held}. What "
-                            "a hook remembers from step to step (errors, counters) changes during a backward, "
-                            "differently on each rank, and is lost with a rank. Register a hook without a state, or "
-                            "restart the whole job (no elastic.run, --max-restarts)."
+                            f"phalanx.elastic: {name!r} has the comm hook {called} with {held}. A "
+                            "hook's state (errors, counters) changes during a backward, differently on each rank, "
+                            "and is lost with its rank. Register a hook without a state, or restart the whole job "
+                            "(no elastic.run, --max-restarts)."
                         )
             for key, buffer in module.named_buffers():
                 if buffer.layout != torch.strided or buffer.is_quantized:
                     raise ValueError(
                         f"phalanx.elastic: the buffer {name}.{key} is {buffer.layout}, {buffer.dtype}: sparse and "
-                        "quantized buffers cannot be restored after a loss. Keep it dense, or outside of the model."
+                        "quantized buffers cannot be restored after a loss. Keep it dense, or outside the model."
                     )
 
     def watched_tensors(self) -> dict[Tensor, str]:
@@ -203,7 +203,9 @@ class Objects:
         for name, saved in states.items():
             thing = self.things[name]
             if saved is None:
-                _logger.warning("phalanx.elastic: %r starts anew: the checkpoint lacks its state (see the log)", name)
+                _logger.warning(
+                    "phalanx.elastic: %r starts from scratch: the checkpoint lacks its state (see the log)", name
+                )
                 continue
             if (pipe := _pipeline_of(thing)) is not None:
                 pipe.load_optimizer_state_dict(thing, saved)
@@ -219,7 +221,7 @@ def has_state(thing: Any) -> bool:
     """
     if isinstance(thing, Sampler) and not isinstance(thing, DistributedSampler):
         raise TypeError(
-            f"State: {type(thing).__name__} cannot report its position, or resume from one. Use "
+            f"State: {type(thing).__name__} cannot report or restore its position. Use "
             "phalanx.DistributedSampler, which takes the same arguments."
         )
     return hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")

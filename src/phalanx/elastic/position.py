@@ -73,7 +73,7 @@ class DataPosition:
         if not isinstance(size, int):
             raise ValueError(
                 f"phalanx.elastic: {type(batch_sampler).__name__} has no batch_size, so the number of samples in a "
-                "batch is unknown. Give it the attribute `batch_size`."
+                "batch is unknown. Give the batch sampler a `batch_size` attribute."
             )
         self._batch_size = size
         self._drops_last = bool(getattr(batch_sampler, "drop_last", False))
@@ -131,16 +131,16 @@ class DataPosition:
             length = counted.length - (counted.length % self._batch_size if self._drops_last else 0)
             if used < length:
                 raise ValueError(
-                    f"State.commit(samples={samples}): the loop has begun the next epoch before it used all of this "
-                    f"one, {used} of {length} samples of this rank, so the epoch of these samples is unknown. End the "
-                    "prefetcher with the epoch."
+                    f"State.commit(samples={samples}): the loop began the next epoch after using only {used} of "
+                    f"{length} samples of this rank, so the epoch of these samples is unknown. Stop the prefetcher at "
+                    "the end of each epoch."
                 )
         used = samples + (used if counted is stream else 0)
         num_yielded = 0 if stream is None else self._count_yielded(stream)
         if used > num_yielded:
             raise ValueError(
-                f"State.commit(samples={samples}): that makes {used} samples of this rank in this epoch, but its "
-                f"loader has yielded {num_yielded}. Pass the samples of this rank, not of all ranks."
+                f"State.commit(samples={samples}): this makes {used} samples of this rank in this epoch, but the "
+                f"loader has yielded only {num_yielded}. Pass the samples of this rank, not of all ranks."
             )
         self._counted = stream, used
 

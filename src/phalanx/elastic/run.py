@@ -38,7 +38,9 @@ from phalanx.elastic.points import LOST, reached
 from phalanx.elastic.state import State, commits_of
 from phalanx.errors import DeadlineError, summary_of
 
-tree_map: Any = find("torch.utils._pytree.tree_map", loses="NumPy's numbers prevent the last checkpoint of a job")
+tree_map: Any = find(
+    "torch.utils._pytree.tree_map", loses="a job whose state holds NumPy numbers cannot save its last checkpoint"
+)
 _logger = get_logger(__name__)
 _Result = TypeVar("_Result")
 _running: State | None = None
@@ -103,15 +105,15 @@ def run(
     if is_address(checkpoint):
         raise ValueError(
             f"elastic.run: checkpoint={os.fspath(checkpoint or '')!r} is not a local file. The last ranks of a host "
-            "save one after another, which needs a lock. Name a local file, and save to the address with a "
+            "save one after another, which needs a file lock. Name a local file, and save to this address with a "
             "CheckpointManager."
         )
 
     def decorate(train: Train[_Result]) -> Callable[..., _Result]:
         if isinstance(train, types.FunctionType) and train.__code__.co_varnames[:1] == ("self",):
             raise TypeError(
-                f"elastic.run: {train.__name__} is a method, and `self` would receive the state. Decorate a function "
-                f"of the state only, or call phalanx.elastic.run(state)(self.{train.__name__})(state)"
+                f"elastic.run: {train.__name__} is a method, so `self` would receive the state. Decorate a function "
+                f"whose only argument is the state, or call phalanx.elastic.run(state)(self.{train.__name__})(state)"
             )
 
         @functools.wraps(train)
@@ -149,7 +151,7 @@ class ElasticJob:
             return train(self._state)
         if _running is not None:
             raise RuntimeError(
-                f"phalanx.elastic: {_name(train)} is decorated by elastic.run, and was called inside another such "
+                f"phalanx.elastic: {_name(train)} is decorated by elastic.run, but was called inside another such "
                 "function. After a loss the outer function is called again, and a replacement would receive only the "
                 "outer state.\n"
                 f"Put the inner state's objects into the outer state, and call {_name(train)} without elastic.run."
@@ -310,8 +312,8 @@ def _is_second_run(train: Any) -> bool:
     is_second, _has_begun = _has_begun, True
     if is_second:
         _logger.warning(
-            "phalanx.elastic: %s is the second elastic.run of this script, and the loss of a rank in it ends the job: "
-            "a replacement would start with the first. Put the runs into one function: "
+            "phalanx.elastic: %s is the second elastic.run of this script, so the loss of a rank in it ends the job: "
+            "a replacement would start with the first elastic.run. Put both runs into one function: "
             "`if state.phase == 0: ...; state.phase = 1`.",
             _name(train),
         )
@@ -359,5 +361,7 @@ def drop_unreadable(state: dict[str, Any]) -> dict[str, Any]:
     kept = {name: value for name, value in values.items() if is_plain(value)}
     objects = {name: value if is_plain(value) else None for name, value in objects.items()}
     if left_out:
-        _logger.warning("phalanx.elastic: not in the checkpoint, as torch.load refuses it: %s", ", ".join(left_out))
+        _logger.warning(
+            "phalanx.elastic: not saved in the checkpoint, because torch.load would refuse it: %s", ", ".join(left_out)
+        )
     return {**state, "objects": objects, "values": kept}

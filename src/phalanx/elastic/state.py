@@ -65,7 +65,7 @@ class State:
             raise AttributeError(f"State: {name!r} cannot be replaced by another object; load into it instead")
         elif is_trained(value):
             raise TypeError(
-                f"State: {name!r} is a {type(value).__name__}, which cannot be added later: make it before State, and "
+                f"State: {name!r} is a {type(value).__name__}, which cannot be added later: create it first, and "
                 f"pass it to the constructor: State({name}={name}). To keep a copy, assign its state_dict()"
             )
         else:
@@ -110,7 +110,9 @@ class State:
         if samples is not None:
             self._commits.count_samples(samples)
         elif position is not None and position.is_counted:
-            raise ValueError("State.commit(): samples= was passed before in this epoch; pass it in each of its commits")
+            raise ValueError(
+                "State.commit(): samples= was passed earlier in this epoch; pass it in every commit of the epoch"
+            )
         self._commits.commit(is_step=True)
 
     def state_dict(self) -> dict[str, Any]:

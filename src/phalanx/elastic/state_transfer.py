@@ -66,7 +66,7 @@ class ModulePart:
                 raise JobEndedError(
                     f"{name!r} of a {type(self._module).__name__} is {_describe(forms[1])} on the rank that holds the "
                     f"state and {_describe(forms[0])} here: parameters that the loop adds, removes or reshapes cannot "
-                    "be restored. Create them before elastic.State, with the shapes of the checkpoint that is loaded"
+                    "be restored. Create all parameters before elastic.State, with the shapes of the loaded checkpoint"
                 )
         for name, tensor in mine.items():
             if tensor.data_ptr() != theirs[name].data_ptr():
@@ -120,8 +120,8 @@ class OptimizerPart:
         optimizer = self._optimizer
         if any(isinstance(key, Tensor) for key in value["other"]):
             raise JobEndedError(
-                f"{type(optimizer).__name__} has state of a tensor that is in none of its groups, which no other rank "
-                "can find. Add it to a group, or delete its state"
+                f"{type(optimizer).__name__} has the state of a tensor that is in none of its groups, so other ranks "
+                "cannot identify it. Add the tensor to a group, or delete its state"
             )
         by_name: dict[str, Tensor] = {}
         for number, group in enumerate(value["groups"]):
@@ -131,7 +131,7 @@ class OptimizerPart:
             if missing := [name for name in group["params"] if name not in by_name]:
                 raise JobEndedError(
                     f"group {number} of {type(optimizer).__name__} has a parameter ({missing[0] or 'without a name'}) "
-                    "that no model in State has: give State the model of every group that the loop adds"
+                    "that no model in State has: pass State the model of every group that the loop adds"
                 )
             params = [by_name[name] for name in group["params"]]
             if number < len(optimizer.param_groups):

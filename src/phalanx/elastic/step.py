@@ -29,7 +29,7 @@ from phalanx.elastic.position import Mark
 from phalanx.elastic.state_transfer import StatePart
 from phalanx.optim import ZeroRedundancyOptimizer
 
-_LOSES = "phalanx.elastic does not notice when a backward ends"
+_LOSES = "phalanx.elastic does not detect the end of a backward"
 _backward_number: Any = find("torch._C._current_graph_task_id", loses=_LOSES)
 _engine: Any = find("torch.autograd.Variable._execution_engine", loses=_LOSES)
 
@@ -125,9 +125,9 @@ class StepTracker:
             for name, module in self._objects.named_modules.items():
                 if any(id(p) in updated for p in module.parameters()):
                     _logger.warning(
-                        "phalanx.elastic: %s updates parameters of %r, and State does not have this optimizer. When a "
-                        "rank is lost, its replacement makes a new one, so the ranks may train different parameters. "
-                        "Pass it to State.",
+                        "phalanx.elastic: %s updates parameters of %r, but State does not have this optimizer. When a "
+                        "rank is lost, its replacement creates a new optimizer, so the ranks may train different "
+                        "parameters. Pass the optimizer to State.",
                         type(optimizer).__name__,
                         name,
                     )
@@ -268,8 +268,8 @@ class StepTracker:
             self.schedulers_and_scalers.restore()
             for number in self._forward_changes.restore()[:1]:
                 _logger.warning(
-                    "phalanx.elastic: %s changed before the update for the first time in step %d, which is repeated: "
-                    "on this rank it has changed twice. It is restored in later steps.",
+                    "phalanx.elastic: %s changed before the update for the first time in step %d. That step is "
+                    "repeated, so it has changed twice on this rank. In later steps it is restored.",
                     self._watched[number],
                     step,
                 )
@@ -286,10 +286,10 @@ class StepTracker:
                 "phalanx.elastic: a rank was lost between update and commit of step %d. The step counts, but the code "
                 "after the failed collective (such as a scheduler's step%s) did not run for it. %s",
                 step,
-                "" if self.num_updates < 2 else f", or an update after the {self.num_updates} that were made",
+                "" if self.num_updates < 2 else f", or updates after the first {self.num_updates}",
                 "Commit after each update: only the latest update of a sharded optimizer can be undone."
                 if self._objects.sharded
-                else "From now on such a step is undone.",
+                else "From now on, such a step is undone.",
             )
         self.end()
 
@@ -523,8 +523,8 @@ class SchedulersAndScalers:
             _logger.warning(
                 "phalanx.elastic: a scheduler has stepped between state.commit() and the next backward. Unless it "
                 "steps with the next batch, a loss of a rank undoes that step, so training continues with the previous "
-                "learning rate: "
-                "step the scheduler before the commit."
+                "learning rate. "
+                "Step the scheduler before the commit."
             )
 
     def save(self, *, is_step: bool = False) -> None:

@@ -20,7 +20,7 @@ from phalanx._comm.backend.shared import default_group, require_member
 
 _logger = get_logger(__name__)
 _TORCH_CLASSES = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-_LOSES = "conversion to SyncBatchNorm knows PyTorch's own BatchNorm layers alone"
+_LOSES = "only PyTorch's own BatchNorm layers are converted to SyncBatchNorm"
 _LazyNorm: Any = find("torch.nn.modules.batchnorm._LazyNormBase", loses=_LOSES, instead=())
 if TYPE_CHECKING:
     from torch.nn.modules.batchnorm import _BatchNorm  # there is no public name for "any BatchNorm"
@@ -94,8 +94,8 @@ class SyncBatchNorm(_BatchNorm):
             statistics = gather_statistics(input if counts else input[:0], group)
             if statistics.count == 1:
                 raise ValueError(
-                    "SyncBatchNorm expects more than 1 value per channel when training: all ranks together have 1, on "
-                    f"this one the input has the shape {tuple(input.shape)}"
+                    "SyncBatchNorm expects more than 1 value per channel when training: all ranks together have 1; on "
+                    f"this rank the input has the shape {tuple(input.shape)}"
                 )
             if self.track_running_stats:
                 self._track(statistics)
@@ -143,8 +143,8 @@ class SyncBatchNorm(_BatchNorm):
         for name, layer in layers.items():
             if not _is_plain(layer):
                 _logger.warning(
-                    "convert_sync_batchnorm leaves layer %r: its class %s has a forward of its own, which would be "
-                    "lost. It continues to normalize each rank's batch by itself.",
+                    "convert_sync_batchnorm keeps layer %r: its class %s overrides forward, and the override "
+                    "would be lost. The layer still normalizes each rank's batch separately.",
                     name,
                     type(layer).__qualname__,
                 )
@@ -306,9 +306,9 @@ class Normalize(torch.autograd.Function):
         """
         if torch.is_grad_enabled():
             raise RuntimeError(
-                "SyncBatchNorm: backward(create_graph=True) is refused, because sums over ranks can't be "
-                "differentiated. For a step that needs second derivatives put the layer into evaluation mode, or keep "
-                "torch.nn.BatchNorm, which normalizes each rank's batch by itself."
+                "SyncBatchNorm: backward(create_graph=True) is refused, because sums over ranks cannot be "
+                "differentiated. For a step that needs second derivatives, put the layer into evaluation mode, or keep "
+                "torch.nn.BatchNorm, which normalizes each rank's batch separately."
             )
         x, weight, mean, variance = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]

@@ -57,13 +57,13 @@ def refuse(overlap_with_ddp: bool, defaults: Mapping[str, Any]) -> None:
     """
     if overlap_with_ddp:
         raise ValueError(
-            "ZeroRedundancyOptimizer does not support overlap_with_ddp=True on backend 'phalanx': it hides the time of "
-            "broadcasting updated parameters, and here nothing is broadcast. Leave it out, and the hook too."
+            "ZeroRedundancyOptimizer does not support overlap_with_ddp=True on backend 'phalanx': it overlaps the "
+            "broadcast of updated parameters, but here nothing is broadcast. Remove this argument and the hook."
         )
     if defaults.get("differentiable"):
         raise ValueError(
             "ZeroRedundancyOptimizer does not support differentiable=True: the update happens in other processes, "
-            "through which autograd can't go. Use the plain optimizer."
+            "which autograd cannot trace. Use the plain optimizer."
         )
 
 
@@ -87,15 +87,15 @@ def check_parameters(
             raise ValueError(
                 f"ZeroRedundancyOptimizer: parameter {number} is {parameter.layout} on {parameter.device} with strides "
                 f"{tuple(parameter.stride()) if parameter.layout is torch.strided else '-'}, but offload=True copies "
-                "the memory of parameters: it takes dense ones, whose elements fill one block"
+                "the memory of parameters, which must be dense: their elements must fill one block"
             )
         if offload:
             continue
         if parameter.device.type != "cpu" or parameter.layout is not torch.strided:
             raise ValueError(
                 f"ZeroRedundancyOptimizer: parameter {number} is {parameter.layout} on {parameter.device}, but on "
-                "backend 'phalanx' parameters live in memory that the ranks of the host share: dense, on the CPU. "
-                "With offload=True they stay on their device"
+                "backend 'phalanx' parameters must be dense and on the CPU, in memory that the host's ranks share. "
+                "With offload=True, parameters stay on their device"
             )
     mine: list[_Form] = [(tuple(p.shape), str(p.dtype).removeprefix("torch."), memory_order(p)) for p in parameters]
     overlap = find_overlap([*parameters, *others])
@@ -104,9 +104,9 @@ def check_parameters(
     for rank, (_, shapes) in enumerate(gathered):
         if shapes is not None:
             raise ValueError(
-                f"ZeroRedundancyOptimizer: two parameters, of shapes {shapes[0]} and {shapes[1]}, lie in the same "
-                f"memory on rank {rank}. One of their updates would be lost. Use one "
-                "nn.Parameter in both places (b = a, not nn.Parameter(a.data)), or clone one."
+                f"ZeroRedundancyOptimizer: two parameters, of shapes {shapes[0]} and {shapes[1]}, share "
+                f"memory on rank {rank}, so one of their updates would be lost. Use the same "
+                "nn.Parameter in both places (b = a, not nn.Parameter(a.data)), or clone one of them."
             )
     everyone = [theirs for theirs, _ in gathered]
     for rank, theirs in enumerate(everyone):

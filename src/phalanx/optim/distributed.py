@@ -19,7 +19,7 @@ from phalanx.rpc.autograd.leaf_hooks import grads_are_ours
 from phalanx.rpc.autograd.serve import worker
 from phalanx.rpc.wire import Frame, Order
 
-_SLOWER = "small steps of a DistributedOptimizer take longer"
+_SLOWER = "small steps of a DistributedOptimizer are slower"
 # If torch lacks one of these names, we assume that there is a hook, and call the whole step.
 _GLOBAL_HOOKS = (
     find("torch.optim.optimizer._global_optimizer_pre_hooks", loses=_SLOWER, instead=True),
@@ -168,7 +168,9 @@ def _step(rref_id: Any, context_id: int) -> None:
     """Step the optimizer `rref_id` of this worker; the caller holds a reference to it."""
     optimizer = _ours.get(rref_id)
     if optimizer is None:
-        raise RuntimeError(f"DistributedOptimizer: {rpc.get_worker_info()} has no optimizer {rref_id} (any more).")
+        raise RuntimeError(
+            f"DistributedOptimizer: {rpc.get_worker_info()} has no optimizer {rref_id}, or no longer has it."
+        )
     optimizer.step(context_id)
 
 

@@ -33,7 +33,7 @@ from phalanx.optim.plan import LINE, ParameterExtent, Plan, plan_waves
 from phalanx.optim.staging import HostStaging
 
 _foreach_mul_: Any = find(
-    "torch._foreach_mul_", loses="clipping gradients of an offloaded optimizer takes longer", instead=None
+    "torch._foreach_mul_", loses="clipping gradients of an offloaded optimizer is slower", instead=None
 )
 
 # While one wave is updated, the gradients of the next wave are copied to the host, and the parameters of the previous

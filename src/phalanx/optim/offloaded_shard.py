@@ -44,7 +44,7 @@ class OffloadedShard:
         if gradient.layout is not torch.strided:
             raise RuntimeError(
                 f"ZeroRedundancyOptimizer: a parameter of shape {tuple(gradient.shape)} has a sparse gradient, "
-                "which offload=True does not copy. Make the gradient dense (sparse=False), or leave offload out."
+                "which offload=True does not copy. Make the gradient dense (sparse=False), or remove offload=True."
             )
         flat = in_memory_order(gradient, self.parameter)[self.part.start : self.part.stop]
         self._copy = host

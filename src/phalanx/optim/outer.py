@@ -27,18 +27,18 @@ def check_optimizers(name: str, model: nn.Module, inner: Optimizer, outer: Optim
         ValueError: an optimizer is refused; the message says why.
     """
     if inner is outer:
-        raise ValueError(f"{name}: the inner and the outer optimizer must be two, each with a state of its own")
+        raise ValueError(f"{name}: the inner and the outer optimizer must be two objects, each with its own state")
     if reason := _find_why_it_cannot_step(outer):
         raise ValueError(
-            f"{name}: {type(outer).__name__} cannot be the outer optimizer: {reason}. Take SGD with Nesterov momentum, "
-            "as its paper does, or another that steps by dense gradients alone"
+            f"{name}: {type(outer).__name__} cannot be the outer optimizer: {reason}. Use SGD with Nesterov momentum, "
+            "as the DiLoCo paper does, or another optimizer whose step needs only dense gradients"
         )
     held = {id(parameter) for group in outer.param_groups for parameter in group["params"]}
     missing = [of for of, p in model.named_parameters() if p.requires_grad and id(p) not in held]
     if missing:
         raise ValueError(
             f"{name}: the outer optimizer does not hold parameter {missing[0]!r}, which would never change. Build "
-            "it from model.parameters(), like the inner one"
+            "it from model.parameters(), like the inner optimizer"
         )
     own = {id(parameter) for parameter in model.parameters()}
     for group in outer.param_groups:
@@ -46,17 +46,17 @@ def check_optimizers(name: str, model: nn.Module, inner: Optimizer, outer: Optim
             if id(parameter) not in own:
                 raise ValueError(
                     f"{name}: the outer optimizer holds a parameter of shape {tuple(parameter.shape)} that is not the "
-                    "model's, and would step it with gradients of the inner one. Build it from model.parameters()"
+                    "model's, and would step it with the inner optimizer's gradients. Build it from model.parameters()"
                 )
 
 
 def _find_why_it_cannot_step(outer: Optimizer) -> str | None:
     if isinstance(outer, torch.optim.SparseAdam):
-        return "it takes sparse gradients only, and how far ranks have moved is a dense one"
+        return "it takes only sparse gradients, but the outer gradient is dense"
     # The class is checked, since a scheduler replaces the instance's `step`.
     _, *arguments = inspect.signature(type(outer).step).parameters.values()
     if any(one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD) for one in arguments):
-        return "its step computes the loss again by a closure, and how far ranks have moved is no gradient of a loss"
+        return "its step needs a closure that computes the loss again, but the outer gradient is not a loss's gradient"
     return None
 
 

@@ -39,7 +39,7 @@ class ParameterShard:
         if grad.layout is not torch.strided:
             raise RuntimeError(
                 f"ZeroRedundancyOptimizer: a parameter of shape {tuple(grad.shape)} has a sparse gradient, but is cut "
-                "between ranks. Make the gradient dense (sparse=False), or use an optimizer that is given whole "
+                "between ranks. Make the gradient dense (sparse=False), or use an optimizer that updates whole "
                 "parameters, such as SparseAdam."
             )
         flat = in_memory_order(grad, self.parameter)

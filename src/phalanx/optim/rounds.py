@@ -55,8 +55,8 @@ class Rounds(ABC):
         stepped = {id(parameter) for of in optimizer.param_groups for parameter in of["params"]}
         if not any(id(parameter) in stepped for _, parameter in self._named):
             raise ValueError(
-                f"{self._name}: {type(optimizer).__name__} holds no parameter of this model, which would never change. "
-                "Build it from the model's own model.parameters()"
+                f"{self._name}: {type(optimizer).__name__} holds no parameter of this model, so the model would never "
+                "change. Build it from the model's own model.parameters()"
             )
         self._model = model
         self._places = _find_buffers(model)
@@ -250,9 +250,9 @@ def _refuse_averaged(name: str, model: nn.Module, optimizer: Optimizer, group: d
         common = set(dist.get_process_group_ranks(theirs)) & set(dist.get_process_group_ranks(group))
         if len(common) > 1:
             raise ValueError(
-                f"{name}: {type(one).__name__} already keeps ranks {sorted(common)} together at every step. Give "
-                f"{name} the bare model and a plain optimizer, or groups that have only one rank in common: "
-                "DistributedDataParallel inside each host, say, and this between hosts"
+                f"{name}: {type(one).__name__} already synchronizes ranks {sorted(common)} at every step. Pass "
+                f"{name} the bare model and a plain optimizer, or use groups with only one rank in common, such as "
+                f"DistributedDataParallel inside each host and {name} between hosts"
             )
 
 

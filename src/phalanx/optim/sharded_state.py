@@ -92,7 +92,7 @@ class ShardedState(Optimizer):
         """
         if not 0 <= to < self._all_hosts.size():
             raise ValueError(
-                f"consolidate_state_dict: to={to} is not a rank of the group, which has {self._all_hosts.size()}"
+                f"consolidate_state_dict: to={to} is not a rank of the group, which has {self._all_hosts.size()} ranks"
             )
         number = dist.get_global_rank(self._all_hosts, to)
         on_host = dist.get_process_group_ranks(self.process_group)
@@ -116,8 +116,8 @@ class ShardedState(Optimizer):
         if not self._consolidated:
             rank = self._all_hosts.rank()
             raise RuntimeError(
-                f"ZeroRedundancyOptimizer.state_dict on rank {rank}: each rank has the state of its own slices. "
-                f"Call consolidate_state_dict(to={rank}) on all ranks after the last step and before this, or "
+                f"ZeroRedundancyOptimizer.state_dict on rank {rank}: each rank has only the state of its slices. "
+                f"First call consolidate_state_dict(to={rank}) on all ranks after the last step, or "
                 "save shard_state_dict() on every rank."
             )
         whole: StateDict = undecorated(Optimizer.state_dict)(self)

@@ -156,7 +156,7 @@ def _before_step(optimizer: Optimizer, _args: Any, _options: Any) -> None:
         if is_partial(parameter):
             raise RuntimeError(
                 f"{type(optimizer).__name__}.step: a parameter of shape {tuple(parameter.shape)} belongs to a "
-                "ZeroRedundancyOptimizer with gather_gradients=False: this rank has a slice of its gradient only. "
+                "ZeroRedundancyOptimizer with gather_gradients=False: this rank has only a slice of its gradient. "
                 "To change the optimizer of a model, use gather_gradients=True."
             )
         parameter.data = parameter.detach().clone()
@@ -202,8 +202,8 @@ class Readers:
         if not Deadline.after(_TIMEOUT_S).wait_until(lambda: not any(map(reads, others)), _MIN_POLL_S, _MAX_POLL_S):
             late = tuple(filter(reads, others))
             _logger.warning(
-                "load_state_dict on rank %d: all ranks of this host share the parameters, and %s may still read them: "
-                "it has not called load_state_dict, and waits in no collective. The load continues after %.0f s.",
+                "load_state_dict on rank %d: all ranks of this host share the parameters, and %s may still read them, "
+                "having neither called load_state_dict nor entered a collective. The load continues after %.0f s.",
                 rank,
                 name_ranks(late),
                 _TIMEOUT_S,

@@ -158,7 +158,7 @@ def lock(memory: Tensor, ranges: Iterable[tuple[int, int]]) -> None:
     for start, stop in plan_pages(memory.data_ptr(), ranges):
         if error := lock_pages(start, stop - start, FOR_ALL_DEVICES):
             warn_once(
-                _logger, f"offload: memory of the host can't be page-locked (CUDA error {error}): copies take longer"
+                _logger, f"offload: host memory could not be page-locked (CUDA error {error}), so copies are slower"
             )
             return
         weakref.finalize(memory, unlock_pages, start).atexit = False  # CUDA may have ended by then

@@ -79,7 +79,7 @@ def refuse_state_without_parameter(state: Mapping[Any, Any], optimizer_class: ty
     if loose := [key for key in state if not isinstance(key, Tensor)]:
         raise ValueError(
             f"ZeroRedundancyOptimizer: {optimizer_class.__name__} keeps state[{loose[0]!r}], which belongs to no "
-            "parameter. Each rank updates its own slices, and would have its own value, which no checkpoint holds. "
+            "parameter. Each rank would have its own value, which no checkpoint holds. "
             f"Keep the value in the state of each parameter, or use {optimizer_class.__name__} itself."
         )
 
@@ -94,8 +94,8 @@ def _merge(number: int, parts: Sequence[Mapping[str, Any]], shape: tuple[int, ..
     if at != numel:
         have = ", ".join(f"{part['start']} to {part['stop']}" for part in parts)
         raise ValueError(
-            f"merge_state_dicts: of parameter {number} with {numel} elements there is state for {have}. "
-            "Pass the shard of every rank, once, all of the same step."
+            f"merge_state_dicts: parameter {number} has {numel} elements, but the shards have state for {have}. "
+            "Pass each rank's shard once, all from the same step."
         )
     if len(parts) == 1:
         return dict(parts[0]["state"])

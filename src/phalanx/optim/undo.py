@@ -120,8 +120,8 @@ class Undo:
         ours = sharing_group(self._group)
         if ours is None or ours.symm_mem.closed:  # a forked child must not write its parent's word
             raise ClosedError(
-                f"ZeroRedundancyOptimizer.step: group {self._group.group_name!r} was destroyed, or this process is a "
-                "fork of a rank. Construct the optimizer again, in a new group."
+                f"ZeroRedundancyOptimizer.step: group {self._group.group_name!r} was destroyed, or this process was "
+                "forked from a rank. Construct the optimizer again, in a new group."
             )
         if self._failed_at:
             raise RuntimeError(
@@ -202,8 +202,8 @@ class Undo:
         failed = [rank for rank in range(self._world_size) if self._word(rank) == 4 * self._number + _FAILED]
         if failed:
             raise PeerLostError(
-                f"ZeroRedundancyOptimizer.step {self._number} on rank {self._rank}: rank {failed[0]} failed in it, and "
-                "all parameters are those of the step before. Read the log of that rank first.",
+                f"ZeroRedundancyOptimizer.step {self._number} on rank {self._rank}: rank {failed[0]} failed in this "
+                "step. All parameters have their values from before the step. Read the log of that rank first.",
                 ranks=tuple(failed),
             )
 
@@ -211,8 +211,9 @@ class Undo:
         decision, decider = self._decision() or (_NEW, self._rank)
         if decision == _OLD:
             raise PeerLostError(
-                f"ZeroRedundancyOptimizer.step {self._number} on rank {self._rank}: rank {decider} saw it fail and "
-                "undid it, so all parameters are those of the step before. Read the log of that rank first.",
+                f"ZeroRedundancyOptimizer.step {self._number} on rank {self._rank}: rank {decider} undid this step "
+                "after a failure. All parameters have their values from before the step. Read the log of that rank "
+                "first.",
                 ranks=(decider,),
             )
 

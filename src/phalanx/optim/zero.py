@@ -214,15 +214,15 @@ class ZeroRedundancyOptimizer(ShardedState):
             if moved is not None and self.offload:
                 raise RuntimeError(
                     f"ZeroRedundancyOptimizer.step on rank {self.rank}: parameter {moved} of group {number} (shape "
-                    f"{tuple(shared.parameters[moved].shape)}) was moved to another device or dtype. Do that before "
-                    "the optimizer is built."
+                    f"{tuple(shared.parameters[moved].shape)}) was moved to another device or dtype. Move the model "
+                    "before the optimizer is built."
                 )
             if moved is not None:
                 raise RuntimeError(
                     f"ZeroRedundancyOptimizer.step on rank {self.rank}: parameter {moved} of group {number} (shape "
                     f"{tuple(shared.parameters[moved].shape)}) was moved out of the memory that the ranks share, by "
                     "module.to(...), an assignment to .data, loading with assign=True, or the step of another "
-                    "optimizer. Do that before this one is built."
+                    "optimizer. Do this before the ZeroRedundancyOptimizer is built."
                 )
 
     # -- the step ------------------------------------------------------------------------------------------------
@@ -254,7 +254,7 @@ class ZeroRedundancyOptimizer(ShardedState):
             vars(self).pop("grad_scale", None)
             raise RuntimeError(
                 "ZeroRedundancyOptimizer with gather_gradients=False: a GradScaler looks for overflows in whole "
-                "gradients, and a rank has only its slice. Use gather_gradients=True, or bfloat16 without a scaler"
+                "gradients, but a rank has only its slice. Use gather_gradients=True, or bfloat16 without a scaler"
             )
         self._refuse_moved()
         refuse_touched(self._needed_slices(), self.rank)
@@ -350,7 +350,7 @@ class ZeroRedundancyOptimizer(ShardedState):
         if error_if_nonfinite and not norm.isfinite():
             raise RuntimeError(
                 f"ZeroRedundancyOptimizer.clip_grad_norm_: the total norm of order {norm_type} is {norm.item()}. "
-                "To clip with it anyway, leave error_if_nonfinite out."
+                "To clip anyway, remove error_if_nonfinite."
             )
         return norm
 
@@ -456,7 +456,7 @@ class ZeroRedundancyOptimizer(ShardedState):
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
-            "ZeroRedundancyOptimizer can't be pickled or copied: it has a process group and memory shared with other "
+            "ZeroRedundancyOptimizer cannot be pickled or copied: it has a process group and memory shared with other "
             "ranks. Save its state_dict() after consolidate_state_dict()"
         )
 
@@ -524,8 +524,8 @@ def refuse_touched(slices: Iterable[tuple[Tensor, NeededSlice]], rank: int) -> N
             raise RuntimeError(
                 f"ZeroRedundancyOptimizer.step on rank {rank}: the gradient of a parameter of shape "
                 f"{tuple(parameter.shape)} was changed after backward, but with gather_gradients=False this rank "
-                "has the mean of a slice of it only. Clip with optimizer.clip_grad_norm_(max_norm) instead of "
-                "torch.nn.utils.clip_grad_norm_, or leave gather_gradients=False out."
+                "has only the mean of a slice. Clip with optimizer.clip_grad_norm_(max_norm) instead of "
+                "torch.nn.utils.clip_grad_norm_, or remove gather_gradients=False."
             )
 
 

@@ -77,7 +77,7 @@ def bind(layers: LayerList, args: Sequence[Any], kwargs: Mapping[str, Any]) -> d
     given = dict(zip(names, args, strict=False))
     if wrong := [name for name in kwargs if name not in names or name in given]:
         raise ValueError(
-            f"{type(layers.root).__name__} got an unknown or repeated argument {wrong[0]!r}; it takes {', '.join(names)}"
+            f"{type(layers.root).__name__} got unknown or repeated argument {wrong[0]!r}; it takes {', '.join(names)}"
         )
     given.update(kwargs)
     for name, default in layers.defaults.items():

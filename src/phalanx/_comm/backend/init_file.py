@@ -46,7 +46,7 @@ def check_init_file(url: str, deadline: Deadline) -> None:
     folder = os.path.dirname(path) or "/"
     _wait(
         lambda: os.path.exists(folder),
-        f"{here}: there is no folder {folder}.\nCreate it before the ranks start, on a file system that all ranks share.",
+        f"{here}: there is no folder {folder}.\nCreate it before the ranks start, on storage that all ranks share.",
         deadline,
     )
     try:

@@ -59,8 +59,8 @@ class Key:
         raw, checksum = data[:_BYTES], data[_BYTES:]
         if len(data) != _BYTES + _CHECKSUM_BYTES or not hmac.compare_digest(checksum, _checksum(raw)):
             raise ValueError(
-                f"the key is damaged: it has {len(text)} of {len(str(cls(bytes(_BYTES))))} characters, or a wrong character; "
-                "copy it again"
+                f"the key is damaged: it has {len(text)} of {len(str(cls(bytes(_BYTES))))} characters, or "
+                "a wrong character; copy it again"
             )
         return cls(raw)
 

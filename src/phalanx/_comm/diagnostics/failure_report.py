@@ -257,8 +257,9 @@ def describe_interruption(
 def nested(what: str) -> PhalanxError:
     """Return the error for a call in a signal handler that interrupted an operation of the same group."""
     return PhalanxError(
-        f"{what}: called in a signal handler that interrupted an operation of the same group. That operation cannot "
-        "finish before the handler returns.\nLet the handler set a flag, and check the flag between two steps, on every rank."
+        f"{what}: called in a signal handler that interrupted an operation of the same group. The operation "
+        "cannot finish before the handler returns.\nLet the handler set a flag, and check the flag between two "
+        "steps, on every rank."
     )
 
 
