@@ -84,7 +84,7 @@ def test_an_operation_that_an_algorithm_lacks_names_those_that_have_it() -> None
 
 
 def test_shared_memory_across_hosts_is_refused_with_what_to_do() -> None:
-    with pytest.raises(ValueError, match=r"all ranks on one host.*these 4 are on 2.*Choose 'hierarchical'"):
+    with pytest.raises(ValueError, match=r"all ranks on one host.*these 4 ranks are on 2 hosts.*Choose 'hierarchical'"):
         build("direct", "all_reduce", Topology.of_sizes([2, 2]))
 
 

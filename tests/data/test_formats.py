@@ -256,12 +256,12 @@ def test_a_path_in_place_of_a_list_is_refused_with_the_list(tmp_path, make, kind
     if make is from_webdataset and kind is str:
         return  # webdataset's own notation
     given = kind(str(tmp_path / "a.jsonl"))
-    with pytest.raises(TypeError, match=rf"must be a list, got the {type(given).__name__} .*a.jsonl.*: give \[.*\]"):
+    with pytest.raises(TypeError, match=rf"must be a list, got the {type(given).__name__} .*a.jsonl.*: pass \[.*\]"):
         make(given)
 
 
 def test_a_pattern_in_place_of_a_list_is_refused_with_its_glob():
-    with pytest.raises(TypeError, match=r"give sorted\(glob.glob\('data/\*.jsonl'\)\)"):
+    with pytest.raises(TypeError, match=r"pass sorted\(glob.glob\('data/\*.jsonl'\)\)"):
         from_json_lines("data/*.jsonl")
 
 

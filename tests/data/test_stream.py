@@ -226,7 +226,7 @@ def test_the_streams_own_order_is_no_jump(caplog):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"shards": "a.tar"}, r"shards must be a list, got the str 'a.tar': give \['a.tar'\]"),
+        ({"shards": "a.tar"}, r"shards must be a list, got the str 'a.tar': pass \['a.tar'\]"),
         ({"shards": []}, "there is no shard"),
         ({"read": 3}, "read must be a function of a shard, got a int"),
         ({"lengths": [1, 2]}, "2 lengths for 1 shards"),

@@ -219,7 +219,7 @@ def test_a_device_mesh_names_the_group(rank, world_size):
     ddp(torch.full((1, 1), float(rank))).sum().backward()
     with pytest.raises(ValueError, match="process_group or device_mesh, not both"):
         DistributedDataParallel(nn.Linear(1, 1), device_mesh=mesh, process_group=dist.group.WORLD)
-    with pytest.raises(ValueError, match="one axis, got one of 2"):
+    with pytest.raises(ValueError, match="one axis, got 2 axes"):
         DistributedDataParallel(nn.Linear(1, 1), device_mesh=init_device_mesh("cpu", (world_size, 1)))
     assert ddp.module.weight.grad.item() == 0.5
 

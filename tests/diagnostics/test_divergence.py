@@ -166,8 +166,8 @@ def test_the_others_wait_in_another_group():
     message = run_ranks(check, 3)[0]
     for rank in (1, 2):
         assert (
-            f"\nRank {rank} (pid n) has called nothing yet; it has been in barrier #n (test_divergence.py) of group '0'.\n"
-            in message
+            f"\nRank {rank} (pid n) has called nothing yet; it has been in barrier #n "
+            "(test_divergence.py) of group '0'.\n" in message
         )
     assert message.endswith(f"\n{ADVICE} The group can no longer be used.")
 

@@ -141,7 +141,7 @@ def test_shards_that_do_not_make_a_whole_are_refused():
     with pytest.raises(ValueError, match="needs the shard of every rank, got none"):
         merge_state_dicts([])
     with pytest.raises(
-        ValueError, match=r"parameter 4 has 10332 elements, but the shards have state for 0 to \d+. Pass the"
+        ValueError, match=r"parameter 4 has 10332 elements, but the shards have state for 0 to \d+. Pass each"
     ):
         merge_state_dicts(shards[:1])
     with pytest.raises(ValueError, match="of different models"):
