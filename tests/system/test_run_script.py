@@ -326,6 +326,21 @@ def test_ranks_on_one_host_import_nothing_of_phalanx_to_join_their_group(tmp_pat
     assert {line.partition("] ")[2] for line in run("--nproc-per-node", "2", script).lines} == {"[]"}
 
 
+PROFILED = """
+import torch
+with torch.profiler.profile() as taken:
+    torch.ones(2).add(1)
+print("aten::add" in {event.name for event in taken.events()})
+"""
+
+
+def test_the_profiler_of_a_rank_prints_no_error(tmp_path: Path) -> None:
+    """Torch's library keeps the thread that has loaded it, and complains if the profiler runs in another one."""
+    finished = run("--nproc-per-node", "1", write_script(tmp_path, PROFILED))
+    assert (finished.code, finished.by_rank) == (0, [(0, "True")]), finished.err
+    assert "ERROR" not in finished.err
+
+
 @pytest.mark.slow
 def test_env_is_there_when_torch_and_modules_are_imported(tmp_path: Path) -> None:
     """The variables were set in the forks of a process that had imported torch long before, with one thread."""

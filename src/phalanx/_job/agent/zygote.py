@@ -126,9 +126,10 @@ def _restart(control: int, agent: int, sessions: Sequence[int], reports_death: b
 
 def _import_torch() -> None:
     """Import torch and our backend for the ranks."""
-    loading = threading.Thread(target=_load_torch_library, name="phalanx-load")
-    loading.start()
+    importing = threading.Thread(target=_import_numpy, name="phalanx-numpy")
+    importing.start()
     try:
+        _load_torch_library()
         import torch  # noqa: F401
 
         import phalanx._comm.backend.preloaded  # noqa: F401
@@ -138,7 +139,7 @@ def _import_torch() -> None:
     except Exception:
         pass  # a script without torch needs none; a script with torch fails at its own import, which reports the error
     finally:
-        loading.join()  # nothing may be forked while a thread runs
+        importing.join()  # nothing may be forked while a thread runs
 
 
 def _import_for_training() -> None:
@@ -153,7 +154,11 @@ def _import_for_training() -> None:
 
 
 def _load_torch_library() -> None:
-    """Load torch's largest library in a thread, while Python imports the dependencies of torch's modules."""
+    """Load torch's largest library while another thread imports NumPy, which torch imports.
+
+    The main thread loads it, because the library keeps that thread's identity: in another one torch.profiler prints an
+    error.
+    """
     spec = importlib.util.find_spec("torch")
     for folder in (spec.submodule_search_locations or ()) if spec else ():
         library = os.path.join(folder, "lib", "libtorch_cpu.so")
@@ -162,6 +167,12 @@ def _load_torch_library() -> None:
                 ctypes.CDLL(library)
             except OSError:
                 pass  # torch's own import loads it, or reports the error
+
+
+def _import_numpy() -> None:
+    if importlib.util.find_spec("torch"):
+        with contextlib.suppress(Exception):  # torch does without it
+            importlib.import_module("numpy")
 
 
 def _fork() -> int:
