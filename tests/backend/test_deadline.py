@@ -52,7 +52,7 @@ def test_a_rank_that_makes_one_group_more_reads_of_groups_and_not_of_processes(t
 
     message, *_ = run_ranks(check, 3)
     assert "ranks 1, 2 of 3 never joined within 0.5 s" in message
-    assert "All ranks must make all groups in the same order" in message
+    assert "All ranks must create all groups in the same order" in message
     assert "processes were started" not in message
 
 

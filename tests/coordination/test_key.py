@@ -85,7 +85,7 @@ def test_a_key_file_that_others_can_read_or_change_is_refused_with_what_to_type(
 
 def test_a_key_file_that_is_none_is_said_to_be(tmp_path):
     with pytest.raises(
-        AuthenticationError, match=r"missing: No such file or directory\.\n`phalanx key .*missing` makes"
+        AuthenticationError, match=r"missing: No such file or directory\.\n`phalanx key .*missing` creates"
     ):
         read_key(tmp_path / "missing")
     with pytest.raises(AuthenticationError, match="not a regular file"):

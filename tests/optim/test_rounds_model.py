@@ -115,7 +115,7 @@ def test_a_sharded_checkpoint_between_rounds_is_refused(tmp_path):
         _step(model, inner)
         parts = {"model": model, "optimizer": inner, "rounds": rounds}
         with phalanx.CheckpointManager(tmp_path / kind, sharded=True) as manager:
-            with pytest.raises(CheckpointError, match="with 'rounds' ranks train separate models"):
+            with pytest.raises(CheckpointError, match="with 'rounds', ranks train separate models"):
                 manager.save(1, parts)
             rounds.finish()
             manager.save(2, {"model": model})

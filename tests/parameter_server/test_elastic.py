@@ -147,7 +147,7 @@ def _lose_all_servers_of_a_shard(rank, folder, replicate):
     assert "from a checkpoint" in str(lost.value)
     assert "Resume from a checkpoint. " in str(refused.value)
     assert "replicate=True" not in str(lost.value)
-    assert ("With replicate=True another server has a copy" in str(refused.value)) != replicate
+    assert ("With replicate=True, another server has a copy" in str(refused.value)) != replicate
     assert ("its replica's server are both lost" in str(refused.value)) == replicate
     for name in sorted({*servers} - {*killed}):
         dismiss(name, "it is over")

@@ -94,7 +94,7 @@ def test_ranks_whose_strides_differ_train_the_same_numbers_or_are_refused(train)
         expected = _in_one_process(seed, 2, step=train is _train_zero)
         if isinstance(outcomes[0], str):
             assert outcomes[0] == outcomes[1]  # all ranks refuse, or none
-            assert "strides" in outcomes[0] or "memory of" in outcomes[0]
+            assert "strides" in outcomes[0] or "sharing memory with" in outcomes[0]
             assert not _draw(seed, 0)[2], seed
             refused += 1
             continue
