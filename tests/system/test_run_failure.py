@@ -322,16 +322,19 @@ def test_breakpoint_says_how_to_debug_a_rank(tmp_path: Path) -> None:
     assert "RANK=0 LOCAL_RANK=0 WORLD_SIZE=1" in finished.err
 
 
-def test_no_traceback_is_told_twice(tmp_path: Path) -> None:
+@pytest.mark.parametrize("late", ["", "2"])
+def test_no_traceback_is_told_twice(tmp_path: Path, late: str) -> None:
     # The first failure's stood there as its rank had printed it, and again at the end; an error of all ranks, once more
-    # for each of them that was not in step.
+    # for each of them that was not in step, or that came to it when the others had been stopped.
     script = write_script(
         tmp_path,
-        "import os, sys\n"
+        "import os, signal, sys\n"
         "print('before', file=sys.stderr)\n"
         "print('\\r50%', end='', file=sys.stderr)\n"
         "open(sys.argv[1] + os.environ['RANK'], 'w').close()\n"
         "while not all(os.path.exists(sys.argv[1] + rank) for rank in '012'): pass\n"  # who fails later is told as well
+        f"late = os.environ['RANK'] == {late!r}\n"
+        "if late: signal.signal(signal.SIGTERM, lambda *_: None), signal.pause()\n"
         "raise ValueError('all of us')\n",
     )
     logs = tmp_path / "logs"

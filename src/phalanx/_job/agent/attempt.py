@@ -285,7 +285,7 @@ class Attempt:
             self.do_elastic(actions)
             return
         if report.traceback and not self.plan.settings.traceback:
-            if self.state.phase in ("running", "failing"):
+            if self.state.phase in ("running", "failing") or self.host.display.has_same(report.traceback):
                 self.host.display.expect(report.rank, report.traceback)
             elif self.state.is_stopped_by_user(report):
                 self.host.display.expect(report.rank, report.traceback, quiet=True)

@@ -139,6 +139,10 @@ class Display:
         """
         self._tracebacks.expect(rank, traceback, quiet=quiet)
 
+    def has_same(self, traceback: str) -> bool:
+        """Return whether another rank has reported this traceback, perhaps with other numbers."""
+        return self._tracebacks.has_same(traceback)
+
     def hide(self, rank: int) -> None:
         """Never show the buffered traceback of `rank`, because the traceback was reported."""
         self._tracebacks.hide(rank)

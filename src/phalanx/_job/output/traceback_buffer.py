@@ -40,6 +40,10 @@ class TracebackBuffer:
             if quiet:
                 self._quiet.add(rank)
 
+    def has_same(self, traceback: str) -> bool:
+        """Return whether another rank has reported this traceback, perhaps with other numbers."""
+        return without_numbers(encode(traceback)) in self._forms.values()
+
     def hide(self, rank: int) -> None:
         """Never show the traceback of `rank`, because it was reported; a replacement may still print another one."""
         self._quiet.add(rank)
