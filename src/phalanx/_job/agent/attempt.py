@@ -285,10 +285,12 @@ class Attempt:
             self.do_elastic(actions)
             return
         if report.traceback and not self.plan.settings.traceback:
-            if self.state.phase in ("running", "failing") or self.host.display.has_same(report.traceback):
+            if self.state.phase in ("running", "failing"):
                 self.host.display.expect(report.rank, report.traceback)
             elif self.state.is_stopped_by_user(report):
                 self.host.display.expect(report.rank, report.traceback, quiet=True)
+            elif self.host.display.has_same(report.traceback):
+                self.host.display.expect(report.rank, report.traceback)
         self.do(self.state.on_report(report, time.monotonic()))
 
     def on_rank_message(self, rank: int, pid: int, message: dict[str, Any]) -> None:
