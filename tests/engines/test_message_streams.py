@@ -1,13 +1,11 @@
 """Short messages over connections of their own: whole, in order, only between ranks of the group."""
 
-import contextlib
 import os
 import random
 import signal
 import socket
 import struct
 import threading
-import time
 
 import pytest
 from tests.threads import map_in_threads
@@ -115,24 +113,23 @@ def test_strangers_are_turned_away_and_hold_nobody_up():
 
 
 def test_more_strangers_than_may_wait_do_not_keep_a_peer_out():
-    strangers, threads = [], []
+    listeners = [StreamListener("127.0.0.1") for _ in range(2)]
+    places = {rank: listener.place for rank, listener in enumerate(listeners)}
+    have_come = threading.Barrier(99)
 
-    def come(place):
-        with contextlib.suppress(ConnectionRefusedError, ConnectionResetError):  # the listener was closed already
-            strangers.append(socket.create_connection(place, LONG_S))
+    def come(rank):
+        if rank > 1:  # a stranger, who sends nothing
+            stranger = socket.create_connection(places[0], LONG_S)
+            have_come.wait()
+            return stranger
+        if rank == 1:
+            have_come.wait()
+        return listeners[rank].connect(rank, [1 - rank], places, SECRET, Deadline.after(LONG_S))
 
-    def crowd(rank, place):
-        if rank == 0:
-            threads.extend(threading.Thread(target=come, args=(place,)) for _ in range(100))
-            for thread in threads:
-                thread.start()
-
-    first, second = connect_all([[1], [0]], before=crowd)
+    first, second, *strangers = map_in_threads(come, range(100))
     second.send(0, memoryview(b"hello"))
     assert receive(first, 1) == b"hello"
     close_all([first, second])
-    for thread in threads:
-        thread.join()
     for stranger in strangers:
         stranger.close()
 
@@ -160,11 +157,16 @@ def test_a_process_without_the_secret_cannot_take_the_place_of_a_rank():
                 one.sendall(bytes(32))
                 one.recv(100)
 
-        thread = threading.Thread(target=pretend)
-        thread.start()
-        with pytest.raises(RuntimeError, match="did not answer as a rank of this group"):
-            StreamListener("127.0.0.1").connect(1, [0], {0: server.getsockname()}, SECRET, Deadline.after(LONG_S))
-        thread.join()
+        def connect():
+            with pytest.raises(RuntimeError, match="did not answer as a rank of this group"):
+                StreamListener("127.0.0.1").connect(1, [0], {0: server.getsockname()}, SECRET, Deadline.after(LONG_S))
+
+        map_in_threads(lambda role: role(), [pretend, connect])
+
+
+def test_an_unknown_address_is_refused_because_it_would_mean_every_address():
+    with pytest.raises(RuntimeError, match="the address of this host is unknown"):
+        StreamListener("")
 
 
 def test_a_peer_that_does_not_listen_is_named():
@@ -258,10 +260,7 @@ def test_a_forked_child_of_a_dead_rank_does_not_keep_its_connections_open():
         child = os.fork()
         if child == 0:
             os.write(tell, b"%d\n" % os.getpid())
-            time.sleep(LONG_S)
-            os._exit(0)
-        time.sleep(LONG_S)
-        os._exit(0)
+        signal.pause()
     child = int(os.read(told, 20))
     close_all([second])
     os.kill(parent, signal.SIGKILL)
@@ -293,7 +292,7 @@ def test_the_time_may_be_longer_than_the_system_s_calls_accept(within_s):
 
 
 def test_an_error_names_the_peer_whose_connection_is_lost_not_the_one_that_is_waited_for():
-    """What the kernel had not accepted yet was sent while this rank waited for another one, which took the blame."""
+    """A rank sends the rest of a message while it waits for another rank, and blamed that one for a failure to send."""
     streams = connect_all([[1, 2], [0], [0]])
     streams[0].send(2, memoryview(bytes(50_000_000)))
     streams[2].shut_down()

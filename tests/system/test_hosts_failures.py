@@ -367,10 +367,18 @@ def test_a_rank_that_ends_while_its_thread_waits_does_not_call_the_rank_lost_for
             said.append((caught.value.ranks, str(caught.value)))
 
         if rank == 1:
+            session, has_begun = group.transport.session, threading.Event()
+            begin = session._begin
+
+            def begin_and_tell(*arguments):
+                record = begin(*arguments)
+                has_begun.set()
+                return record
+
+            session._begin = begin_and_tell
             thread = threading.Thread(target=work)
             thread.start()
-            while not group.transport.session.position.inside:
-                time.sleep(0.01)
+            has_begun.wait()
             group.leave_at_exit("it ended with ValueError: bad luck")
             thread.join()
             store.set("left", "")

@@ -110,8 +110,7 @@ def require_parameters_of(called: str, model: nn.Module, optimizer: Optimizer) -
             f"{called}.setup: the {type(optimizer).__name__} holds a tensor of shape {tuple(unknown[0].shape)} that is "
             f"not a parameter of {type(model).__name__}. Pass the model whose parameters the optimizer holds. If the "
             "tensor belongs to a loss function, make the function a module of the model, and let the model compute the "
-            "loss "
-            "(loss_of; in the Trainer, training_step)"
+            "loss (loss_of; in the Trainer, training_step)"
         )
 
 

@@ -169,7 +169,8 @@ class CallbackStates:
         """Load the state of each callback; a callback without a state stays as it is."""
         if differing := sorted(state_dict.keys() ^ self._callbacks.keys()):
             _logger.warning(
-                "Trainer: callbacks with no state loaded: %s. The checkpoint has other callbacks", ", ".join(differing)
+                "Trainer: no state was loaded for %s, which only one of the checkpoint and callbacks= has",
+                ", ".join(differing),
             )
         for name in state_dict.keys() & self._callbacks.keys():
             self._callbacks[name].load_state_dict(state_dict[name])

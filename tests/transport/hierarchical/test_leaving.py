@@ -76,11 +76,12 @@ def test_what_a_rank_sent_last_arrives_although_it_leaves_before_the_link_has_ca
 
 def _end_while_a_thread_sends(rank, world_size, machines):
     group = dist.new_group(backend="phalanx")
-    streams, users = group.transport.session.engine.short_messages, set()
+    streams, users, has_sent = group.transport.session.engine.short_messages, set(), threading.Event()
     flush = streams.flush
 
     def recorded(deadline):
         users.add(threading.current_thread())
+        has_sent.set()
         flush(deadline)
 
     def send_for_ever():
@@ -95,8 +96,7 @@ def _end_while_a_thread_sends(rank, world_size, machines):
     thread = threading.Thread(target=work)
     thread.start()
     if rank == 1:
-        while not users:
-            time.sleep(0.01)
+        has_sent.wait()
         group.leave_at_exit("it ended")
     thread.join()
     assert users == {thread}

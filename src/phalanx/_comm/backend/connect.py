@@ -74,8 +74,8 @@ def build_engine(group: RendezvousGroup, settings: Options, deadline: Deadline, 
 
     # with one rank on each host, the group runs Gloo's own collectives, one at a time
     num_threads = int(group.layout.has_one_rank_each)
-    streams = leader_peers(group.layout)
-    return open_gloo(group, settings, deadline, failure_store, num_threads=num_threads, streams=streams)
+    peers = leader_peers(group.layout)
+    return open_gloo(group, settings, deadline, failure_store, num_threads=num_threads, stream_peers=peers)
 
 
 def open_gloo(
@@ -85,11 +85,11 @@ def open_gloo(
     failure_store: FailureStore,
     *,
     num_threads: int = 0,
-    streams: Sequence[int] = (),
+    stream_peers: Sequence[int] = (),
 ) -> GlooEngine:
     """Connect all ranks through Gloo, whichever engine is selected; raise the errors of `build_engine`.
 
-    `streams` are the ranks with which this rank exchanges short messages.
+    `stream_peers` are the ranks with which this rank exchanges short messages.
     """
     rank, infos, name = group.rank, group.infos, group.name
     size = len(infos)
@@ -99,7 +99,7 @@ def open_gloo(
         reason = f"{reason} in init_process_group"
         failure_store.linger(failure_store.post(FailureReport("interrupted", (rank,), processes, reason=reason)))
 
-    if shortage := find_shortage(size + len(streams) + _SPARE_DESCRIPTORS):  # Gloo would abort the process
+    if shortage := find_shortage(size + len(stream_peers) + _SPARE_DESCRIPTORS):  # Gloo would abort the process
         notify_others("too few open files for all connections")
         raise PhalanxError(
             f"init_process_group of group {name!r} on rank {rank}: Gloo connects every pair of its {size} ranks. "
@@ -117,7 +117,7 @@ def open_gloo(
             address=address,
             interface=interface,
             num_threads=num_threads,
-            streams=streams,
+            stream_peers=stream_peers,
             secret=infos[0].secret,
         )
 

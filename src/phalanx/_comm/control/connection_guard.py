@@ -240,7 +240,7 @@ class ConnectionGuard:
     def _refuse(self, host: str) -> None:
         if not host and self._now - self._read_at >= _READ_S:
             self._read_at, host = self._now, recent_peers(self._port)
-        host = (host or "an address that disconnected before it could be read").removeprefix("::ffff:")
+        host = (host or "a peer that disconnected before its address was read").removeprefix("::ffff:")
         self._log.report_refusal(host, "it does not know the job's key, or uses another protocol", self._now)
 
 

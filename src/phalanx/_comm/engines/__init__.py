@@ -1,1 +1,1 @@
-"""Engines send tensors between hosts: PyTorch's Gloo, beside which `MessageStreams` send what is short, and MPI."""
+"""Engines send tensors between hosts: MPI, and PyTorch's Gloo with `MessageStreams` for short messages."""

@@ -76,7 +76,7 @@ class Engine(Protocol):
 
     @property
     def short_messages(self) -> ShortMessages:
-        """Return the second way to send. Ctrl-C, and a signal handler that raises, always interrupt its waits."""
+        """Return the second way to send; Ctrl-C, or a signal handler that raises, interrupts its waits."""
 
     @property
     def num_tags(self) -> int:

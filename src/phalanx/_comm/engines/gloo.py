@@ -65,8 +65,8 @@ class GlooEngine:
 
     Arguments:
         num_threads: the number of threads that run the collectives of `begin`; messages need none.
-        streams: the ranks with which this rank exchanges short messages; each of them names this rank, too.
-        secret: a text that only the group's ranks have; it authenticates the connections of `streams`.
+        stream_peers: the ranks with which this rank exchanges short messages; each of them names this rank, too.
+        secret: a text that only the group's ranks have; it authenticates the connections with `stream_peers`.
 
     Raises:
         RuntimeError: some rank cannot be reached within `timeout`.
@@ -86,7 +86,7 @@ class GlooEngine:
         address: str,
         interface: str = "",
         num_threads: int = 0,
-        streams: Sequence[int] = (),
+        stream_peers: Sequence[int] = (),
         secret: str = "",
     ) -> None:
         deadline = Deadline.after(timeout)
@@ -98,18 +98,17 @@ class GlooEngine:
         before = _open_sockets()
         with contextlib.ExitStack() as stack:
             listener = None
-            if streams:
-                listener = stack.enter_context(
-                    contextlib.closing(StreamListener(self._device.host or address or _own_address()))
-                )
+            if stream_peers:
+                listener = stack.enter_context(contextlib.closing(StreamListener(self._device.host or address)))
             stack.enter_context(self._device.connecting())
             # Gloo does not keep the Python half of a store alive.
             self._addresses = GlooAddresses(store, rank, world_size, listener.place if listener else None)
             self._group = _ProcessGroupGloo(self._addresses, rank, world_size, options)
-            self.short_messages = MessageStreams({})
-            if listener is not None:
+            if listener is None:
+                self.short_messages = MessageStreams({})
+            else:
                 places = self._addresses.places
-                self.short_messages = listener.connect(rank, streams, places, secret, deadline)
+                self.short_messages = listener.connect(rank, stream_peers, places, secret, deadline)
         # These may include another thread's sockets, which does no harm: the sockets are only queried.
         self._sockets = {n: inode for n, inode in _open_sockets().items() if before.get(n) != inode}
         self._nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
@@ -187,11 +186,6 @@ class _Freed:
 
     def __getattr__(self, name: str) -> Any:
         raise RuntimeError("the connections of this group are closed")
-
-
-def _own_address() -> str:
-    """Return the address of this host's name, at which Gloo listens, too, if the job's store is a file."""
-    return socket.gethostbyname(socket.gethostname())
 
 
 def local_address(towards: str) -> str:

@@ -14,13 +14,13 @@ import contextlib
 import hmac
 import os
 import select
-import selectors
 import socket
 import struct
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 
 from phalanx._base.deadline import Deadline
+from phalanx._base.descriptors import wait_readable
 from phalanx._base.ipc.spin_wait import SpinWait
 
 Place = tuple[str, int]
@@ -38,10 +38,12 @@ class StreamListener:
     """A `StreamListener` listens at an address of this host until `connect` has connected this rank with its peers.
 
     Raises:
-        RuntimeError: this rank cannot listen there.
+        RuntimeError: this rank cannot listen there, or the address is "", unknown.
     """
 
     def __init__(self, host: str) -> None:
+        if not host:  # an empty one would mean every address of this host
+            raise RuntimeError("the address of this host is unknown")
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
             self._socket = socket.create_server((host, 0), family=family, backlog=_MOST_PENDING)
@@ -88,21 +90,16 @@ class StreamListener:
         """Return a connection with each of the peers `awaited`; close the connections of strangers."""
         found: dict[int, socket.socket] = {}
         pending: dict[socket.socket, bytearray] = {}  # what each new connection has sent so far
-        with selectors.DefaultSelector() as selector, contextlib.ExitStack() as stack:
+        with contextlib.ExitStack() as stack:
             stack.callback(_close_all, found)
-            selector.register(self._socket, selectors.EVENT_READ)
             try:
                 while len(found) < len(awaited):
                     if deadline.passed:
                         raise RuntimeError(f"rank {min(awaited - found.keys())} did not connect in time")
-                    for key, _ in selector.select(_left_s(deadline)):
-                        one = key.fileobj
-                        assert isinstance(one, socket.socket)
-                        if one is self._socket:
-                            self._take(selector, pending)
-                        elif one in pending and (hello := _read_hello(one, pending[one])) is not None:
+                    ready = wait_readable([self._socket, *pending], _left_s(deadline))
+                    for one in ready:
+                        if one is not self._socket and (hello := _read_hello(one, pending[one])) is not None:
                             del pending[one]
-                            selector.unregister(one)
                             peer = int.from_bytes(hello[: _LENGTH.size], "little")
                             is_awaited = peer in awaited and peer not in found
                             if is_awaited and hmac.compare_digest(hello[_LENGTH.size :], greetings.of(peer)):
@@ -111,13 +108,15 @@ class StreamListener:
                                     one.sendall(greetings.to(peer), _NO_SIGNAL)
                             else:
                                 one.close()
+                    if self._socket in ready:
+                        self._take(pending)
             finally:
                 for one in pending:
                     one.close()
             stack.pop_all()
         return found
 
-    def _take(self, selector: selectors.BaseSelector, pending: dict[socket.socket, bytearray]) -> None:
+    def _take(self, pending: dict[socket.socket, bytearray]) -> None:
         """Accept a connection, and close the oldest if too many have not sent their hello."""
         try:
             one = self._socket.accept()[0]
@@ -127,11 +126,9 @@ class StreamListener:
             raise RuntimeError(f"cannot accept connections: {error.strerror}") from error
         one.setblocking(False)
         pending[one] = bytearray()
-        selector.register(one, selectors.EVENT_READ)
         if len(pending) > _MOST_PENDING:
             oldest = next(iter(pending))
             del pending[oldest]
-            selector.unregister(oldest)
             oldest.close()
 
 

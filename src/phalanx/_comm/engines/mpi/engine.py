@@ -15,7 +15,7 @@ from torch import Tensor
 
 from phalanx._base.deadline import Deadline
 from phalanx._base.threads import call_in_thread
-from phalanx._comm.engines.engine import DATA, FOR_EVER, timedelta_of
+from phalanx._comm.engines.engine import DATA, timedelta_of
 from phalanx._comm.engines.mpi.runtime import Runtime, wait_until
 
 # How long a wait continues after the peer has announced that it leaves, because the message may still be in transit.
@@ -312,7 +312,7 @@ class MpiEngine:
 
 
 class MpiShortMessages:
-    """`MpiShortMessages` are an engine's messages with a tag of their own."""
+    """`MpiShortMessages` are messages with a tag of their own. Flush before the next one to the same peer."""
 
     def __init__(self, engine: MpiEngine) -> None:
         self._engine = engine
@@ -320,8 +320,6 @@ class MpiShortMessages:
 
     def send(self, peer: int, message: memoryview) -> None:
         data = torch.frombuffer(bytearray(message), dtype=torch.uint8)
-        if peer in self._sent:
-            self._sent[peer].wait(FOR_EVER)
         self._sent[peer] = self._engine.send(peer, data, _SHORT)
 
     def receive(self, peer: int, buffer: memoryview, deadline: Deadline) -> None:

@@ -244,9 +244,9 @@ class HierarchicalSession:
         self._background.run(operation, look, self.reports.interrupted)
 
     def wait_until(self, is_done: Callable[[], bool], call: CollectiveCall, ctx: CallContext) -> None:
-        """Poll `is_done`, which becomes true at the timeout, too; a lost connection ends the group.
+        """Wait until `is_done` returns True, as it does at the engine's timeout, too; a lost connection ends the group.
 
-        A poll finds out sooner than Gloo's wait, which wakes up one thread by another.
+        This thread polls, and so learns of the end of Gloo's collective sooner than from a second thread that waits.
         """
         look = self._watch_hosts(call, ctx, Deadline.after(ctx.timeout_s))
         next_look_s = time.monotonic() + LOOK_EVERY_S
